@@ -1,0 +1,25 @@
+"""Export every notebook into the package, from scratch, so that a renamed module leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+KEEP = {"__init__.py", "__main__.py", "_modidx.py"}
+
+
+def export(root: Path) -> None:
+    """Delete the exported modules below root/rlhf_nb and write them again from root/nbs."""
+    import os
+
+    os.chdir(root)
+    from nbdev.export import nbdev_export
+
+    for path in (root / "rlhf_nb").rglob("*.py"):
+        if path.name not in KEEP:
+            path.unlink()
+    nbdev_export()
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())

@@ -1,0 +1,46 @@
+"""Every notebook runs, each in a process of its own: modules as plain cells, tutorials in a real kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT / "nbs"
+ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+TUTORIALS = [p for p in ALL if p.parent.name == "tutorials"]
+
+CELLS = "import sys; from nbdev.test import test_nb; ok, seconds = test_nb(sys.argv[1], do_print=False); sys.exit(not ok)"
+KERNEL = """
+import sys, nbformat
+from nbclient import NotebookClient
+nb = nbformat.read(sys.argv[1], 4)
+NotebookClient(nb, timeout=240, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}}).execute()
+"""
+
+
+def run(code: str, path: Path, cwd: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(cwd)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{path.name}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("path", [p for p in ALL if p not in TUTORIALS], ids=lambda p: p.stem)
+def test_module_notebook(path: Path, tmp_path: Path) -> None:
+    run(CELLS, path, NBS)
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_tutorial(path: Path, tmp_path: Path) -> None:
+    for attempt in (1, 2):  # a kernel may fail to start on a loaded machine: one retry
+        try:
+            return run(KERNEL, path, tmp_path)
+        except AssertionError:
+            if attempt == 2:
+                raise
