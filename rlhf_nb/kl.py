@@ -36,7 +36,7 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
     if mask.dtype is not torch.bool:
         raise DataError(f"the mask is {mask.dtype}, expected torch.bool (1 = the token counts). Use `mask.bool()`.")
 
-# %% ../nbs/11_kl.ipynb #5d6c6e1e
+# %% ../nbs/11_kl.ipynb #1be78052
 KLKind = Literal["k1", "k2", "k3"]
 
 
@@ -49,7 +49,9 @@ def _kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
     if kind == "k3":
         return torch.expm1(-log_ratio) + log_ratio
     near = suggest(kind, ["k1", "k2", "k3"])
-    raise ConfigError(f"kind: {kind!r} is no KL estimator. " + (f"Did you mean {near!r}?" if near else "Use 'k1', 'k2' or 'k3'."))
+    raise ConfigError(
+        f"kind: {kind!r} is no KL estimator. " + (f"Did you mean {near!r}?" if near else "Use 'k1', 'k2' or 'k3'.")
+    )
 
 
 def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor:
@@ -66,7 +68,9 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor
     Source: Schulman, "Approximating KL Divergence" (2020).
     """
     if logps.shape != ref_logps.shape:
-        raise DataError(f"logps has shape {list(logps.shape)} but ref_logps {list(ref_logps.shape)}: a KL compares the same tokens.")
+        raise DataError(
+            f"logps has shape {list(logps.shape)} but ref_logps {list(ref_logps.shape)}: a KL compares the same tokens."
+        )
     return _kl_terms(logps.detach() - ref_logps.detach(), kind)
 
 # %% ../nbs/11_kl.ipynb #f083eaf0
@@ -140,7 +144,7 @@ def kl_loss(
     count = torch.count_nonzero(mask)
     return LossSum(terms.sum(), count, {"policy/ref_kl_avg": (log_ratio.detach().sum(), count)})
 
-# %% ../nbs/11_kl.ipynb #03056865
+# %% ../nbs/11_kl.ipynb #e94374a0
 class FixedKL:
     """A KL coefficient that stays what it is.
 
@@ -152,7 +156,9 @@ class FixedKL:
 
     def __init__(self, coef: float) -> None:
         if not (math.isfinite(coef) and coef >= 0):
-            raise ConfigError(f"kl_coef: {coef} is no price; it must be ≥ 0 (a negative one would reward drift). Usual: 0.05.")
+            raise ConfigError(
+                f"kl_coef: {coef} is no price; it must be ≥ 0 (a negative one would reward drift). Usual: 0.05."
+            )
         self.coef = float(coef)
 
     def update(self, kl: float, n: int) -> float:
@@ -176,7 +182,7 @@ class FixedKL:
             )
         self.coef = float(state["coef"])
 
-# %% ../nbs/11_kl.ipynb #84a28288
+# %% ../nbs/11_kl.ipynb #2a817dad
 class AdaptiveKL(FixedKL):
     """A KL coefficient that is raised when the policy drifts further than a target, and lowered when it drifts less.
 
@@ -193,10 +199,14 @@ class AdaptiveKL(FixedKL):
     def __init__(self, coef: float, target: float, horizon: float) -> None:
         super().__init__(coef)
         if coef == 0:
-            raise ConfigError("kl_coef: an adaptive coefficient is multiplied, so from 0 it never moves. Start at 0.05, say.")
+            raise ConfigError(
+                "kl_coef: an adaptive coefficient is multiplied, so from 0 it never moves. Start at 0.05, say."
+            )
         for name, x in (("kl_target", target), ("kl_horizon", horizon)):
             if not (math.isfinite(x) and x > 0):
-                raise ConfigError(f"{name}: {x} must be a number > 0 ({'nats per sequence' if name == 'kl_target' else 'sequences'}).")
+                raise ConfigError(
+                    f"{name}: {x} must be a number > 0 ({'nats per sequence' if name == 'kl_target' else 'sequences'})."
+                )
         self.target, self.horizon = float(target), float(horizon)
 
     def update(self, kl: float, n: int) -> float:
@@ -214,7 +224,9 @@ class AdaptiveKL(FixedKL):
             ConfigError: n is so large that one step could make the coefficient negative.
         """
         if not math.isfinite(kl):
-            raise RunError(f"the measured KL is {kl}: log-probs of policy or reference are broken, the coefficient can't follow.")
+            raise RunError(
+                f"the measured KL is {kl}: log-probs of policy or reference are broken, the coefficient can't follow."
+            )
         if 0.2 * n >= self.horizon:
             raise ConfigError(
                 f"kl_horizon: {self.horizon:g} sequences is too short for updates of {n}: one step could bring the coefficient "
