@@ -63,9 +63,9 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
     found = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
     return plain[found[0]] if found else None
 
-# %% ../nbs/00_core.ipynb #433ec860
+# %% ../nbs/00_core.ipynb #ea410878
 class GPU(NamedTuple):
-    """What the dtype decision must know of a CUDA device."""
+    """What the choice of a number format must know of a CUDA device."""
 
     name: str
     capability: tuple[int, int]  # Turing (T4) is (7, 5), Ampere starts at (8, 0)
@@ -73,7 +73,7 @@ class GPU(NamedTuple):
 
 
 def probe_gpu(device: torch.device) -> GPU:
-    """Ask CUDA about a device: its name, compute capability, and whether bf16 is native."""
+    """Ask CUDA about a device: its name, its compute capability, and whether bf16 is native."""
     return GPU(
         torch.cuda.get_device_name(device),
         torch.cuda.get_device_capability(device),
@@ -85,9 +85,9 @@ class Precision(NamedTuple):
     """Where a model is computed and in which number formats, with the reason in one line."""
 
     device: torch.device
-    compute_dtype: torch.dtype  # inside autocast
-    trainable_dtype: torch.dtype  # parameters the optimizer updates: always float32
-    frozen_dtype: torch.dtype  # parameters nobody updates: as small as the device computes well
+    compute_dtype: torch.dtype  # of matrix products, inside autocast
+    trainable_dtype: torch.dtype  # of parameters the optimizer updates: always float32
+    frozen_dtype: torch.dtype  # of parameters nobody updates: as small as the device computes well
     grad_scaler: bool  # float16 gradients underflow without one
     reason: str
 
@@ -96,36 +96,7 @@ class Precision(NamedTuple):
         """The word accelerate uses: "no", "bf16" or "fp16"."""
         return {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.compute_dtype]
 
-# %% ../nbs/00_core.ipynb #a1bb4346
-def pick_device(want: str = "auto") -> torch.device:
-    """The device to compute on: CUDA, else Apple's MPS, else the CPU; or the one asked for, if it is here.
-
-    Args:
-        want: "auto", "cpu", "mps", "cuda" or "cuda:1".
-
-    Raises:
-        ConfigError: the device asked for is unknown or not in this machine.
-    """
-    if want == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(want)
-    except (RuntimeError, TypeError) as e:
-        near = suggest(want, ["auto", "cpu", "cuda", "mps"])
-        hint = f"Did you mean {near!r}?" if near else "Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'."
-        raise ConfigError(f"device: {want!r} is no device. {hint}") from e
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device: {want!r} was asked for, but this machine has {count} CUDA device(s). Use 'auto'.")
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device: 'mps' was asked for, but this machine has none. Use 'auto'.")
-    return device
-
-# %% ../nbs/00_core.ipynb #8f7e0493
+# %% ../nbs/00_core.ipynb #797293a9
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -144,26 +115,57 @@ def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
     if native:
         return "bf16", f"bf16 on {what}: native, and with the range of fp32, so no loss scaling"
     if major >= 7:
-        return "fp16", f"fp16 with loss scaling on {what}: tensor cores for fp16, none for bf16 (torch would emulate it)"
+        return (
+            "fp16",
+            f"fp16 with loss scaling on {what}: tensor cores for fp16, none for bf16 (torch would emulate it)",
+        )
     return "fp32", f"fp32 on {what}: no tensor cores, half precision would gain nothing"
 
 
-def _other_choice(device: torch.device, want: str) -> tuple[str, str]:
+def _other_choice(kind: str, want: str) -> tuple[str, str]:
     """Format and reason on the CPU, on MPS, and on anything else."""
-    kind = device.type
+    where = "the CPU" if kind == "cpu" else kind
     if want == "fp16" or (want == "bf16" and kind != "cpu"):
+        other = "'auto', 'fp32' or 'bf16'" if kind == "cpu" else "'auto' or 'fp32'"
         raise ConfigError(
-            f"precision: {want!r} was asked for, but training on {kind!r} is done in fp32 here"
-            + (" (bf16 can be asked for; fp16 would need loss scaling and gains nothing)" if kind == "cpu" else "")
-            + ". Use 'auto'."
+            f"precision: {want!r} was asked for, but training in it on {where} is not dependable. Use {other}."
         )
     if want != "auto":
-        return want, f"{want} on the {'CPU' if kind == 'cpu' else kind}, as asked"
+        return want, f"{want} on {where}, as asked"
     if kind == "cpu":
-        return "fp32", "fp32 on the CPU: exact, and the format every CPU computes at full speed"
-    return "fp32", f"fp32 on {kind}: its half-precision training is not reliable enough"
+        return "fp32", "fp32 on the CPU: the format every CPU computes at full speed, and repeats bit for bit"
+    return "fp32", f"fp32 on {kind}: its half-precision training is not dependable"
 
+# %% ../nbs/00_core.ipynb #2fd03339
+def pick_device(want: str = "auto") -> torch.device:
+    """The device to compute on: CUDA, else Apple's MPS, else the CPU; or the one asked for, if it is here.
 
+    Args:
+        want: "auto", "cpu", "mps", "cuda" or "cuda:1".
+
+    Raises:
+        ConfigError: the device asked for is unknown or not in this machine.
+    """
+    if want == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(want)
+    except (RuntimeError, TypeError) as e:
+        near = "cuda" if want.startswith("gpu") else suggest(want, ["auto", "cpu", "cuda", "mps"])
+        hint = f"Did you mean {near!r}?" if near else "Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'."
+        raise ConfigError(f"device: {want!r} is no device. {hint}") from e
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device: {want!r} was asked for, but torch sees {count} CUDA devices here. Use 'auto'.")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device: 'mps' was asked for, but this machine has none. Use 'auto'.")
+    return device
+
+# %% ../nbs/00_core.ipynb #b7bd8315
 def decide_precision(
     device: torch.device | str | None = None,
     want: str = "auto",
@@ -184,11 +186,11 @@ def decide_precision(
         hint = f"Did you mean {near!r}?" if near else "Use 'auto', 'fp32', 'bf16' or 'fp16'."
         raise ConfigError(f"precision: {want!r} is no number format known here. {hint}")
     where = device if isinstance(device, torch.device) else pick_device(device or "auto")
-    name, reason = _cuda_choice(probe(where), want) if where.type == "cuda" else _other_choice(where, want)
+    name, reason = _cuda_choice(probe(where), want) if where.type == "cuda" else _other_choice(where.type, want)
     dtype = _DTYPES[name]
     return Precision(where, dtype, torch.float32, dtype, name == "fp16", reason)
 
-# %% ../nbs/00_core.ipynb #28718903
+# %% ../nbs/00_core.ipynb #b692ffe0
 def derive_seed(*parts: int | str) -> int:
     """A seed from names and numbers: the same on every machine, unrelated for different parts.
 
@@ -200,7 +202,7 @@ def derive_seed(*parts: int | str) -> int:
     """
     h = hashlib.blake2b(digest_size=8)
     for part in parts:
-        text = f"{'s' if isinstance(part, str) else 'i'}{part if isinstance(part, str) else int(part)}".encode()
+        text = (f"s{part}" if isinstance(part, str) else f"i{int(part)}").encode()
         h.update(len(text).to_bytes(8, "little") + text)
     return int.from_bytes(h.digest(), "little") >> 1
 
@@ -211,7 +213,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
-# %% ../nbs/00_core.ipynb #e9c90eff
+# %% ../nbs/00_core.ipynb #da889be4
 def _bits(x: float) -> int:
     """A float's 64 bits as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
@@ -226,20 +228,20 @@ def rng_state() -> dict[str, Tensor]:
     """The state of every random generator as tensors, so that a safetensors file can hold it.
 
     Returns:
-        "python" and "numpy" (int64), "torch" (uint8), and "cuda.0", "cuda.1", ..., "mps" where used.
+        "python" and "numpy" (int64), "torch" (uint8), and "cuda.0", "cuda.1", ..., "mps" where they are in use.
     """
     version, words, gauss = random.getstate()
     python = [version, int(gauss is not None), _bits(gauss or 0.0), *words]
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     numpy = [int(position), int(has_gauss), _bits(float(cached)), *map(int, keys)]
     state = {"python": torch.tensor(python), "numpy": torch.tensor(numpy), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state |= {f"cuda.{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
 
-
+# %% ../nbs/00_core.ipynb #b0812d10
 def set_rng_state(state: dict[str, Tensor]) -> None:
     """Continue every random sequence where `rng_state()` was taken.
 
@@ -247,37 +249,42 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
         state: what `rng_state()` returned, perhaps in another process.
 
     Raises:
-        CheckpointError: a generator's state is missing or has the wrong size; nothing is changed then.
+        CheckpointError: a generator's state is missing, has the wrong size, or is not one.
     """
     sizes = {"python": 628, "numpy": 627, "torch": torch.get_rng_state().numel()}
     for name, size in sizes.items():
         if name not in state or state[name].numel() != size:
-            got = f"{state[name].numel()} numbers" if name in state else "nothing"
-            raise CheckpointError(f"random state {name!r}: expected {size} numbers, found {got}. The run can't resume exactly.")
-    version, has_gauss, gauss, *words = state["python"].tolist()
-    random.setstate((version, tuple(words), _unbits(gauss) if has_gauss else None))
-    position, has_gauss, cached, *keys = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _unbits(cached)))
-    torch.set_rng_state(state["torch"].cpu())
+            got = f"{state[name].numel()} numbers" if name in state else "none"
+            raise CheckpointError(
+                f"random state {name!r}: expected {size} numbers, found {got}. Without it the run can't go on exactly."
+            )
+    try:
+        version, has_gauss, gauss, *words = state["python"].tolist()
+        random.setstate((version, tuple(words), _unbits(gauss) if has_gauss else None))
+        position, has_gauss, cached, *keys = state["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _unbits(cached)))
+        torch.set_rng_state(state["torch"].cpu())
+    except (ValueError, OverflowError, TypeError, RuntimeError) as e:
+        raise CheckpointError(f"the random state is damaged ({e}). Resume from an older checkpoint.") from e
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name in sorted(k for k in state if k.startswith("cuda.")):
         if int(name[5:]) < here:
             torch.cuda.set_rng_state(state[name].cpu(), int(name[5:]))
         else:
-            warnings.warn(f"random state of {name} not restored: this machine has {here} CUDA device(s)", stacklevel=2)
+            warnings.warn(f"random state of {name} not restored: torch sees {here} CUDA devices here", stacklevel=2)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
 
-# %% ../nbs/00_core.ipynb #a38146ab
+# %% ../nbs/00_core.ipynb #296ac9e0
 def _masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """x as floats with zeros where the mask is 0, and the mask as booleans; shapes must be equal."""
+    """x in at least 32 bits with zeros where the mask is 0, and the mask as booleans; shapes must be equal."""
     if x.shape != mask.shape:
         raise DataError(
             f"masked statistics: x has shape {list(x.shape)} but its mask has {list(mask.shape)}. "
             "They must be equal: a broadcast mask counts the wrong number of tokens."
         )
     keep = mask.bool()
-    x = x if x.is_floating_point() else x.float()
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device)), keep
 
 
@@ -285,7 +292,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where the mask is 1; NaN at masked places is harmless, in the gradient too.
 
     Args:
-        x: any shape.
+        x: any shape; half precision is summed in float32.
         mask: same shape, bool or 0/1.
         dim: sum over this dimension only; None sums over all.
     """
@@ -302,10 +309,10 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         dim: average over this dimension only; None averages over all kept elements at once.
     """
     kept, keep = _masked(x, mask)
-    count = keep.sum() if dim is None else keep.sum(dim)
-    return (kept.sum() if dim is None else kept.sum(dim)) / count.clamp(min=1)
+    total, count = (kept.sum(), keep.sum()) if dim is None else (kept.sum(dim), keep.sum(dim))
+    return total / count.clamp(min=1)
 
-
+# %% ../nbs/00_core.ipynb #5f3a676b
 def masked_var(x: Tensor, mask: Tensor, dim: int | None = None, unbiased: bool = True) -> Tensor:
     """Variance of x where the mask is 1; 0 where fewer than two elements are kept.
 
@@ -315,12 +322,12 @@ def masked_var(x: Tensor, mask: Tensor, dim: int | None = None, unbiased: bool =
         dim: along this dimension only; None takes all kept elements at once.
         unbiased: divide by n − 1 (a sample's variance) rather than by n.
     """
+    mean = masked_mean(x, mask, dim)
     kept, keep = _masked(x, mask)
-    count = keep.sum() if dim is None else keep.sum(dim, keepdim=True)
-    mean = (kept.sum() if dim is None else kept.sum(dim, keepdim=True)) / count.clamp(min=1)
-    square = torch.where(keep, kept - mean, torch.zeros_like(kept)).square()
-    count = count if dim is None else count.squeeze(dim)
-    return (square.sum() if dim is None else square.sum(dim)) / (count - int(unbiased)).clamp(min=1)
+    apart = torch.where(keep, kept - (mean if dim is None else mean.unsqueeze(dim)), torch.zeros_like(kept))
+    square, count = apart.square(), keep
+    total, n = (square.sum(), count.sum()) if dim is None else (square.sum(dim), count.sum(dim))
+    return total / (n - int(unbiased)).clamp(min=1)
 
 
 def masked_std(x: Tensor, mask: Tensor, dim: int | None = None, unbiased: bool = True) -> Tensor:
