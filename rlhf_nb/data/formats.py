@@ -292,7 +292,7 @@ def _margin(value: Any, where: str) -> float:
         )
     return margin
 
-# %% ../../nbs/20_data_formats.ipynb #b225d1b1
+# %% ../../nbs/20_data_formats.ipynb #075afa4f
 def _preference(row: Row, where: str) -> Row:
     """prompt, chosen, rejected (margin) of a pair, with the prompt taken out of the completions where it is in them."""
     chosen, rejected = (_turns(row[k], f"{where}, {k}") for k in ("chosen", "rejected"))
@@ -310,7 +310,7 @@ def _preference(row: Row, where: str) -> Row:
         if any(s != "assistant" for s in speakers):
             raise DataError(f"{where}: chosen and rejected start with {speakers} but not with the messages of the prompt; "
                             "give the answers alone, or whole dialogues that begin with the prompt.")  # fmt: skip
-    margin = {} if row.get("margin") is None else {"margin": _margin(row["margin"], f"{where}, margin")}
+    margin = {} if row.get("margin") in (None, "") else {"margin": _margin(row["margin"], f"{where}, margin")}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
 
 
