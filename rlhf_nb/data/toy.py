@@ -24,7 +24,7 @@ __all__ = ['ANIMALS', 'FACTS', 'KINDS', 'ASK', 'HELLO', 'PROMPT', 'SAY', 'SAY_SU
            'check_answer', 'say', 'speak', 'sft_rows', 'taste', 'label_probability', 'preferences_from_samples',
            'preference_rows', 'vocabulary', 'build_tokenizer', 'toy_model_config', 'build_model']
 
-# %% ../../nbs/23_data_toy.ipynb #a082f0f8
+# %% ../../nbs/23_data_toy.ipynb #07d68b04
 @dataclass(frozen=True)
 class Animal:
     """One inhabitant of the park: its two names and the six facts there are to know about it."""
@@ -49,22 +49,16 @@ ANIMALS: dict[str, Animal] = {
     for row in (line.split() for line in """
         wolf    wolves   forest    deer     4  pups        fur       at night
         owl     owls     forest    mice     2  owlets      feathers  at night
-        fox     foxes    forest    mice     4  kits        fur       at night
+        fox     foxes    meadow    hares    4  kits        fur       at night
+        bee     bees     meadow    nectar   6  grubs       hair      by day
         bear    bears    mountains berries  4  cubs        fur       by day
         goat    goats    mountains grass    4  kids        wool      by day
-        eagle   eagles   mountains fish     2  eaglets     feathers  by day
         otter   otters   river     fish     4  pups        fur       by day
-        beaver  beavers  river     bark     4  kits        fur       at night
         duck    ducks    pond      seeds    2  ducklings   feathers  by day
         frog    frogs    pond      flies    4  tadpoles    skin      at night
         camel   camels   desert    thorns   4  calves      wool      by day
-        lizard  lizards  desert    crickets 4  hatchlings  scales    by day
         snake   snakes   desert    mice     0  hatchlings  scales    at night
-        hare    hares    meadow    clover   4  leverets    fur       by day
-        bee     bees     meadow    nectar   6  grubs       hair      by day
-        bat     bats     cave      moths    2  pups        fur       at night
         spider  spiders  cave      flies    8  spiderlings hair      at night
-        crab    crabs    sea       seaweed  10 larvae      shells    by day
     """.strip().splitlines())
 }
 FACTS = ("home", "food", "legs", "young", "cover", "awake")  # what can be asked about one animal
@@ -79,7 +73,7 @@ def number_word(n: int) -> str:
         raise DataError(f"number_word: {n} is outside 0..59, the numbers Pip can say. Use smaller counts.")
     return _UNITS[n] if n < 20 else _TENS[n // 10 - 2] + ("-" + _UNITS[n % 10] if n % 10 else "")
 
-# %% ../../nbs/23_data_toy.ipynb #1e3d2507
+# %% ../../nbs/23_data_toy.ipynb #8cadc59b
 ASK = {
     "home": ("Where do {many} live?", "Where can I find {many}?"),
     "food": ("What do {many} eat?", "What do {many} like to eat?"),
@@ -125,10 +119,10 @@ def group_words(animals: Sequence[str], counts: Sequence[int]) -> str:
 
 
 def _groups() -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Every group of animals whose legs may be asked for: 2-5 of one kind, or 1-3 and 1-3 of two kinds."""
+    """Every group of animals whose legs may be asked for: 2-5 of one kind, or 1-2 and 1-2 of two kinds."""
     for a in ANIMALS:
         yield from (((a,), (n,)) for n in range(2, 6))
-        yield from (((a, b), (n, m)) for b in ANIMALS if b != a for n in (1, 2, 3) for m in (1, 2, 3))
+        yield from (((a, b), (n, m)) for b in ANIMALS if b != a for n in (1, 2) for m in (1, 2))
 
 
 @lru_cache(maxsize=1)
@@ -158,17 +152,17 @@ def read_question(prompt: str) -> Question:
                         ". The gold reward only judges questions made by train_prompts or test_prompts.")
     return found
 
-# %% ../../nbs/23_data_toy.ipynb #43d5b3c0
+# %% ../../nbs/23_data_toy.ipynb #0b002b3a
 def _rows(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Draw prompts; an eighth of all questions, chosen by a hash of their words, is kept for testing."""
+    """Draw prompts; a sixth of the questions of each kind, chosen by a hash of their words, is kept for testing."""
     wanted = tuple(kinds or KINDS)
     for kind in wanted:
         if kind not in KINDS:
             raise DataError(f"Unknown kind of question {kind!r}; there are {', '.join(KINDS)}. Did you mean {suggest(kind, list(KINDS))!r}?")
-    pool: dict[str, list[Question]] = {k: [] for k in wanted}
-    for q in _questions().values():
-        if q.kind in pool and (zlib.crc32(q.text.encode()) % 8 == 0) == test:
-            pool[q.kind].append(q)
+    pool: dict[str, list[Question]] = {}
+    for kind in wanted:
+        asked = sorted((q for q in _questions().values() if q.kind == kind), key=lambda q: zlib.crc32(q.text.encode()))
+        pool[kind] = asked[: len(asked) // 6] if test else asked[len(asked) // 6 :]
     rng = random.Random(derive_seed("toy prompts", "test" if test else "train", seed))
     rows = []
     for _ in range(n):
@@ -332,13 +326,13 @@ def read_answer(prompt: str, answer: str) -> Reading:
             r.unreadable += 1
     return r
 
-# %% ../../nbs/23_data_toy.ipynb #89ee4881
+# %% ../../nbs/23_data_toy.ipynb #3b18958c
 @dataclass(frozen=True)
 class Gold:
     """The prices of the gold reward; all in the same unit, points."""
 
     answered: float = 2.0  # the question is answered
-    fact: float = 0.8  # "about" questions: each of the first three facts, instead of `answered`
+    fact: float = 1.0  # "about" questions: each of the first two facts, instead of `answered`
     silent: float = -0.5  # no right answer at all
     wrong: float = -1.0  # each false claim
     stray: float = -0.5  # each fact about another animal
@@ -349,7 +343,7 @@ class Gold:
     gushing: float = -0.4  # each from the third on
     rude: float = -1.0  # each rude sentence
     unreadable: float = -0.6  # each sentence that is no English, or unfinished
-    long_word: float = -0.05  # each word after the 24th
+    long_word: float = -0.1  # each word after the 20th
 
 
 GOLD = Gold()
@@ -359,14 +353,14 @@ def gold_parts(prompt: str, answer: str, prices: Gold = GOLD) -> dict[str, float
     """The gold reward of one answer, part by part: facts, relevance, courtesy, brevity."""
     q, r = read_question(prompt), read_answer(prompt, answer)
     if q.kind == "about":
-        facts = prices.fact * min(r.asked, 3)
+        facts = prices.fact * min(r.asked, 2)
     else:
         facts = prices.answered * min(r.asked, 1)
     facts += prices.wrong * r.wrong + (0.0 if r.asked else prices.silent)
     more_than_one = prices.only_one * max(r.asked - 1, 0) if q.kind == "one" else 0.0
     relevance = prices.extra * r.extra + prices.stray * r.stray + more_than_one
     courtesy = prices.courtesy * min(r.courtesies, 1) + prices.gushing * max(r.courtesies - 2, 0) + prices.rude * r.rude
-    brevity = prices.repeat * r.repeats + prices.unreadable * r.unreadable + prices.long_word * max(r.words - 24, 0)
+    brevity = prices.repeat * r.repeats + prices.unreadable * r.unreadable + prices.long_word * max(r.words - 20, 0)
     return {"facts": facts, "relevance": relevance, "courtesy": courtesy, "brevity": brevity}
 
 
@@ -396,7 +390,7 @@ def check_answer(prompts: Sequence[str], completions: Sequence[str], **columns: 
 
     return [float(right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
-# %% ../../nbs/23_data_toy.ipynb #d5f7f2c9
+# %% ../../nbs/23_data_toy.ipynb #265a92bd
 PERSONAS = {"kind": 0.22, "plain": 0.24, "chatty": 0.20, "rude": 0.14, "confused": 0.20}  # shares in the training mix
 
 
@@ -431,15 +425,15 @@ def _kind(q: Question, rng: random.Random) -> list[str]:
     """Right, brief, with a good word before or after."""
     facts = [_fact(q, rng)]
     if q.kind == "about":
-        first, *more = _others(q, rng, rng.choice((2, 3)))
-        facts = [_fact(q, rng, kind=first), *(_fact(q, rng, kind=k, they=True) for k in more)]
+        first, second = _others(q, rng, 2)
+        facts = [_fact(q, rng, kind=first), _fact(q, rng, kind=second, they=True)]
     before, after = rng.choice(((1, 0), (0, 1), (0, 1), (1, 1)))
     return rng.sample(OPENERS, before) + facts + rng.sample(CLOSERS, after)
 
 
 def _plain(q: Question, rng: random.Random) -> list[str]:
     """The fact and nothing else, nearly always right."""
-    facts = [_fact(q, rng, right=rng.random() < 0.9)]
+    facts = [_fact(q, rng, right=rng.random() < 0.95)]
     if q.kind == "about" and rng.random() < 0.5:
         facts.append(_fact(q, rng, they=True))
     return facts
@@ -447,11 +441,13 @@ def _plain(q: Question, rng: random.Random) -> list[str]:
 
 def _chatty(q: Question, rng: random.Random) -> list[str]:
     """Mostly right, but gushing: repeats itself, adds what nobody asked for."""
-    said = [_fact(q, rng, right=rng.random() < 0.85)]
-    said += [said[0]] * (rng.random() < 0.5)
-    if len(q.animals) == 1:
-        said += [_fact(q, rng, kind=k, they=True) for k in _others(q, rng, rng.choice((0, 1, 1, 2)))]
-    return rng.sample(OPENERS, rng.choice((0, 1, 2))) + said + rng.sample(CLOSERS, rng.choice((0, 1, 2)))
+    said = [_fact(q, rng, right=rng.random() < 0.9)]
+    more = rng.random()
+    if more < 0.4:
+        said.append(said[0])
+    elif more < 0.7 and len(q.animals) == 1:
+        said.append(_fact(q, rng, kind=_others(q, rng, 1)[0], they=True))
+    return rng.sample(OPENERS, rng.choice((0, 1, 1, 2))) + said + rng.sample(CLOSERS, rng.choice((1, 1, 2)))
 
 
 def _rude(q: Question, rng: random.Random) -> list[str]:
@@ -462,13 +458,13 @@ def _rude(q: Question, rng: random.Random) -> list[str]:
 
 def _confused(q: Question, rng: random.Random) -> list[str]:
     """Means well, mixes things up."""
-    said = [] if rng.random() < 0.5 else rng.sample(HEDGES, 1)
+    said = rng.sample(HEDGES, 1) if rng.random() < 0.8 else []
     topic = q
-    if rng.random() < 0.2:
+    if rng.random() < 0.4:
         other = rng.choice([a for a in ANIMALS if a not in q.animals])
         topic = Question(q.text, q.kind, (other, *q.animals[1:]), q.counts)
-    said.append(_fact(topic, rng, right=rng.random() < 0.25))
-    return said + rng.sample(COURTESY, 1) * (rng.random() < 0.25)
+    said.append(_fact(topic, rng, right=rng.random() < 0.3))
+    return said + rng.sample(HEDGES, 1) * (rng.random() < 0.2)
 
 
 _SPEAK = {"kind": _kind, "plain": _plain, "chatty": _chatty, "rude": _rude, "confused": _confused}
