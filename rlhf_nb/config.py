@@ -282,7 +282,7 @@ def _lookup(data: Any, path: Iterable[int | str]) -> Any:
             data = getattr(data, str(part), None)
     return data
 
-# %% ../nbs/01_config.ipynb #c63899b4
+# %% ../nbs/01_config.ipynb #d730f716
 def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a config, groups included."""
     for name, info in group.model_fields.items():
@@ -300,7 +300,7 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
         near = f"{above}.{near}" if above else near
     else:
         by_last = {p.split(".")[-1]: p for p in sorted(_all_paths(root), key=len, reverse=True)}
-        near = by_last.get(bad) or by_last.get(suggest(bad, by_last) or "")
+        near = by_last.get(suggest(bad, by_last) or "")
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 
