@@ -243,7 +243,7 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
-# %% ../../nbs/20_data_formats.ipynb #50bc0489
+# %% ../../nbs/20_data_formats.ipynb #eae04209
 def _turns(value: Any, where: str) -> Text:
     """Checked text or messages; a dialogue in HH notation becomes messages."""
     return parse_hh(value) if is_hh(value) else check_text(value, where)
@@ -251,8 +251,9 @@ def _turns(value: Any, where: str) -> Text:
 
 def _prompt(value: Any, where: str) -> Text:
     """A prompt; the open assistant turn at the end of an HH prompt is dropped."""
-    text = _turns(value, where)
-    return text[:-1] if isinstance(text, list) and text[-1]["role"] == "assistant" and not text[-1]["content"] else text
+    text = _turns(value, where) if value != [] else []
+    open_turn = isinstance(text, list) and bool(text) and text[-1]["role"] == "assistant" and not text[-1]["content"]
+    return text[:-1] if open_turn else text
 
 
 def _same_kind(prompt: Text, completion: Text) -> tuple[Text, Text]:
@@ -292,7 +293,7 @@ def _margin(value: Any, where: str) -> float:
         )
     return margin
 
-# %% ../../nbs/20_data_formats.ipynb #075afa4f
+# %% ../../nbs/20_data_formats.ipynb #a6d5a4bd
 def _preference(row: Row, where: str) -> Row:
     """prompt, chosen, rejected (margin) of a pair, with the prompt taken out of the completions where it is in them."""
     chosen, rejected = (_turns(row[k], f"{where}, {k}") for k in ("chosen", "rejected"))
@@ -306,10 +307,12 @@ def _preference(row: Row, where: str) -> Row:
                 f"{where}: one of chosen and rejected is a text, the other messages; both must be of one kind."
             )
         prompt = first
-        speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
-        if any(s != "assistant" for s in speakers):
-            raise DataError(f"{where}: chosen and rejected start with {speakers} but not with the messages of the prompt; "
-                            "give the answers alone, or whole dialogues that begin with the prompt.")  # fmt: skip
+    speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
+    if any(s != "assistant" for s in speakers):
+        raise DataError(
+            f"{where}: chosen and rejected aren't answers to one prompt: after the prompt they start with {' and '.join(speakers)}; "
+            "give answers of the assistant alone, or whole dialogues that begin with the same turns."
+        )
     margin = {} if row.get("margin") in (None, "") else {"margin": _margin(row["margin"], f"{where}, margin")}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
 

@@ -186,7 +186,7 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable
         if not bars:
             datasets.enable_progress_bars()
 
-# %% ../../nbs/22_data_sources.ipynb #fc65d167
+# %% ../../nbs/22_data_sources.ipynb #cf90b448
 def open_rows(path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True) -> OpenRows:
     """A function that opens a dataset from its start, each time it is called.
 
@@ -219,22 +219,26 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None,
 
 @overload
 def read_rows(
-    path: str | Path, split: str = "train", subset: str | None = None, streaming: Literal[False] = False
+    path: str | Path, split: str = "train", streaming: Literal[False] = False, subset: str | None = None
 ) -> list[Row]: ...
 @overload
 def read_rows(
-    path: str | Path, split: str = "train", subset: str | None = None, *, streaming: Literal[True]
+    path: str | Path, split: str = "train", *, streaming: Literal[True], subset: str | None = None
 ) -> OpenRows: ...
+@overload
 def read_rows(
-    path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = False
+    path: str | Path, split: str = "train", streaming: bool = False, subset: str | None = None
+) -> list[Row] | OpenRows: ...
+def read_rows(
+    path: str | Path, split: str = "train", streaming: bool = False, subset: str | None = None
 ) -> list[Row] | OpenRows:
     """All rows of a dataset as a list, or (streaming) a function that opens it for `StreamSource`.
 
     Args:
         path: see `open_rows`.
         split: see `open_rows`.
-        subset: configuration of a hub dataset.
         streaming: read rows as they are needed, never the whole set.
+        subset: configuration of a hub dataset.
 
     Raises:
         DataError: nothing of that name, nothing in it, or a row that can't be read (with its line).

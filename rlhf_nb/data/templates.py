@@ -120,7 +120,7 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
         )
     return tok
 
-# %% ../../nbs/21_data_templates.ipynb #6837ded0
+# %% ../../nbs/21_data_templates.ipynb #be3cc825
 class Piece(NamedTuple):
     """A stretch of a rendered dialogue."""
 
@@ -139,8 +139,10 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool) -> list[str
         )
     from jinja2 import TemplateError
 
+    keys = [tuple(map(id, d)) for d in dialogues]  # two answers share the messages of their prompt: render these once
+    unique = dict(zip(keys, dialogues))
     try:
-        return list(tok.apply_chat_template(list(dialogues), tokenize=False, add_generation_prompt=ask))
+        found = tok.apply_chat_template(list(unique.values()), tokenize=False, add_generation_prompt=ask)
     except (TemplateError, TypeError, IndexError, KeyError) as e:
         said = f"{type(e).__name__}: {e}"
         roles = {tuple(m["role"] for m in d) for d in dialogues}
@@ -148,6 +150,8 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool) -> list[str
             f"The chat template refuses a dialogue ({said}); the turns are {min(roles, key=len)} or alike. "
             "Change the rows, or give a template that takes them: set_chat_template(tokenizer, make_chat_template())."
         ) from e
+    texts = dict(zip(unique, found))
+    return [texts[k] for k in keys]
 
 
 def _rest(whole: str, start: str, what: str) -> str:
@@ -161,7 +165,7 @@ def _rest(whole: str, start: str, what: str) -> str:
         )
     return whole[len(start) :]
 
-# %% ../../nbs/21_data_templates.ipynb #5a49b247
+# %% ../../nbs/21_data_templates.ipynb #10cb0b74
 def _one_dialogue(
     messages: list[Message], before: Sequence[str], after: Sequence[str], whole: str, eos: str
 ) -> list[Piece]:
@@ -196,25 +200,32 @@ def dialogue_pieces(tok: Any, dialogues: Sequence[list[Message]], ask: bool = Fa
         raise DataError(
             "A prompt ends with an answer of the assistant, so there is nothing left to answer; end it with a user's message."
         )
-    before = iter(_render(tok, [d[:i] for d, t in zip(dialogues, turns) for i in t], True))
-    after = iter(_render(tok, [d[: i + 1] for d, t in zip(dialogues, turns) for i in t], False))
-    whole = _render(tok, dialogues, ask)
+    before, after = ([d[: i + k] for d, t in zip(dialogues, turns) for i in t] for k in (0, 1))
+    asked = _render(tok, [*before, *(dialogues if ask else ())], True)
+    told = _render(tok, [*after, *(() if ask else dialogues)], False)
+    opened, closed = iter(asked), iter(told)
+    whole = (asked if ask else told)[len(before) :]
     out = []
     for d, t, w in zip(dialogues, turns, whole):
-        out.append(_one_dialogue(d, [next(before) for _ in t], [next(after) for _ in t], w, tok.eos_token))
+        out.append(_one_dialogue(d, [next(opened) for _ in t], [next(closed) for _ in t], w, tok.eos_token))
     return out
 
-# %% ../../nbs/21_data_templates.ipynb #5e101eda
+# %% ../../nbs/21_data_templates.ipynb #d385a390
 def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool]) -> list[list[int]]:
     """Token ids of texts, no special tokens added; `inside` marks those that continue another text."""
     if not texts:
         return []
 
     def ids(batch: list[str]) -> list[list[int]]:
+        unique = {text: n for n, text in enumerate(dict.fromkeys(batch))}
         found = tok(
-            batch, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            list(unique),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
-        return [list(row) for row in found["input_ids"]]
+        return [found["input_ids"][unique[text]] for text in batch]
 
     alone, mark, behind = ids(["a", "\n", "\na"])
     plain = ids(list(texts))
