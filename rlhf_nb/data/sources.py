@@ -32,7 +32,8 @@ OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 # %% auto #0
 __all__ = ['OpenRows', 'KINDS', 'PERCENTILES', 'open_rows', 'read_rows', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport',
            'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
-           'collate_completions', 'collate_preferences', 'collate_prompts', 'MemorySource', 'StreamSource']
+           'collate_completions', 'collate_preferences', 'collate_prompts', 'MemorySource', 'shuffle_buffer',
+           'StreamSource']
 
 # %% ../../nbs/22_data_sources.ipynb #eb2d54cb
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files we read; all but parquet may be packed as .gz
@@ -319,7 +320,7 @@ def truncate(
         completions = [c[: max_length - len(prompt)] for c in completions]
     return prompt, list(completions)
 
-# %% ../../nbs/22_data_sources.ipynb #a0cc1b0a
+# %% ../../nbs/22_data_sources.ipynb #d0d1f9f2
 PERCENTILES = (50, 90, 95, 99, 100)
 
 
@@ -330,7 +331,7 @@ def row_lengths(row: Row) -> tuple[int, int]:
     sides = [len(row[k]) for k in ("completion_ids", "chosen_ids", "rejected_ids") if k in row]
     return len(row["prompt_ids"]), max(sides, default=0)
 
-
+# %% ../../nbs/22_data_sources.ipynb #41eb6b3e
 @dataclass(frozen=True)
 class LengthReport:
     """How long rows are, and how many of them limits would cut."""
@@ -383,7 +384,7 @@ class LengthReport:
             )
         return "\n".join(lines)
 
-# %% ../../nbs/22_data_sources.ipynb #efef39b7
+# %% ../../nbs/22_data_sources.ipynb #2442ed9a
 def _warn_cut(report: LengthReport, level: int) -> None:
     """Warn when more than 5 % of the rows lose tokens, with the remedy."""
     if report.cut_fraction > 0.05:
@@ -420,7 +421,7 @@ def length_report(
         _warn_cut(report, 4)
     return report
 
-
+# %% ../../nbs/22_data_sources.ipynb #072bb3fb
 def filter_lengths(
     rows: Sequence[Row],
     max_length: int | None = None,
@@ -557,7 +558,7 @@ def tokenize_sft(
         _tell(out, lost, total, (max_length, max_prompt_length))
     return out
 
-# %% ../../nbs/22_data_sources.ipynb #ddd00142
+# %% ../../nbs/22_data_sources.ipynb #701b03ca
 def tokenize_preferences(
     rows: Iterable[Row],
     tok: Any,
@@ -610,7 +611,7 @@ def tokenize_preferences(
         _tell(out, lost, total, (max_length, max_prompt_length))
     return out
 
-
+# %% ../../nbs/22_data_sources.ipynb #7d081084
 def tokenize_prompts(
     rows: Iterable[Row], tok: Any, max_prompt_length: int | None = None, *, warn: bool = True
 ) -> list[Row]:
@@ -669,13 +670,13 @@ def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
     columns = {k: [r["columns"].get(k) for r in rows] for k in names}
     return PromptBatch.from_lists([r["prompt_ids"] for r in rows], [r["prompt"] for r in rows], columns, pad_id)
 
-# %% ../../nbs/22_data_sources.ipynb #b5454608
+# %% ../../nbs/22_data_sources.ipynb #7da1285e
 def _fingerprint(rows: Sequence[Row]) -> int:
     """A checksum of a sample of rows, to notice that data changed under a checkpoint."""
     step = max(1, len(rows) // 64)
     return zlib.crc32(repr([rows[i] for i in range(0, len(rows), step)]).encode())
 
-
+# %% ../../nbs/22_data_sources.ipynb #8a9cd3ee
 class MemorySource:
     """Rows in memory, reshuffled each epoch; where it stands can be saved and restored exactly.
 
@@ -739,7 +740,28 @@ class MemorySource:
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._order = self._permutation()
 
-# %% ../../nbs/22_data_sources.ipynb #dc1fdf45
+# %% ../../nbs/22_data_sources.ipynb #c48e996d
+def shuffle_buffer(rows: Iterable[Row], size: int, seed: int) -> Iterator[Row]:
+    """Rows in an order mixed by a buffer; the same rows, size and seed give the same order.
+
+    Args:
+        rows: read once, in order.
+        size: rows held; 1 keeps their order, as many as there are is a full shuffle.
+        seed: of the draws.
+    """
+    draw, held = random.Random(seed), list[Row]()
+    for row in rows:
+        if len(held) < size:
+            held.append(row)
+            continue
+        place = draw.randrange(size)
+        held[place], row = row, held[place]
+        yield row
+    if size > 1:
+        draw.shuffle(held)
+    yield from held
+
+# %% ../../nbs/22_data_sources.ipynb #c5b8c9ff
 class StreamSource:
     """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
 
@@ -776,17 +798,8 @@ class StreamSource:
 
     def _shuffled(self) -> Iterator[Row]:
         """The rows of the current epoch in shuffled order."""
-        draw, held = random.Random(derive_seed(self.seed, "stream", self.epoch)), list[Row]()
-        for row in iter(self.open_fn() if callable(self.open_fn) else self.open_fn):
-            if len(held) < self.buffer:
-                held.append(row)
-                continue
-            place = draw.randrange(self.buffer)
-            held[place], row = row, held[place]
-            yield row
-        if self.buffer > 1:
-            draw.shuffle(held)
-        yield from held
+        rows = self.open_fn() if callable(self.open_fn) else self.open_fn
+        return shuffle_buffer(rows, self.buffer, derive_seed(self.seed, "stream", self.epoch))
 
     def _next_chunk(self) -> None:
         """Read and transform the next chunk; at the end of the stream begin the next epoch."""
