@@ -61,7 +61,7 @@ def clipped_surrogate(
         }
     return LossSum(torch.maximum(free, clipped).sum(), count, stats)
 
-# %% ../../nbs/15_losses_policy.ipynb #6afc405a
+# %% ../../nbs/15_losses_policy.ipynb #0ef48dbf
 def clipped_value(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, value_clip_eps: float | None = 0.2
 ) -> LossSum:
@@ -92,7 +92,7 @@ def clipped_value(
     losses = squares
     if value_clip_eps is not None:
         old = torch.where(mask, old_values.detach(), 0.0)
-        held = torch.minimum(torch.maximum(kept_values, old - value_clip_eps), old + value_clip_eps)
+        held = kept_values.clamp(old - value_clip_eps, old + value_clip_eps)
         losses = torch.maximum(squares, (held - kept_returns).square())
     with torch.no_grad():
         count = torch.count_nonzero(mask)
