@@ -16,13 +16,14 @@ from .core import ConfigError, DataError, ModelError
 from .types import Completions
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'TREE_FAMILIES', 'Share', 'TREE_COST', 'TOKEN_BUDGET', 'head_logps', 'logit_transform',
-           'split_head', 'why_no_trees', 'Pack', 'pack', 'plan', 'TokenScores', 'hidden_states', 'completion_logps',
-           'completion_values', 'sequence_scores', 'PackingStats', 'packing_stats']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'TREE_FAMILIES', 'Share', 'TREE_COST', 'WASTE', 'TOKEN_BUDGET',
+           'head_logps', 'logit_transform', 'split_head', 'why_no_trees', 'Pack', 'pack', 'plan', 'TokenScores',
+           'hidden_states', 'completion_logps', 'completion_values', 'sequence_scores', 'PackingStats', 'packing_stats']
 
-# %% ../nbs/10_logprobs.ipynb #73283b24
+# %% ../nbs/10_logprobs.ipynb #0e90f3db
 KEEP_LOGITS = 1 << 24  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
-CHUNK_LOGITS = 1 << 22  # numbers in one chunk's logits
+CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers in one chunk's logits
+CHUNK_ROWS = 256  # but never fewer rows than this: each chunk reads the whole head
 
 
 class _How(NamedTuple):
@@ -39,25 +40,26 @@ class _How(NamedTuple):
 
 def _scores(h: Tensor, w: Tensor, b: Tensor | None, how: _How) -> tuple[Tensor, Tensor | None]:
     """Logits at the sampling temperature, in at least fp32; and tanh of the soft-capped ones, if capped."""
-    z = F.linear(h.to(how.dtype), w.to(how.dtype), None if b is None else b.to(how.dtype))
+    z = F.linear(h.to(how.dtype), w, b)
     z = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
     if how.cap is not None:
         t = torch.tanh(z * (how.scale / how.cap))
         return t * (how.cap / how.temperature), t
     return (z if how.scale == how.temperature else z * (how.scale / how.temperature)), None
 
-# %% ../nbs/10_logprobs.ipynb #81c0ce32
+# %% ../nbs/10_logprobs.ipynb #c6c3c2f4
 class _HeadLogps(torch.autograd.Function):
     """log π(target) and entropy from hidden states; the backward pass rebuilds what is too large to keep."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if how.dtype == torch.float64 else torch.float32
+        wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
         logps, entropy = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(2))
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
-                lp = torch.log_softmax(_scores(h[s], w, b, how)[0], -1)
+                lp = torch.log_softmax(_scores(h[s], wd, bd, how)[0], -1)
                 logps[s] = lp.gather(1, targets[s, None])[:, 0]
                 if how.entropy:
                     entropy[s] = -(lp.exp() * lp).sum(-1)
@@ -70,27 +72,28 @@ class _HeadLogps(torch.autograd.Function):
     def backward(ctx: Any, g_logps: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
         h, w, b, targets, entropy, kept = ctx.saved_tensors
         how, (want_h, want_w, want_b) = ctx.how, ctx.needs_input_grad[:3]
+        wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
         dh = torch.empty_like(h) if want_h else None
-        dw = torch.zeros(w.shape, dtype=g_logps.dtype, device=w.device) if want_w else None
-        db = torch.zeros(w.shape[0], dtype=g_logps.dtype, device=w.device) if want_b and b is not None else None
+        dw, db = torch.zeros_like(w) if want_w and len(h) == 0 else None, torch.zeros_like(b) if want_b and len(h) == 0 else None
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
-                z, t = (None, None) if how.keep else _scores(h[s], w, b, how)
+                z, t = (None, None) if how.keep else _scores(h[s], wd, bd, how)
                 lp = kept if z is None else torch.log_softmax(z, -1)
                 g = lp.exp()  # ∂logp/∂z = 1[target] − p,  ∂H/∂z = −p (log p + H)
                 g *= -g_logps[s, None] - g_entropy[s, None] * (lp + entropy[s, None]) if how.entropy else -g_logps[s, None]
                 g.scatter_add_(1, targets[s, None], g_logps[s, None])
                 g = (g if t is None else g.mul_(1 - t * t)).mul_(how.scale / how.temperature).to(how.dtype)
                 if dh is not None:
-                    dh[s] = g @ w.to(how.dtype)
-                if dw is not None:
-                    dw += g.T @ h[s].to(how.dtype)
-                if db is not None:
-                    db += g.sum(0)
+                    dh[s] = g @ wd
+                if want_w:  # chunks add up in fp32, one chunk needs no sum
+                    part = g.T @ h[s].to(how.dtype)
+                    dw = part if how.chunk >= len(h) else part.to(g_logps.dtype) if dw is None else dw.add_(part)
+                if want_b:
+                    db = g.sum(0, dtype=g_logps.dtype) if db is None else db.add_(g.sum(0))
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(w.dtype), None, None
 
-# %% ../nbs/10_logprobs.ipynb #b0d2d876
+# %% ../nbs/10_logprobs.ipynb #b33bf572
 def head_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -126,10 +129,15 @@ def head_logps(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64 else weight.dtype
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     keep = grad and chunk is None and softcap is None and n * v <= KEEP_LOGITS
-    rows = max(n, 1) if keep else chunk or max(CHUNK_LOGITS // v, 16)
+    rows = max(n, 1) if keep else chunk or _chunk_rows(v, kind)
     how = _How(temperature, scale, softcap, entropy, rows, keep and n > 0, dtype)
     logps, ent = _HeadLogps.apply(hidden, weight, bias, targets, how)  # type: ignore[no-untyped-call]
     return logps, ent if entropy else None
+
+
+def _chunk_rows(vocabulary: int, device: str) -> int:
+    """Rows of logits that exist at a time."""
+    return max(CHUNK_LOGITS.get(device, CHUNK_LOGITS["cpu"]) // vocabulary, CHUNK_ROWS)
 
 
 def _module_logps(head: nn.Module, hidden: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor | None]:
@@ -379,9 +387,14 @@ def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) ->
         input_ids=ids, position_ids=position, attention_mask=look[:, None], token_mask=inside, tree=tree, branch=branch,
     )  # fmt: skip
 
-# %% ../nbs/10_logprobs.ipynb #fd6afde5
+# %% ../nbs/10_logprobs.ipynb #e247269e
+WASTE = 0.125  # padding of one forward pass, as a part of its budget, from which another pass is cheaper
+
+
 def _plan(c: Completions, budget: int, max_rows: int | None, unit: int, share: Share, width: int) -> list[tuple[list[int], bool]]:
     """Row indices of each forward pass, and whether its rows are trees."""
+    if budget < 1:
+        raise ConfigError(f"token_budget is {budget}: it is the number of tokens of one forward pass, so at least 1.")
     b = len(c.completion_lens)
     if b % unit:
         raise DataError(f"{b} rows can't be split into units of {unit}: rows that belong together must all be there.")
@@ -406,13 +419,14 @@ def _plan(c: Completions, budget: int, max_rows: int | None, unit: int, share: S
     rows_of = torch.cat([torch.zeros(1, dtype=torch.long), starts.cumsum(0)]).tolist()
     items.sort(key=lambda x: (x[3], -x[0], x[1]))
     out: list[tuple[list[int], bool]] = []
-    rows, longest = 0, 0
+    rows, longest, waste = 0, 0, 0
     for length, first, end, branched in items:
         n = rows_of[end] - rows_of[first]
-        full = not out or out[-1][1] != branched or (rows + n) * longest > budget or (max_rows is not None and len(out[-1][0]) + end - first > max_rows)
-        if full:
+        waste += n * (longest - length)
+        full = not out or out[-1][1] != branched or (rows + n) * longest > budget or waste > budget * WASTE
+        if full or (max_rows is not None and len(out[-1][0]) + end - first > max_rows):
             out.append(([], branched))
-            rows, longest = 0, length
+            rows, longest, waste = 0, length, 0
         out[-1][0].extend(range(first, end))
         rows += n
     return out
@@ -487,8 +501,8 @@ def _forwards(decoder: nn.Module, c: Completions, budget: int, share: Share, tar
         packed = pack(part, share if branched else False, targets, width=width, limit=budget)
         yield index, packed, hidden_states(decoder, packed)
 
-# %% ../nbs/10_logprobs.ipynb #726086ee
-TOKEN_BUDGET = 4096
+# %% ../nbs/10_logprobs.ipynb #88ff7cf7
+TOKEN_BUDGET = 2048  # tokens of one forward pass: on a CPU 512 to 1024 is fastest, a GPU likes 16384
 
 
 def _place(parts: list[Tensor], rows: Tensor, cols: Tensor, like: Tensor) -> Tensor:
@@ -556,8 +570,8 @@ def _any_head(
     """Log-probs through a plain linear head's weights, or through the module when it is anything else."""
     if type(head) is nn.Linear:
         return head_logps(h, head.weight, head.bias, targets, temperature, entropy, scale=scale, softcap=cap)
-    vocabulary = int(getattr(head, "out_features", 0)) or 1 << 18
-    how = _How(temperature, scale, cap, entropy, max(CHUNK_LOGITS // vocabulary, 16), False, h.dtype)
+    rows = _chunk_rows(int(getattr(head, "out_features", 0)) or 1 << 17, h.device.type)
+    how = _How(temperature, scale, cap, entropy, rows, False, h.dtype)
     return _module_logps(head, h, targets, how)
 
 # %% ../nbs/10_logprobs.ipynb #0ea743c3
