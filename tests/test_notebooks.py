@@ -14,7 +14,7 @@ NBS = ROOT / "nbs"
 ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 TUTORIALS = [p for p in ALL if p.parent.name == "tutorials"]
 
-CELLS = "import sys; from nbdev.test import test_nb; ok, seconds = test_nb(sys.argv[1], do_print=False); sys.exit(not ok)"
+CELLS = "import sys; from pathlib import Path; from nbdev.test import test_nb; ok, seconds = test_nb(Path(sys.argv[1]), do_print=False); sys.exit(not ok)"
 KERNEL = """
 import sys, nbformat
 from nbclient import NotebookClient
