@@ -25,7 +25,7 @@ Mode = Literal["separate", "shared", "hydra"]
 __all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra',
            'enable_gradient_checkpointing']
 
-# %% ../../nbs/32_models_adapters.ipynb #15c694a2
+# %% ../../nbs/32_models_adapters.ipynb #b87332dc
 def _linear_names(model: nn.Module) -> dict[str, str]:
     """Last part of the name of every layer that can have an adapter, with an example of the full name."""
     kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
@@ -36,10 +36,22 @@ def _linear_names(model: nn.Module) -> dict[str, str]:
 def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
     """Raise ModelError for a target module that the model doesn't have."""
     known = _linear_names(model)
-    for target in [targets] if isinstance(targets, str) and targets != "all-linear" else targets if isinstance(targets, list) else []:
-        if not any(full == target or full.removesuffix(".base_layer").endswith("." + target) for full in (n for n, _ in model.named_modules())):
+    for target in (
+        [targets]
+        if isinstance(targets, str) and targets != "all-linear"
+        else targets
+        if isinstance(targets, list)
+        else []
+    ):
+        if not any(
+            full == target or full.removesuffix(".base_layer").endswith("." + target)
+            for full in (n for n, _ in model.named_modules())
+        ):
             near = suggest(target, known)
-            raise ModelError(f"lora.target_modules: the model has no layer {target!r}. " + (f"Did you mean {near!r}?" if near else f"It has: {', '.join(known)}."))
+            raise ModelError(
+                f"lora.target_modules: the model has no layer {target!r}. "
+                + (f"Did you mean {near!r}?" if near else f"It has: {', '.join(known)}.")
+            )
 
 
 def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *, seed: int = 0) -> Any:
@@ -59,7 +71,9 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     """
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
-        raise ModelError(f"the model already has an adapter {adapter_name!r}; its adapters are: {', '.join(adapter_names(model))}.")
+        raise ModelError(
+            f"the model already has an adapter {adapter_name!r}; its adapters are: {', '.join(adapter_names(model))}."
+        )
     _check_targets(model, settings.target_modules)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -67,7 +81,14 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=settings.target_modules,  # type: ignore[arg-type]
         task_type="CAUSAL_LM", fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )  # fmt: skip
-    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare_model_for_kbit_training if settings.quantize_4bit else None)
+    return insert_adapter(
+        model,
+        config,
+        adapter_name,
+        seed,
+        get_peft_model,
+        prepare_model_for_kbit_training if settings.quantize_4bit else None,
+    )
 
 
 def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None) -> Any:
@@ -87,7 +108,7 @@ def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, pre
             p.data = p.data.float()
     return model
 
-# %% ../../nbs/32_models_adapters.ipynb #7df5f450
+# %% ../../nbs/32_models_adapters.ipynb #c4b33bbe
 class Reference:
     """The frozen model that KL is measured against: a copy, or the policy with its adapters off.
 
@@ -103,7 +124,11 @@ class Reference:
     def __init__(self, model: Any, *, copy_model: bool = True, dtype: torch.dtype | None = None) -> None:
         self.adapters_off = bool(adapter_names(model))
         if self.adapters_off:
-            spoken = {k.split(".lora_B.")[1].split(".")[0] for k, p in model.named_parameters() if ".lora_B." in k and bool((p != 0).any())}
+            spoken = {
+                k.split(".lora_B.")[1].split(".")[0]
+                for k, p in model.named_parameters()
+                if ".lora_B." in k and bool((p != 0).any())
+            }
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the policy starts from, and KL would be measured against "
@@ -116,7 +141,14 @@ class Reference:
         if dtype is not None:
             self.model.to(dtype)
 
-    def logps(self, c: Completions, *, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET, targets: Literal["mask", "all"] = "mask") -> Tensor:
+    def logps(
+        self,
+        c: Completions,
+        *,
+        temperature: float = 1.0,
+        token_budget: int = TOKEN_BUDGET,
+        targets: Literal["mask", "all"] = "mask",
+    ) -> Tensor:
         """[B, C] log-probs of the completion tokens under the reference, without gradient.
 
         Args:
@@ -126,9 +158,11 @@ class Reference:
             targets: "mask" scores tokens that count in the loss, "all" every real one.
         """
         with torch.no_grad(), using_adapter(self.model, None) if self.adapters_off else nullcontext():
-            return completion_logps(self.model, c, temperature=temperature, token_budget=token_budget, targets=targets).logps
+            return completion_logps(
+                self.model, c, temperature=temperature, token_budget=token_budget, targets=targets
+            ).logps
 
-# %% ../../nbs/32_models_adapters.ipynb #2406a9f4
+# %% ../../nbs/32_models_adapters.ipynb #f3b80407
 class PolicyValue(nn.Module):
     """Policy and value function as the one module that PPO trains; make it with `separate`, `shared` or `hydra`.
 
@@ -180,7 +214,13 @@ class PolicyValue(nn.Module):
         return self.reward_head(states) - self.reward_bias  # type: ignore[no-any-return]
 
     def forward(
-        self, c: Completions, *, temperature: float = 1.0, entropy: bool = False, values: bool = True, token_budget: int = TOKEN_BUDGET
+        self,
+        c: Completions,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        values: bool = True,
+        token_budget: int = TOKEN_BUDGET,
     ) -> TokenScores:
         """Log-probs, entropy and values of completion tokens.
 
@@ -196,7 +236,9 @@ class PolicyValue(nn.Module):
         """
         head = self._value if values and self.mode == "shared" else None
         with self._speaking(self.policy_adapter):
-            out = completion_logps(self.policy, c, temperature=temperature, token_budget=token_budget, entropy=entropy, value_head=head)
+            out = completion_logps(
+                self.policy, c, temperature=temperature, token_budget=token_budget, entropy=entropy, value_head=head
+            )
         if not values or self.mode == "shared":
             return out
         return out._replace(values=self.values(c, token_budget))
@@ -223,9 +265,13 @@ class PolicyValue(nn.Module):
             ModelError: this module holds no reward adapter.
         """
         if self.reward_head is None:
-            raise ModelError(f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model).")
+            raise ModelError(
+                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
+            )
         with torch.no_grad(), self._speaking("reward"):
-            return sequence_scores(split_head(self.policy)[0], self._reward, c, token_budget=token_budget, pooling=self.reward_pooling)
+            return sequence_scores(
+                split_head(self.policy)[0], self._reward, c, token_budget=token_budget, pooling=self.reward_pooling
+            )
 
     @property
     def value(self) -> ValueModel:
@@ -234,7 +280,12 @@ class PolicyValue(nn.Module):
             return self.value_model
         assert self.value_head is not None
         name = "value" if self.mode == "hydra" else self.policy_adapter
-        view = ValueModel(split_head(self.policy)[0], self.value_head, adapter=name, lora_config=self.policy.peft_config[name] if name else None)
+        view = ValueModel(
+            split_head(self.policy)[0],
+            self.value_head,
+            adapter=name,
+            lora_config=self.policy.peft_config[name] if name else None,
+        )
         view.bias = self.value_bias
         return view
 
@@ -242,14 +293,18 @@ class PolicyValue(nn.Module):
     def reward(self) -> RewardModel:
         """The reward model as a view that shares this module's weights (Hydra with a reward model)."""
         if self.reward_head is None:
-            raise ModelError(f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model).")
+            raise ModelError(
+                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
+            )
         view = RewardModel(
             split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
         )  # fmt: skip
         view.bias = self.reward_bias
         return view
 
-    def save(self, directory: str | Path, tokenizer: Any = None, *, merge: bool | None = None, verify: bool = True) -> Path:
+    def save(
+        self, directory: str | Path, tokenizer: Any = None, *, merge: bool | None = None, verify: bool = True
+    ) -> Path:
         """Save the policy in a directory and the critic in its `critic/`, both readable by plain transformers or peft.
 
         Args:
@@ -259,10 +314,17 @@ class PolicyValue(nn.Module):
             verify: reload and compare before the files take their place.
         """
         if merge is None:
-            merge = self.policy_adapter is None or not _can_be_found(self.policy.peft_config[self.policy_adapter].base_model_name_or_path)
+            merge = self.policy_adapter is None or not _can_be_found(
+                self.policy.peft_config[self.policy_adapter].base_model_name_or_path
+            )
         save_model(self.policy, tokenizer, directory, merge=merge, adapter=self.policy_adapter, verify=verify)
         value = self.value
-        value.save(Path(directory) / "critic", tokenizer, merge=merge or value.lora_config is None or not _can_be_found(value.lora_config.base_model_name_or_path), verify=verify)
+        value.save(
+            Path(directory) / "critic",
+            tokenizer,
+            merge=merge or value.lora_config is None or not _can_be_found(value.lora_config.base_model_name_or_path),
+            verify=verify,
+        )
         return Path(directory)
 
 
@@ -276,7 +338,7 @@ def _can_be_found(name: str | None) -> bool:
         return False
     return True
 
-# %% ../../nbs/32_models_adapters.ipynb #f6b4b2a0
+# %% ../../nbs/32_models_adapters.ipynb #5e690211
 def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference | None = None) -> PolicyValue:
     """Policy and critic as two models.
 
@@ -287,10 +349,18 @@ def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference 
     """
     critic = value if isinstance(value, ValueModel) else ValueModel.from_reward_model(value)
     names = adapter_names(policy)
-    return PolicyValue(policy, "separate", reference or Reference(policy), value_model=critic, policy_adapter=names[0] if names else None)
+    return PolicyValue(
+        policy,
+        "separate",
+        reference or Reference(policy),
+        value_model=critic,
+        policy_adapter=names[0] if names else None,
+    )
 
 
-def shared(policy: Any, head: ScalarHead | RewardModel | ValueModel | None = None, reference: Reference | None = None) -> PolicyValue:
+def shared(
+    policy: Any, head: ScalarHead | RewardModel | ValueModel | None = None, reference: Reference | None = None
+) -> PolicyValue:
     """A value head on the policy's own states: one forward pass gives both, and the value loss shapes the policy's features.
 
     Args:
@@ -311,7 +381,7 @@ def shared(policy: Any, head: ScalarHead | RewardModel | ValueModel | None = Non
     module.to(next(policy.parameters()).device)
     return module
 
-# %% ../../nbs/32_models_adapters.ipynb #fb464023
+# %% ../../nbs/32_models_adapters.ipynb #4a8cdb2b
 def _same_base(policy: Any, rm: RewardModel) -> None:
     """Raise ModelError unless the reward model's frozen weights are the policy's."""
     ours, theirs = merged_weights(split_head(policy)[0]), merged_weights(rm.decoder)
@@ -319,7 +389,13 @@ def _same_base(policy: Any, rm: RewardModel) -> None:
         a, b = ours.get(key), theirs[key]
         rows = min(len(a), len(b)) if a is not None and a.dim() and b.dim() else 0
         half = a is not None and a.dtype != b.dtype
-        if a is None or a.shape[1:] != b.shape[1:] or not torch.allclose(a[:rows].float().cpu(), b[:rows].float().cpu(), rtol=2e-2 if half else 1e-5, atol=1e-3 if half else 1e-7):
+        if (
+            a is None
+            or a.shape[1:] != b.shape[1:]
+            or not torch.allclose(
+                a[:rows].float().cpu(), b[:rows].float().cpu(), rtol=2e-2 if half else 1e-5, atol=1e-3 if half else 1e-7
+            )
+        ):
             raise ModelError(
                 f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train the reward model with LoRA on the model that PPO starts "
                 "from (the SFT model, merged), or use mode 'separate'."
@@ -335,7 +411,14 @@ def _config_on(policy: Any, adapter: ScalarAdapter) -> Any:
     return config
 
 
-def hydra(policy: Any, reward: RewardModel | str | Path | None = None, lora: LoraSettings | None = None, *, head: ScalarHead | None = None, seed: int = 0) -> PolicyValue:
+def hydra(
+    policy: Any,
+    reward: RewardModel | str | Path | None = None,
+    lora: LoraSettings | None = None,
+    *,
+    head: ScalarHead | None = None,
+    seed: int = 0,
+) -> PolicyValue:
     """Policy, value, reward and reference on one frozen backbone.
 
     Args:
@@ -356,7 +439,9 @@ def hydra(policy: Any, reward: RewardModel | str | Path | None = None, lora: Lor
         adapter = read_adapter(reward) if reward is not None else None
     names = adapter_names(policy)
     if len(names) > 1:
-        raise ModelError(f"hydra needs a plain backbone, or one with the policy's adapter alone; this one has {', '.join(names)}.")
+        raise ModelError(
+            f"hydra needs a plain backbone, or one with the policy's adapter alone; this one has {', '.join(names)}."
+        )
     policy = policy if names else add_lora(policy, lora, "policy", seed=seed)
     name = names[0] if names else "policy"
     reference = Reference(policy)
@@ -372,7 +457,9 @@ def hydra(policy: Any, reward: RewardModel | str | Path | None = None, lora: Lor
             load_lora_state(decoder, role, adapter.state)
     for key, p in policy.named_parameters():
         p.requires_grad_(".lora_" in key and any(f".{role}." in key for role in (name, "value")))
-    module = PolicyValue(policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter, policy_adapter=name)
+    module = PolicyValue(
+        policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter, policy_adapter=name
+    )
     module.value_bias.fill_(adapter.bias if adapter is not None else 0.0)
     return module.to(next(policy.parameters()).device)
 

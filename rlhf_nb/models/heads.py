@@ -41,7 +41,7 @@ Pooling = Literal["last", "mean"]
 __all__ = ['Pooling', 'S_', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
            'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
-# %% ../../nbs/31_models_heads.ipynb #46f2704f
+# %% ../../nbs/31_models_heads.ipynb #6d0f7381
 class ScalarHead(nn.Module):
     """Hidden states to one number each: a linear map, or two layers with a GELU between them; computed in fp32.
 
@@ -68,9 +68,14 @@ class ScalarHead(nn.Module):
         super().__init__()
         if kind not in ("linear", "mlp"):
             near = suggest(kind, ["linear", "mlp"])
-            raise ModelError(f"head kind {kind!r} doesn't exist. " + (f"Did you mean {near!r}?" if near else "Use 'linear' or 'mlp'."))
+            raise ModelError(
+                f"head kind {kind!r} doesn't exist. "
+                + (f"Did you mean {near!r}?" if near else "Use 'linear' or 'mlp'.")
+            )
         if kind == "linear" and hidden is not None:
-            raise ModelError(f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out.")
+            raise ModelError(
+                f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
+            )
         self.kind, self.hidden, self.dropout = kind, (hidden or hidden_size) if kind == "mlp" else None, dropout
         last = nn.Linear(self.hidden or hidden_size, 1, bias=False, dtype=torch.float32)
         layers: list[nn.Module] = [nn.Dropout(dropout), last]
@@ -99,7 +104,7 @@ class ScalarHead(nn.Module):
             out: Tensor = self.layers(states.to(self.last.weight.dtype))
         return out.squeeze(-1)
 
-# %% ../../nbs/31_models_heads.ipynb #ad872f31
+# %% ../../nbs/31_models_heads.ipynb #5258b8b2
 S_ = TypeVar("S_", bound="ScalarModel")
 
 
@@ -116,10 +121,14 @@ class ScalarModel(nn.Module):
     role = "reward"
     bias: Tensor
 
-    def __init__(self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: Any = None) -> None:
+    def __init__(
+        self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: Any = None
+    ) -> None:
         super().__init__()
         if adapter is not None and adapter not in adapter_names(decoder):
-            raise ModelError(f"the decoder has no adapter {adapter!r}; it has: {', '.join(adapter_names(decoder)) or 'none'}.")
+            raise ModelError(
+                f"the decoder has no adapter {adapter!r}; it has: {', '.join(adapter_names(decoder)) or 'none'}."
+            )
         self.decoder, self.head, self.adapter, self.lora_config = decoder, head, adapter, lora_config
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
 
@@ -149,11 +158,15 @@ class ScalarModel(nn.Module):
             ModelError: it has no adapter.
         """
         if self.adapter is None:
-            raise ModelError(f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA to share a backbone.")
+            raise ModelError(
+                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA to share a backbone."
+            )
         state, settings = lora_state(self.decoder, self.adapter), copy.deepcopy(self.lora_config)
         settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
         settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
-        return ScalarAdapter(settings, state, copy.deepcopy(self.head), float(self.bias), getattr(self, "pooling", "last"))
+        return ScalarAdapter(
+            settings, state, copy.deepcopy(self.head), float(self.bias), getattr(self, "pooling", "last")
+        )
 
     def number(self, states: Tensor) -> Tensor:
         """Head output minus bias: [..., H] to [...]."""
@@ -200,7 +213,7 @@ class ScalarModel(nn.Module):
         scalar.to(next(decoder.parameters()).device)
         return cls(decoder, scalar, adapter=adapter, lora_config=config, **options).eval()
 
-# %% ../../nbs/31_models_heads.ipynb #1b84b634
+# %% ../../nbs/31_models_heads.ipynb #48574b94
 class RewardModel(ScalarModel):
     """Prompt and completion in, one score out.
 
@@ -210,7 +223,15 @@ class RewardModel(ScalarModel):
 
     role = "reward"
 
-    def __init__(self, decoder: nn.Module, head: ScalarHead, *, pooling: Pooling = "last", adapter: str | None = None, lora_config: Any = None) -> None:
+    def __init__(
+        self,
+        decoder: nn.Module,
+        head: ScalarHead,
+        *,
+        pooling: Pooling = "last",
+        adapter: str | None = None,
+        lora_config: Any = None,
+    ) -> None:
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         if pooling not in ("last", "mean"):
             raise ModelError(f"pooling is {pooling!r}: use 'last' or 'mean'.")
@@ -247,7 +268,9 @@ class RewardModel(ScalarModel):
             The standard deviation of their scores.
         """
         if not len(c):
-            raise ModelError("the reward's bias can't be set from zero demonstrations: give the completions that SFT learns from.")
+            raise ModelError(
+                "the reward's bias can't be set from zero demonstrations: give the completions that SFT learns from."
+            )
         with evaluating(self):
             scores = self.score(c, token_budget).double()
             self.bias += scores.mean().to(self.bias.dtype)
@@ -284,7 +307,7 @@ class ValueModel(ScalarModel):
         """[B, C] values of the states before each completion token; 0 where no token counts."""
         return self(c, token_budget)  # type: ignore[no-any-return]
 
-# %% ../../nbs/31_models_heads.ipynb #2341e16a
+# %% ../../nbs/31_models_heads.ipynb #c355eb5f
 _NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and its head in
 reward_head.safetensors ({kind}, pooling: {pooling}). Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
 Plain AutoModelForSequenceClassification can't represent it; load it with rlhf_nb.models.heads.{cls}.load(directory).
@@ -310,7 +333,12 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     config.problem_type = "regression"
     config.reward_bias = float(model.bias)
     config.reward_role = model.role
-    config.reward_head = {"kind": model.head.kind, "hidden": model.head.hidden, "dropout": model.head.dropout, "pooling": getattr(model, "pooling", "last")}
+    config.reward_head = {
+        "kind": model.head.kind,
+        "hidden": model.head.hidden,
+        "dropout": model.head.dropout,
+        "pooling": getattr(model, "pooling", "last"),
+    }
     return config
 
 
@@ -322,13 +350,19 @@ def _classifier_shell(config: Any) -> Any:
         with torch.device("meta"):
             shell = AutoModelForSequenceClassification.from_config(config)
     except ValueError as e:
-        raise ModelError(f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't be saved for others.") from e
+        raise ModelError(
+            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't be saved for others."
+        ) from e
     if not isinstance(getattr(shell, "score", None), nn.Linear) or shell.score.bias is not None:
-        raise ModelError(f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't fit it. Use an MLP head.")
+        raise ModelError(
+            f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't fit it. Use an MLP head."
+        )
     return shell
 
-# %% ../../nbs/31_models_heads.ipynb #1ce9d35d
-def save_scalar(model: ScalarModel, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True) -> Path:
+# %% ../../nbs/31_models_heads.ipynb #f6c061b8
+def save_scalar(
+    model: ScalarModel, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True
+) -> Path:
     """Save a reward or value model; with a linear head and last-token pooling as plain sequence classification with one label.
 
     Args:
@@ -351,7 +385,9 @@ def save_scalar(model: ScalarModel, directory: str | Path, tokenizer: Any = None
             weights = merged_weights(model.decoder, model.adapter)
             if _like_a_classifier(model):
                 shell = _classifier_shell(config)
-                named = {f"{shell.base_model_prefix}.{k}": v for k, v in weights.items()} | {"score.weight": model.head.last.weight.detach()}
+                named = {f"{shell.base_model_prefix}.{k}": v for k, v in weights.items()} | {
+                    "score.weight": model.head.last.weight.detach()
+                }
                 save_weights(type(shell), config, named, folder)
             else:
                 save_weights(type(model.decoder), config, weights, folder)
@@ -363,11 +399,17 @@ def save_scalar(model: ScalarModel, directory: str | Path, tokenizer: Any = None
 
 def _save_head(model: ScalarModel, folder: Path) -> None:
     """Write a head that plain transformers has no name for, and a note about it."""
-    save_file({k: v.detach().cpu().contiguous() for k, v in model.head.state_dict().items()}, folder / "reward_head.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in model.head.state_dict().items()},
+        folder / "reward_head.safetensors",
+        metadata={"format": "pt"},
+    )
     pooling = getattr(model, "pooling", "one value before every token")
-    (folder / "REWARD_MODEL.md").write_text(_NOTE.format(role=model.role, kind=model.head.kind, pooling=pooling, cls=type(model).__name__), encoding="utf-8")
+    (folder / "REWARD_MODEL.md").write_text(
+        _NOTE.format(role=model.role, kind=model.head.kind, pooling=pooling, cls=type(model).__name__), encoding="utf-8"
+    )
 
-# %% ../../nbs/31_models_heads.ipynb #0ade953d
+# %% ../../nbs/31_models_heads.ipynb #1403f7e6
 def lora_state(module: nn.Module, adapter: str) -> dict[str, Tensor]:
     """One adapter's weights, by names relative to `module` and without the adapter's own name."""
     part = f".{adapter}."
@@ -384,7 +426,9 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     own = {k.replace(part, "."): p for k, p in module.named_parameters() if ".lora_" in k and part in k}
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
-        raise ModelError(f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for example {wrong[0]}.")
+        raise ModelError(
+            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for example {wrong[0]}."
+        )
     with torch.no_grad():
         for k, p in own.items():
             p.copy_(state[k])
@@ -410,10 +454,15 @@ def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
     settings.inference_mode = True
     simple = _like_a_classifier(model)
     prefix = f"{_classifier_shell(config).base_model_prefix}." if simple else ""
-    weights = {f"base_model.model.{prefix}{k}": v.cpu().contiguous() for k, v in lora_state(model.decoder, str(model.adapter)).items()}
+    weights = {
+        f"base_model.model.{prefix}{k}": v.cpu().contiguous()
+        for k, v in lora_state(model.decoder, str(model.adapter)).items()
+    }
     empty = [k for k, v in weights.items() if v.numel() == 0]
     if empty or not weights:
-        raise ModelError(f"adapter {model.adapter!r} has {len(empty)} empty tensors of {len(weights)}: its weights are sharded elsewhere; gather them before saving.")
+        raise ModelError(
+            f"adapter {model.adapter!r} has {len(empty)} empty tensors of {len(weights)}: its weights are sharded elsewhere; gather them before saving."
+        )
     settings.target_modules = sorted({k.removeprefix("base_model.model.").split(".lora_")[0] for k in weights})
     settings.task_type, settings.modules_to_save = ("SEQ_CLS", ["score"]) if simple else ("FEATURE_EXTRACTION", None)
     if simple:
@@ -436,17 +485,22 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
         if _like_a_classifier(model):
             from transformers import AutoModelForSequenceClassification
 
-            copy_, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, output_loading_info=True, use_safetensors=True)
+            copy_, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, use_safetensors=True
+            )
             check_loaded(copy_, str(shown), {**info, "unexpected_keys": ()})
             with evaluating(copy_):
                 found, expected = copy_.to(ids.device)(input_ids=ids).logits[:, 0], model.head(states[:, -1])
         else:
             again = type(model).load(folder, dtype=dtype)
             with evaluating(again):
-                found, expected = again.to(ids.device).number(again.decoder(input_ids=ids).last_hidden_state), model.number(states)
+                found, expected = (
+                    again.to(ids.device).number(again.decoder(input_ids=ids).last_hidden_state),
+                    model.number(states),
+                )
     compare_outputs(found, expected, f"{model.role} model", shown)
 
-# %% ../../nbs/31_models_heads.ipynb #1b528dcf
+# %% ../../nbs/31_models_heads.ipynb #4deef412
 def _read_tensors(directory: str, prefix: str) -> dict[str, Tensor]:
     """Tensors whose name starts with a prefix, exactly as a local directory's safetensors files hold them."""
     out = {}
@@ -471,11 +525,15 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
         decoder, info = load_or_explain("model", where, lambda: AutoModel.from_pretrained(where, **options))
         check_loaded(decoder, where, info)
         return decoder, _head_like(about, decoder.config.get_text_config().hidden_size, _head_state(where)), 0.0
-    model, info = load_or_explain("model", where, lambda: AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, **options))
+    model, info = load_or_explain(
+        "model", where, lambda: AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, **options)
+    )
     check_loaded(model, where, {**info, "unexpected_keys": ()})
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
-        raise ModelError(f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it can't be taken apart.")
+        raise ModelError(
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it can't be taken apart."
+        )
     exact = _read_tensors(where, "score.").get("weight", score.weight.detach())
     constant = 0.0 if score.bias is None else float(score.bias.detach().float())
     return decoder, _head_like({}, score.in_features, {"layers.1.weight": exact}), constant
@@ -486,9 +544,15 @@ def _head_state(where: str) -> dict[str, Tensor]:
     file = Path(where) / "reward_head.safetensors"
     return load_file(file) if file.exists() else {}
 
-# %% ../../nbs/31_models_heads.ipynb #a455b323
+# %% ../../nbs/31_models_heads.ipynb #82efe5c8
 def load_scalar(
-    cls: type[S_], name: str | Path, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa", device: Any = "cpu", **options: Any
+    cls: type[S_],
+    name: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+    device: Any = "cpu",
+    **options: Any,
 ) -> S_:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
@@ -506,21 +570,30 @@ def load_scalar(
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True, "output_loading_info": True} | options
+    options = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    } | options
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():
         config = load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where))
     about = dict(getattr(config, "reward_head", None) or {})
     role = getattr(config, "reward_role", cls.role)
     if role == "value" and cls.role == "reward":
-        raise ModelError(f"{where!r} is a value model (it guesses future reward), not a reward model. Load it with ValueModel.load.")
+        raise ModelError(
+            f"{where!r} is a value model (it guesses future reward), not a reward model. Load it with ValueModel.load."
+        )
     extra = {"pooling": about["pooling"]} if cls.role == "reward" and "pooling" in about else {}
     if kind == "adapter":
         decoder, read = _load_adapted(where, config, cls.role, options)
         model, constant = cls(decoder, read.head, adapter=cls.role, lora_config=read.lora_config, **extra), 0.0
     else:
         if config.num_labels != 1:
-            raise ModelError(f"{where!r} is no reward or value model: a score is one number, and its config says num_labels={config.num_labels}.")
+            raise ModelError(
+                f"{where!r} is no reward or value model: a score is one number, and its config says num_labels={config.num_labels}."
+            )
         decoder, head, constant = _load_parts(where, about, options)
         model = cls(decoder, head, **extra)
     model.bias.fill_(float(getattr(config, "reward_bias", 0.0)) - constant)
@@ -542,9 +615,13 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     folder = Path(where).expanduser()
     folder = folder / "adapter" if (folder / "adapter" / "adapter_config.json").exists() else folder
     if find_model(str(folder))[0] != "adapter":
-        raise ModelError(f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA to share a backbone.")
+        raise ModelError(
+            f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA to share a backbone."
+        )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if (folder / "config.json").exists() else {}
+    config = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8")) if (folder / "config.json").exists() else {}
+    )
     about = config.get("reward_head") or {}
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)
@@ -554,8 +631,15 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     state = {_BELOW_DECODER.sub("", k): v for k, v in tensors.items() if ".lora_" in k}
     settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
     settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
-    width = next(iter(head_state.values())).shape[1] if weight is not None else head_state["layers.0.weight"].shape[1] if "layers.0.weight" in head_state else head_state["layers.1.weight"].shape[1]
-    return ScalarAdapter(settings, state, _head_like(about, width, head_state), float(config.get("reward_bias", 0.0)), about.get("pooling", "last"))
+    first = min(k for k in head_state if k.endswith("weight"))
+    width = head_state[first].shape[1]
+    return ScalarAdapter(
+        settings,
+        state,
+        _head_like(about, width, head_state),
+        float(config.get("reward_bias", 0.0)),
+        about.get("pooling", "last"),
+    )
 
 
 def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]) -> tuple[Any, ScalarAdapter]:
@@ -566,7 +650,9 @@ def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]
     read = read_adapter(where)
     base = read.lora_config.base_model_name_or_path
     if not base:
-        raise ModelError(f"{where!r} is an adapter that doesn't say which model it belongs to; load the merged model saved beside it.")
+        raise ModelError(
+            f"{where!r} is an adapter that doesn't say which model it belongs to; load the merged model saved beside it."
+        )
     decoder, info = load_or_explain("model", find_model(base)[1], lambda: AutoModel.from_pretrained(base, **options))
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})
     if config is not None:

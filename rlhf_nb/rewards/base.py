@@ -24,7 +24,11 @@ RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[f
 __all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
            'RunningNormalizer']
 
-# %% ../../nbs/41_rewards.ipynb #9ddc9950
+# %% ../../nbs/41_rewards.ipynb #7da66e9a
+class _WrongForm(ValueError):
+    """An answer that is not a list of one entry per completion."""
+
+
 class _Bad(NamedTuple):
     """Why one row's answer can't be used."""
 
@@ -47,11 +51,15 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     known: dict[str, list[Any]] = dict(rollout.columns)
     takes_ids = any(p.name == "completion_ids" for p in parameters)
     if takes_ids and "completion_ids" not in known:
-        known["completion_ids"] = [ids[:n].tolist() for ids, n in zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)]
+        known["completion_ids"] = [
+            ids[:n].tolist() for ids, n in zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)
+        ]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return known
     named = [p for i, p in enumerate(parameters) if i >= 2 or p.kind is inspect.Parameter.KEYWORD_ONLY]
-    named = [p for p in named if p.name not in ("prompts", "completions") and p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    named = [
+        p for p in named if p.name not in ("prompts", "completions") and p.kind is not inspect.Parameter.VAR_POSITIONAL
+    ]
     for p in named:
         if p.name not in known and p.default is inspect.Parameter.empty:
             near = suggest(p.name, known)
@@ -63,26 +71,43 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def _check_answers(answers: Any, n: int) -> tuple[list[float | None], list[_Bad]]:
-    """One finite number or None per row; a list of the wrong length can't be blamed on a row and raises ValueError."""
+    """One finite number or None per row; a list of the wrong length can't be blamed on a row and raises."""
     if isinstance(answers, Tensor):
-        answers = answers.detach().float().cpu().flatten().tolist() if answers.dim() <= 1 or answers.shape[1:].numel() == 1 else answers.tolist()
+        answers = (
+            answers.detach().float().cpu().flatten().tolist()
+            if answers.dim() <= 1 or answers.shape[1:].numel() == 1
+            else answers.tolist()
+        )
     elif hasattr(answers, "tolist"):
         answers = answers.tolist()
     if isinstance(answers, str | dict) or not isinstance(answers, Sequence):
-        raise ValueError(f"returned {type(answers).__name__}, expected a list of {n} numbers")
+        raise _WrongForm(f"returned {type(answers).__name__}, expected a list of {n} numbers")
     if len(answers) != n:
-        raise ValueError(f"returned {len(answers)} numbers for {n} completions")
+        raise _WrongForm(f"returned {len(answers)} numbers for {n} completions")
     values: list[float | None] = []
     bad = []
     for row, answer in enumerate(answers):
-        item = answer.item() if hasattr(answer, "item") and getattr(answer, "size", None) is not None and not isinstance(answer, int | float) else answer
+        item = (
+            answer.item()
+            if hasattr(answer, "item")
+            and getattr(answer, "size", None) is not None
+            and not isinstance(answer, int | float)
+            else answer
+        )
         if item is None:
             values.append(None)
         elif isinstance(item, bool | int | float) and math.isfinite(item):
             values.append(float(item))
         else:
             values.append(None)
-            bad.append(_Bad(row, f"returned {item!r}, expected a finite number or None" if isinstance(item, int | float) else f"returned {item!r} (a {type(item).__name__}), expected a number or None"))
+            bad.append(
+                _Bad(
+                    row,
+                    f"returned {item!r}, expected a finite number or None"
+                    if isinstance(item, int | float)
+                    else f"returned {item!r} (a {type(item).__name__}), expected a number or None",
+                )
+            )
     return values, bad
 
 # %% ../../nbs/41_rewards.ipynb #088bf319
@@ -119,7 +144,7 @@ def _is_async(fn: Any) -> bool:
     """Whether calling a function gives something to await."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
-# %% ../../nbs/41_rewards.ipynb #8092874a
+# %% ../../nbs/41_rewards.ipynb #15ea7d3e
 @runtime_checkable
 class RolloutScorer(Protocol):
     """A reward that reads token ids from the rollout itself: a reward model, an ensemble."""
@@ -164,11 +189,15 @@ class Rewards:
             raise ConfigError("no reward function was given, so there is nothing to learn from.")
         for i, fn in enumerate(self.fns):
             if not callable(fn) and not isinstance(fn, RolloutScorer):
-                raise ConfigError(f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble.")
+                raise ConfigError(
+                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble."
+                )
         self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
         for what, given in (("weights", weights), ("names", names)):
             if given is not None and len(given) != len(self.fns):
-                raise ConfigError(f"{len(given)} {what} were given for {len(self.fns)} reward functions: one each is needed.")
+                raise ConfigError(
+                    f"{len(given)} {what} were given for {len(self.fns)} reward functions: one each is needed."
+                )
         if not all(math.isfinite(w) for w in self.weights):
             raise ConfigError(f"reward weights are {self.weights}: each must be a finite number.")
         if on_error not in ("raise", "skip"):
@@ -194,7 +223,10 @@ class Rewards:
             RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
         """
         n = len(rollout)
-        columns = [{} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout) for fn, name in zip(self.fns, self.names, strict=True)]
+        columns = [
+            {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout)
+            for fn, name in zip(self.fns, self.names, strict=True)
+        ]
         waiting = [i for i, fn in enumerate(self.fns) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
         pending = _Pending([_maker(self.fns[i], rollout, columns[i]) for i in waiting]) if waiting else None
         answers: dict[int, Any] = {}
@@ -212,10 +244,12 @@ class Rewards:
             column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
             total += torch.where(has, column * self.weights[i], torch.zeros_like(column))
             opinions += has
-            parts[name] = column.float()
-            parts.update({f"{name}/{k}": v.detach().float().cpu() for k, v in extra.items()})
+            device = rollout.completion_ids.device
+            parts[name] = column.float().to(device)
+            parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
             self.stats |= {f"rewards/{name}": float(column[has].mean()) if has.any() else math.nan}
-            self.stats |= {f"rewards/{name}/no_opinion": float((~has).sum()) - failed} if not has.all() else {}
+            silent_here = int((~has).sum()) - failed
+            self.stats |= {f"rewards/{name}/no_opinion": float(silent_here)} if silent_here else {}
             self.stats |= {f"rewards/{name}/failed": float(failed)} if failed else {}
         silent = (opinions == 0).nonzero().flatten().tolist()
         if silent and self.on_error == "raise":
@@ -229,7 +263,9 @@ class Rewards:
         self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
         return scores.to(rollout.completion_ids.device), parts
 
-    def _settle(self, i: int, answer: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> tuple[list[float | None], dict[str, Tensor], int]:
+    def _settle(
+        self, i: int, answer: Any, rollout: Rollout, columns: dict[str, list[Any]]
+    ) -> tuple[list[float | None], dict[str, Tensor], int]:
         """Checked answers of one function, parts of its own, and how many rows it failed on."""
         fn, name, extra = self.fns[i], self.names[i], {}
         problem: BaseException | None = answer if isinstance(answer, BaseException) else None
@@ -240,12 +276,16 @@ class Rewards:
                 answer, extra = answer
             try:
                 values, bad = _check_answers(answer, len(rollout))
-            except ValueError as e:
+            except _WrongForm as e:
                 problem = e
         if isinstance(problem, RewardError):
             raise problem
         if problem is not None:
-            values, bad = _row_by_row(fn, rollout, columns, problem)
+            if isinstance(problem, _WrongForm) and self.on_error == "raise":
+                raise RewardError(
+                    f"reward function {name!r} {problem}: it must return one number (or None) per completion."
+                ) from problem
+            values, bad = _row_by_row(fn, rollout, columns, problem, self.on_error == "raise")
         if bad and self.on_error == "raise":
             raise _complaint(name, bad, rollout) from problem
         return values, extra, len(bad)
@@ -269,42 +309,51 @@ def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Any:
     except Exception as e:
         return e
 
-# %% ../../nbs/41_rewards.ipynb #80b4a61a
-def _row_by_row(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: BaseException) -> tuple[list[float | None], list[_Bad]]:
-    """After a whole batch failed: ask again one row at a time, to learn which rows are to blame and keep the others."""
+# %% ../../nbs/41_rewards.ipynb #d359de9e
+def _row_by_row(
+    fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: BaseException, stop: bool
+) -> tuple[list[float | None], list[_Bad]]:
+    """After a whole batch failed: ask again one row at a time, to learn which rows are to blame (`stop`: the first of them) and keep the others."""
     values: list[float | None] = []
     bad: list[_Bad] = []
-    for row in range(len(rollout)):
-        one = {k: [v[row]] for k, v in columns.items()}
-        single = rollout[row]
-        answer = _Pending([_maker(fn, single, one)]).wait()[0] if not isinstance(fn, RolloutScorer) and _is_async(fn) else _attempt(fn, single, one)
-        if isinstance(answer, tuple) and isinstance(fn, RolloutScorer):
-            answer = answer[0]
+    singles = [(rollout[row], {k: [v[row]] for k, v in columns.items()}) for row in range(len(rollout))]
+    is_async = not isinstance(fn, RolloutScorer) and _is_async(fn)
+    together = _Pending([_maker(fn, single, one) for single, one in singles]).wait() if is_async else []
+    for row, (single, one) in enumerate(singles):
+        answer = together[row] if is_async else _attempt(fn, single, one)
         try:
             if isinstance(answer, BaseException):
                 raise answer
-            got, wrong = _check_answers(answer, 1)
+            got, wrong = _check_answers(answer[0] if isinstance(fn, RolloutScorer) else answer, 1)
         except Exception as e:
-            why = str(e) if isinstance(e, ValueError) and str(e).startswith("returned ") else f"raised {type(e).__name__}: {e}"
-            got, wrong = [None], [_Bad(0, why)]
+            got, wrong = [None], [_Bad(0, _why(e))]
         values += got
         bad += [_Bad(row, w.why) for w in wrong]
-    if not bad:  # only the batch as a whole fails
-        why = str(problem) if isinstance(problem, ValueError) and str(problem).startswith("returned ") else f"raised {type(problem).__name__}: {problem}"
-        bad = [_Bad(row, f"{why} (for the whole batch; asked one by one, it answers)") for row in range(len(rollout))]
+        if bad and stop:
+            return values, bad
+    if not bad and not isinstance(problem, _WrongForm):  # only the batch as a whole fails
+        bad = [
+            _Bad(row, f"{_why(problem)} (for the whole batch; asked one by one, it answers)")
+            for row in range(len(rollout))
+        ]
         values = [None] * len(rollout)
     return values, bad
+
+
+def _why(e: BaseException) -> str:
+    """An exception as the end of a sentence that starts with the function's name."""
+    return str(e) if isinstance(e, _WrongForm) else f"raised {type(e).__name__}: {e}"
 
 
 def _complaint(name: str, bad: list[_Bad], rollout: Rollout) -> RewardError:
     """The error for rows that a function failed on."""
     row, why = bad[0].row, bad[0].why.rstrip(".")
     return RewardError(
-        f"reward function {name!r} {why}, on row {row} (one of {len(bad)} of {len(rollout)}): prompt {_excerpt(rollout.prompts[row])}, "
+        f"reward function {name!r} {why}, on row {row} of {len(rollout)}: prompt {_excerpt(rollout.prompts[row])}, "
         f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or set on_error='skip' to count and go on."
     )
 
-# %% ../../nbs/41_rewards.ipynb #82d0ba7e
+# %% ../../nbs/41_rewards.ipynb #d4d7ca5b
 class CanScore(Protocol):
     """Whatever scores completions as tokens: a RewardModel, for one."""
 
@@ -322,9 +371,17 @@ class RewardModelFn:
         device: where the model is (default: where its parameters are).
     """
 
-    def __init__(self, model: CanScore, name: str = "reward_model", token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        model: CanScore,
+        name: str = "reward_model",
+        token_budget: int = TOKEN_BUDGET,
+        device: torch.device | str | None = None,
+    ) -> None:
         if not hasattr(model, "score"):
-            raise ConfigError(f"{type(model).__name__} has no score(completions): give a RewardModel, or a function to Rewards.")
+            raise ConfigError(
+                f"{type(model).__name__} has no score(completions): give a RewardModel, or a function to Rewards."
+            )
         self.model, self.name, self.token_budget, self._device = model, name, token_budget, device
 
     def score_rollout(self, rollout: Completions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -332,7 +389,13 @@ class RewardModelFn:
         module = self.model if isinstance(self.model, torch.nn.Module) else None
         device = self._device or (next(module.parameters()).device if module is not None else rollout.prompt_ids.device)
         training = module is not None and module.training
-        c = Completions(rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_lens, rollout.completion_mask).to(device)
+        c = Completions(
+            rollout.prompt_ids,
+            rollout.prompt_mask,
+            rollout.completion_ids,
+            rollout.completion_lens,
+            rollout.completion_mask,
+        ).to(device)
         try:
             if module is not None and training:
                 module.eval()
@@ -343,7 +406,7 @@ class RewardModelFn:
                 module.train()
         return scores.to(rollout.prompt_ids.device), {}
 
-# %% ../../nbs/41_rewards.ipynb #7c9a0494
+# %% ../../nbs/41_rewards.ipynb #aac8a71b
 class Ensemble:
     """Several reward models as one cautious reward.
 
@@ -367,12 +430,20 @@ class Ensemble:
     ) -> None:
         if mode not in ("mean", "min", "mean_minus_std"):
             near = suggest(mode, ["mean", "min", "mean_minus_std"])
-            raise ConfigError(f"ensemble mode {mode!r} doesn't exist. " + (f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'."))
+            raise ConfigError(
+                f"ensemble mode {mode!r} doesn't exist. "
+                + (f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'.")
+            )
         if len(members) < 2:
-            raise ConfigError(f"an ensemble of {len(members)} can't disagree with itself: give at least two members, or use RewardModelFn.")
+            raise ConfigError(
+                f"an ensemble of {len(members)} can't disagree with itself: give at least two members, or use RewardModelFn."
+            )
         if not lam >= 0:
             raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
-        self.members = [m if isinstance(m, RewardModelFn) else RewardModelFn(m, f"{name}/{i}", token_budget) for i, m in enumerate(members)]
+        self.members = [
+            m if isinstance(m, RewardModelFn) else RewardModelFn(m, f"{name}/{i}", token_budget)
+            for i, m in enumerate(members)
+        ]
         self.mode, self.lam, self.name = mode, lam, name
 
     def member_scores(self, rollout: Completions) -> Tensor:
@@ -400,8 +471,10 @@ class Ensemble:
         parts = {str(i): s for i, s in enumerate(scores)} | {"std": scores.std(0, correction=0)}
         return self.combine(scores), parts
 
-# %% ../../nbs/41_rewards.ipynb #a72958aa
-def apply_eos_penalty(scores: Tensor, finished: Tensor, penalty: float | None, mode: Literal["fixed", "subtract"] = "fixed") -> Tensor:
+# %% ../../nbs/41_rewards.ipynb #ca396bfa
+def apply_eos_penalty(
+    scores: Tensor, finished: Tensor, penalty: float | None, mode: Literal["fixed", "subtract"] = "fixed"
+) -> Tensor:
     """Scores that make a policy end its answers.
 
     Args:
@@ -416,18 +489,22 @@ def apply_eos_penalty(scores: Tensor, finished: Tensor, penalty: float | None, m
     Source: the EOS trick of arXiv 1909.08593, item 7 in arXiv 2403.17031.
     """
     if scores.shape != finished.shape:
-        raise RewardError(f"scores have shape {list(scores.shape)} but finished has {list(finished.shape)}: one entry per completion in both.")
+        raise RewardError(
+            f"scores have shape {list(scores.shape)} but finished has {list(finished.shape)}: one entry per completion in both."
+        )
     if penalty is None:
         return scores
     if mode == "subtract":
         if penalty < 0:
-            raise ConfigError(f"EOS penalty {penalty} would be subtracted, so it would reward answers that don't end: give a number ≥ 0.")
+            raise ConfigError(
+                f"EOS penalty {penalty} would be subtracted, so it would reward answers that don't end: give a number ≥ 0."
+            )
         return torch.where(finished.bool(), scores, scores - penalty)
     if mode != "fixed":
         raise ConfigError(f"EOS penalty mode {mode!r} doesn't exist: use 'fixed' or 'subtract'.")
     return torch.where(finished.bool(), scores, torch.full_like(scores, penalty))
 
-# %% ../../nbs/41_rewards.ipynb #be59f51e
+# %% ../../nbs/41_rewards.ipynb #5932951b
 @dataclass
 class RunningNormalizer:
     """Brings scores to unit size by the running variance of all scores seen; its state belongs into checkpoints.
@@ -454,7 +531,9 @@ class RunningNormalizer:
         """(count, mean, sum of squared deviations) of a batch: what ranks exchange before `merge`."""
         x = scores.detach().double().flatten().cpu()
         if not bool(torch.isfinite(x).all()):
-            raise RewardError(f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them.")
+            raise RewardError(
+                f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
+            )
         mean = float(x.mean()) if len(x) else 0.0
         return len(x), mean, float((x - mean).square().sum())
 
