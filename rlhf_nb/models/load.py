@@ -25,10 +25,10 @@ from ..core import ModelError, Precision, suggest
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'load_or_explain', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
-           'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'set_special_tokens',
-           'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model',
-           'save_weights', 'save_adapter', 'evaluating']
+__all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
+           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm',
+           'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
+           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'save_adapter', 'evaluating']
 
 # %% ../../nbs/30_models_load.ipynb #004ed700
 def _looks_local(name: str) -> bool:
@@ -151,9 +151,9 @@ def ensure_pad(tokenizer: Any) -> str:
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have {len(tokenizer)} rows): {why}."
 
-# %% ../../nbs/30_models_load.ipynb #138b8360
+# %% ../../nbs/30_models_load.ipynb #dd22b528
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised instead."""
     import accelerate.utils.other as other
     from transformers.utils import logging as hf
@@ -186,7 +186,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         load: does it.
     """
     try:
-        with _quiet():
+        with quiet():
             return load()
     except ImportError as e:
         raise ModelError(
@@ -306,7 +306,7 @@ def disable_dropout(model: M_) -> M_:
         setattr(owner, name, 0.0)
     return model
 
-# %% ../../nbs/30_models_load.ipynb #f68c7f30
+# %% ../../nbs/30_models_load.ipynb #f697dbb6
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -346,7 +346,7 @@ def resize_embeddings(model: Any, rows: int) -> int:
     old: int = model.get_input_embeddings().weight.shape[0]
     if rows <= old:
         return 0
-    with _quiet():
+    with quiet():
         model.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -485,8 +485,8 @@ def set_special_tokens(model: Any, tokenizer: Any) -> None:
             if tokenizer.bos_token_id is not None:
                 config.bos_token_id = tokenizer.bos_token_id
 
-# %% ../../nbs/30_models_load.ipynb #3f36234e
-def _lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
+# %% ../../nbs/30_models_load.ipynb #0a20e8e7
+def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every adapted layer; peft is looked at only if it is in use."""
     if "peft" not in sys.modules:
         return []
@@ -498,7 +498,7 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the adapters in a model, in order of their addition; [] for a plain model."""
     names: dict[str, None] = {}
-    for _, layer in _lora_layers(model):
+    for _, layer in lora_layers(model):
         names.update(dict.fromkeys(k for part in layer.adapter_layer_names for k in getattr(layer, part).keys()))
     return list(names)
 
@@ -514,7 +514,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     Raises:
         ModelError: there is no such adapter.
     """
-    layers = [layer for _, layer in _lora_layers(model)]
+    layers = [layer for _, layer in lora_layers(model)]
     known = adapter_names(model)
     if name is not None and name not in known:
         near = suggest(name, known)
@@ -545,7 +545,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             layer.enable_adapters(enabled)
         restore()
 
-# %% ../../nbs/30_models_load.ipynb #8289e947
+# %% ../../nbs/30_models_load.ipynb #a3dd0e37
 def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
     """The weights of a module as if it had no adapters: one adapter is added into them, all others left out.
 
@@ -560,7 +560,7 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
         ModelError: adapters of a kind that can't be merged by adding (DoRA and the like).
     """
     module = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
-    layers = dict(_lora_layers(module))
+    layers = dict(lora_layers(module))
     out: dict[str, Tensor] = {}
     for key, value in module.state_dict().items():
         name, inside, rest = key.partition(".base_layer.")
@@ -593,7 +593,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
         delta: Tensor = layer.get_delta_weight(adapter)
         return (weight.float() + delta.float()).to(weight.dtype)
 
-# %% ../../nbs/30_models_load.ipynb #0dac89b3
+# %% ../../nbs/30_models_load.ipynb #744e35e1
 _OURS = (
     "model*.safetensors",
     "model*.index.json",
@@ -619,7 +619,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as temporary:
-            with _quiet():
+            with quiet():
                 yield Path(temporary)
             new = {p.relative_to(temporary) for p in Path(temporary).rglob("*") if p.is_file()}
             for pattern in _OURS:
@@ -664,7 +664,7 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
         )
     return difference
 
-# %% ../../nbs/30_models_load.ipynb #534ac552
+# %% ../../nbs/30_models_load.ipynb #33b29a60
 def save_model(
     model: Any,
     tokenizer: Any,
@@ -692,7 +692,7 @@ def save_model(
     """
     names = adapter_names(model)
     if names:
-        adapter = adapter or (names[0] if len(names) == 1 else str(_lora_layers(model)[0][1].active_adapters[0]))
+        adapter = adapter or (names[0] if len(names) == 1 else str(lora_layers(model)[0][1].active_adapters[0]))
     with staged(directory, "model") as folder:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -754,7 +754,7 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
     config.save_pretrained(str(folder))
     config.inference_mode = training
 
-# %% ../../nbs/30_models_load.ipynb #c955e0c2
+# %% ../../nbs/30_models_load.ipynb #8d96cd70
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients and evaluation mode, put back afterwards module by module."""
@@ -778,14 +778,14 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
         expected = model(input_ids=ids).logits
     if (folder / "adapter_config.json").exists():
         trainable = [(p, p.requires_grad) for p in model.parameters()]
-        active = _lora_layers(model)[0][1].active_adapters
+        active = lora_layers(model)[0][1].active_adapters
         model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
         try:
             with evaluating(model), using_adapter(model, "saved_copy"):
                 found = model(input_ids=ids).logits
         finally:
             model.delete_adapter("saved_copy")
-            for _, layer in _lora_layers(model):
+            for _, layer in lora_layers(model):
                 layer.set_adapter(active)
             for p, flag in trainable:
                 p.requires_grad_(flag)
