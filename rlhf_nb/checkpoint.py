@@ -25,7 +25,7 @@ from .core import CheckpointError
 __all__ = ['split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers', 'problem_of', 'latest_complete',
            'load_checkpoint', 'snapshot', 'AsyncWriter']
 
-# %% ../nbs/51_checkpoint.ipynb #fe8e7838
+# %% ../nbs/51_checkpoint.ipynb #86af422d
 _MARK = "__tensor__"
 
 
@@ -48,7 +48,9 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
         out: dict[str, Any] = {}
         for key, value in state.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"the state at '{at}' has the key {key!r}, which JSON would turn into a string: use string keys")
+                raise CheckpointError(
+                    f"the state at '{at}' has the key {key!r}, which JSON would turn into a string: use string keys"
+                )
             out[key], found = split_state(value, f"{at}.{key}" if at else key)
             tensors |= found
         return out, tensors
@@ -59,7 +61,9 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
             items.append(item)
             tensors |= found
         return items, tensors
-    raise CheckpointError(f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, dictionaries and tensors only")
+    raise CheckpointError(
+        f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, dictionaries and tensors only"
+    )
 
 
 def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -102,11 +106,13 @@ def _write(folder: Path, tensors: dict[str, dict[str, torch.Tensor]], meta: dict
     fsync_path(folder / "manifest.json")
     fsync_path(folder)
 
-# %% ../nbs/51_checkpoint.ipynb #c75d9b61
+# %% ../nbs/51_checkpoint.ipynb #9dd8ccb8
 _NAME = re.compile(r"step-(\d{10})")
 
 
-def save_checkpoint(root: str | Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], meta: dict[str, Any], keep: int = 2) -> Path:
+def save_checkpoint(
+    root: str | Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], meta: dict[str, Any], keep: int = 2
+) -> Path:
     """Write `root/step-<step>` atomically and delete all but the newest `keep`.
 
     Args:
@@ -256,10 +262,12 @@ def load_checkpoint(folder: str | Path) -> tuple[dict[str, dict[str, torch.Tenso
     except SafetensorError as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
-# %% ../nbs/51_checkpoint.ipynb #48f6e506
+# %% ../nbs/51_checkpoint.ipynb #8f0aed27
 def snapshot(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """Copies in main memory that later updates in place cannot touch."""
-    return {g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()}
+    return {
+        g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()
+    }
 
 
 class AsyncWriter:
@@ -295,7 +303,11 @@ class AsyncWriter:
         """Raise the error of a job that failed, once."""
         error, self._error = self._error, None
         if error is not None:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(f"writing a checkpoint failed: {error}") from error
+            raise (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"writing a checkpoint failed: {error}")
+            ) from error
 
     @property
     def busy(self) -> bool:

@@ -36,7 +36,7 @@ def lr_factor(step: int, schedule: str = "constant", warmup: int = 0, total: int
     progress = min((step - warmup) / (total - warmup), 1 - 1 / (total - warmup))
     return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
-# %% ../nbs/52_engine.ipynb #d1d8b548
+# %% ../nbs/52_engine.ipynb #9e1329ae
 class OptimizerSettings(Protocol):
     """What the engine reads of `config.OptimizerConfig`."""
 
@@ -63,7 +63,9 @@ def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> torch.opt
     """
     params = [p for p in module.parameters() if p.requires_grad]
     if not params:
-        raise ModelError("the module has no trainable parameter, so there is nothing to optimise: unfreeze it or add adapters")
+        raise ModelError(
+            "the module has no trainable parameter, so there is nothing to optimise: unfreeze it or add adapters"
+        )
     for p in params:
         if p.dtype in (torch.float16, torch.bfloat16):  # updates of 1e-6 vanish in half precision
             p.data = p.data.float()
@@ -105,7 +107,7 @@ class StepReport(NamedTuple):
     sums: list[float]  # the caller's vector, summed over ranks
     problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
 
-# %% ../nbs/52_engine.ipynb #1da4c6fb
+# %% ../nbs/52_engine.ipynb #9d6f8d34
 class Engine:
     """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
 
@@ -220,7 +222,9 @@ class Engine:
         if self.accelerator is None or not local:
             return local
         keys = sorted(local)
-        total = self.accelerator.reduce(torch.stack([local[k].detach().double().to(self.device) for k in keys]), reduction="sum")
+        total = self.accelerator.reduce(
+            torch.stack([local[k].detach().double().to(self.device) for k in keys]), reduction="sum"
+        )
         return dict(zip(keys, total.unbind()))
 
     def gather(self, x: Tensor) -> Tensor:
@@ -293,7 +297,7 @@ class Engine:
             raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
         return self.module
 
-# %% ../nbs/52_engine.ipynb #7340612b
+# %% ../nbs/52_engine.ipynb #1582ddee
 def _distributed(device: torch.device) -> Any:
     """An Accelerator for several ranks, after checking that it really connects them."""
     from accelerate import Accelerator
@@ -308,7 +312,9 @@ def _distributed(device: torch.device) -> Any:
             "start with `accelerate launch` (and ACCELERATE_USE_CPU=true on CPUs)"
         )
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise RunError(f"this engine trains on one process or with plain data parallelism, not with {kind.value}: choose MULTI_GPU or MULTI_CPU")
+        raise RunError(
+            f"this engine trains on one process or with plain data parallelism, not with {kind.value}: choose MULTI_GPU or MULTI_CPU"
+        )
     return accelerator
 
 
@@ -327,10 +333,14 @@ def load_tensors(into: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     missing, extra = sorted(set(into) - set(saved)), sorted(set(saved) - set(into))
     if missing or extra:
         which = f"it lacks {missing[0]}" if missing else f"it holds {extra[0]}, which this model does not train"
-        raise CheckpointError(f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} too many)")
+        raise CheckpointError(
+            f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} too many)"
+        )
     for name, tensor in into.items():
         if tensor.shape != saved[name].shape:
-            raise CheckpointError(f"the checkpoint belongs to another model: {name} is {list(saved[name].shape)} there and {list(tensor.shape)} here")
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: {name} is {list(saved[name].shape)} there and {list(tensor.shape)} here"
+            )
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(saved[name])
