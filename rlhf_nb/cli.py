@@ -200,7 +200,7 @@ def demo(
         show_results(results, pipeline.path)
         _tell(NEXT.format(path=pipeline.path), err=False)
 
-# %% ../nbs/91_cli.ipynb #4ada302c
+# %% ../nbs/91_cli.ipynb #8c097aac
 WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline:
@@ -255,13 +255,13 @@ def _answers(sample: dict[str, Any]) -> Panel:
 
 def _policies(policies: dict[str, dict[str, float]]) -> Table:
     """Gold, proxy, KL and wins per policy."""
-    table = Table(title="held-out prompts", title_justify="left")
+    table = Table(title="Answers to held-out prompts: mean ± standard deviation; KL and wins against the SFT model", title_justify="left")
     table.add_column("model")
     judges = [k for k in ("gold", "proxy") if any(k in p for p in policies.values())]
-    for name in [*judges, "KL to SFT (nats)", *(f"wins against SFT by {j}" for j in judges), "tokens"]:
-        table.add_column(name, justify="right")
+    for name in [*judges, "KL, nats", *(f"wins by {j}" for j in judges), "tokens"]:
+        table.add_column(name, justify="right", no_wrap=True)
     for stage, p in policies.items():
-        cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges] + [f"{p['kl']:.2f}" if stage == "ppo" else "–"]
+        cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges] + [f"{p['kl']:.2f}" if "kl" in p else "–"]
         cells += [f"{p[f'win_rate_{j}']:.0%}" if f"win_rate_{j}" in p else "–" for j in judges]
         table.add_row(stage, *cells, f"{p['length']:.0f}")
     return table
