@@ -267,7 +267,7 @@ def _means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Sum divided by count, where anything was counted."""
     return {k: total / count for k, (total, count) in pairs.items() if count > 0}
 
-# %% ../nbs/54_loop.ipynb #8c7f8aaa
+# %% ../nbs/54_loop.ipynb #6fb9895e
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -426,7 +426,7 @@ class Trainer:
                         reason = "the source has no more rows"
                         self._close_books(Flags(save=True, evaluate=True))
                         break
-                    asked = self._between_steps(event, stop.requested)
+                    asked = self._between_steps(event, stop)
                 reason = asked.reason or ("asked to stop" if asked.stop else reason)
                 self.writer.close()
         except BaseException as error:
@@ -445,12 +445,13 @@ class Trainer:
             self.history.stopped = reason
         return self.history
 
-    def _between_steps(self, event: dict[str, Any], interrupted: str) -> Flags:
+    def _between_steps(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
         """The boundary of a step: observers look, evaluation and checkpoint if due."""
-        asked = self.observers.call("on_step", self, event) | Flags(stop=bool(interrupted), reason=interrupted)
-        asked = asked.over_ranks(self.engine)
+        asked = self.observers.call("on_step", self, event)
+        asked.evaluate |= asked.stop  # but who presses Ctrl-C wants out, not an evaluation
+        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(self.engine)
         last = self.step >= self.total_steps
-        asked.evaluate |= last or _due(self.step, self.config.eval_every) or (asked.stop and not interrupted)
+        asked.evaluate |= last or _due(self.step, self.config.eval_every)
         return self._close_books(asked, last)
 
     def _close_books(self, asked: Flags, last: bool = False) -> Flags:

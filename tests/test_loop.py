@@ -20,6 +20,8 @@ from resume_harness import Numbers, Points, Regression, outcome, regression_conf
 from torch import nn
 
 import rlhf_nb.checkpoint as checkpoint
+import rlhf_nb.engine as engine
+import rlhf_nb.loop as loop
 from rlhf_nb.callbacks import Callback, EarlyStop, Flags
 from rlhf_nb.checkpoint import AsyncWriter, latest_complete, load_checkpoint, problem_of, save_checkpoint
 from rlhf_nb.config import TrainConfig
@@ -37,6 +39,10 @@ def trainer(run_dir: Path, callbacks: Any = (), method: Any = None, **over: Any)
 
 def weights(t: Trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in t.method.module.state_dict().values()]
+
+
+def without(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in named.items() if "running" not in k}
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -168,6 +174,34 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
         k.startswith("0.weight") for k in tensors["optimizer"]
     )
     json.dumps(meta)
+
+
+@pytest.mark.parametrize("forgotten", ["nothing", "rng", "optimizer", "buffers", "method", "source", "log"])
+def test_forgetting_any_part_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+    """Mutation check: the comparison of runs sees every part of the state that a resume could leave out."""
+    straight = trainer(tmp_path / "a")
+    expected = straight.fit()
+
+    trainer(tmp_path / "b", callbacks=[StopAt(20)]).fit()
+    checkpoint._remove(tmp_path / "b" / "checkpoints" / "step-0000000020")  # so that it goes on from step 18
+
+    resumed = trainer(tmp_path / "b")
+    if forgotten == "rng":
+        monkeypatch.setattr(loop, "set_rng_state", lambda state: None)
+    elif forgotten == "optimizer":
+        monkeypatch.setattr(resumed.engine.optimizer, "load_state_dict", lambda state: None)
+    elif forgotten == "buffers":
+        real = engine.load_tensors
+        monkeypatch.setattr(engine, "load_tensors", lambda into, saved: real(without(into), without(saved)))
+    elif forgotten == "method":
+        resumed.method.load_state_dict = lambda state: None  # type: ignore[method-assign]
+    elif forgotten == "source":
+        resumed.source.load_state_dict = lambda state: None  # type: ignore[method-assign]
+    elif forgotten == "log":
+        monkeypatch.setattr(EventLog, "truncate_after", lambda self, step: 0)
+    history = resumed.fit(resume=True)
+    equal = same(weights(resumed), weights(straight)) and history.series("step") == expected.series("step")
+    assert equal == (forgotten == "nothing")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
