@@ -1,0 +1,337 @@
+"""PPO: episodes per second against TRL 1.12.0's `trl.experimental.ppo`, the last one there was.
+
+    python benchmarks/bench_ppo.py [--quick] [--steps 12] [--threads 2] [--size small] [--fixed-length]
+
+Both sides: the same toy policy (fine-tuned for a moment, so that answers end where they should), critic and reward model of the
+same shape with the same weights, the same 128 prompts in each rollout, at most 32 new tokens, 2 passes over a rollout in mini-batches
+of 32, fp32, Adam without clipping of gradients. A tiny learning rate keeps the lengths of the answers equal throughout.
+
+The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first rollout is computed again by our
+functions: log-probs of policy and reference, values, scores, advantages, and both losses of the first mini-batch. One definition
+differs: TRL pays the score one position after the end-of-text token (where there is room), and so has one more
+value per answer; ours pays it at that token. The comparison uses TRL's layout, the timing each side's own.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+import peers
+
+KL_COEF, GAMMA, LAM, CLIP, VF_COEF = 0.1, 1.0, 0.95, 0.2, 0.1
+
+
+def run_ours(job: dict[str, Any]) -> None:
+    """PPO with rlhf_nb, a rollout and its updates at each turn."""
+    from rlhf_nb.callbacks import Callback
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.data.sources import MemorySource
+    from rlhf_nb.loop import Trainer
+    from rlhf_nb.models.adapters import separate
+    from rlhf_nb.models.heads import RewardModel
+    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+    from rlhf_nb.rewards.base import RewardModelFn, Rewards
+    from rlhf_nb.train.ppo import PPO, PPOConfig
+
+    gate = harness.Gate()
+
+    class Turns(Callback):
+        def on_start(self, run: Any) -> None:
+            gate.ready()
+
+        def on_step(self, run: Any, event: dict[str, Any]) -> None:
+            gate.step_done(
+                episodes=job["rollout"], length=event["completions/mean_length"], score=event["objective/scores"]
+            )
+
+    config = PPOConfig(
+        output_dir=job["output"], steps=job["steps"], epochs=None, rollout_batch_size=job["rollout"], mini_batch_size=job["mini"],
+        num_inner_epochs=job["epochs"], token_budget=job["token_budget"], device="cpu", precision="fp32", console=False,
+        sampling={"max_new_tokens": job["new_tokens"], "min_new_tokens": job["new_tokens"] if job["fixed"] else 0},
+        optimizer={"lr": job["lr"], "eps": 1e-5, "schedule": "constant", "max_grad_norm": None},
+        kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, clip_eps_low=CLIP, clip_eps_high=CLIP, value_clip_eps=CLIP, vf_coef=VF_COEF, missing_eos=None,
+    )  # fmt: skip
+    where = ModelConfig(name_or_path=job["policy"])
+    tokenizer, precision = load_tokenizer(where), decide_precision("cpu", "fp32")
+    policy, reward = load_causal_lm(where, precision, tokenizer=tokenizer), RewardModel.load(job["reward"])
+    net = separate(policy, reward)
+    method = PPO(net, tokenizer, Rewards(RewardModelFn(reward, token_budget=job["token_budget"])), config)
+    Trainer(method, MemorySource(job["rows"], shuffle=False), config, callbacks=[Turns()]).fit()
+
+
+def record_first_rollout(module: Any, numpy: Any, path: str) -> None:
+    """Keep what TRL computes in its first step, up to the losses of its first mini-batch; then everything is as it was."""
+    import torch
+
+    originals = {
+        k: getattr(module, k)
+        for k in ("batch_generation", "get_reward", "selective_log_softmax", "masked_whiten", "masked_mean")
+    }
+    permutation = numpy.random.permutation
+    seen: dict[str, list[Any]] = {
+        "generated": [],
+        "rewards": [],
+        "logps": [],
+        "advantages": [],
+        "means": [],
+        "order": [],
+    }
+
+    def finish() -> None:
+        for name, function in originals.items():
+            setattr(module, name, function)
+        numpy.random.permutation = permutation
+        policy_loss, value_loss = seen["means"][2], 0.5 * seen["means"][0]
+        torch.save(
+            {
+                "context": seen["generated"][0][0], "tokens": seen["generated"][0][1], "old": seen["logps"][0], "ref": seen["logps"][1],
+                "values": seen["rewards"][0][0].squeeze(-1), "scores": seen["rewards"][1][1], "advantages": seen["advantages"][0],
+                "policy_loss": policy_loss, "value_loss": value_loss, "order": seen["order"][0],
+            },
+            path,
+        )  # fmt: skip
+
+    def generation(model: Any, queries: Any, *rest: Any) -> Any:
+        out = originals["batch_generation"](model, queries, *rest)
+        seen["generated"].append((queries.shape[1], out[0].clone()))
+        return out
+
+    def reward(*args: Any) -> Any:
+        out = originals["get_reward"](*args)
+        seen["rewards"].append([x.clone() for x in out])
+        return out
+
+    def softmax(*args: Any) -> Any:
+        out = originals["selective_log_softmax"](*args)
+        seen["logps"].append(out.detach().clone())
+        return out
+
+    def whiten(values: Any, *rest: Any, **options: Any) -> Any:
+        out = originals["masked_whiten"](values, *rest, **options)
+        seen["advantages"].append(values.clone())
+        seen["means"].clear()
+        return out
+
+    def mean(*args: Any) -> Any:
+        out = originals["masked_mean"](*args)
+        seen["means"].append(out.detach().clone())
+        if seen["advantages"] and len(seen["means"]) == 3:
+            finish()
+        return out
+
+    def shuffled(n: int) -> Any:
+        out = permutation(n)
+        seen["order"].append(torch.as_tensor(out))
+        return out
+
+    for name, function in zip(originals, (generation, reward, softmax, whiten, mean)):
+        setattr(module, name, function)
+    numpy.random.permutation = shuffled
+
+
+def run_trl(job: dict[str, Any]) -> None:
+    """PPO with TRL, a rollout and its updates at each turn."""
+    import numpy
+    from datasets import Dataset
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+    gate, lengths = harness.Gate(), []
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gate.ready()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            lengths.append(logs)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gate.step_done(episodes=job["rollout"], length=answer_length(), score=lengths[-1]["objective/scores"])
+
+    def answer_length() -> float:
+        """Mean length of the last rollout's answers, end-of-text included."""
+        return float(sum(last_lengths) / len(last_lengths))
+
+    last_lengths: list[float] = []
+    truncate = ppo_trainer.truncate_response
+
+    def measured(stop: int, pad: int, responses: Any) -> Any:
+        out = truncate(stop, pad, responses)
+        last_lengths[:] = (out != pad).sum(1).tolist()
+        return out
+
+    ppo_trainer.truncate_response = measured
+    if job["fixed"]:
+        last_lengths.append(job["new_tokens"])
+    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(job["policy"])
+    if job["fixed"]:
+        policy.generation_config.eos_token_id = None
+    reward, value = (AutoModelForSequenceClassification.from_pretrained(job["reward"], num_labels=1) for _ in range(2))
+    rows = Dataset.from_list([{"input_ids": r["prompt_ids"]} for r in job["rows"]])
+    args = PPOConfig(
+        output_dir=job["output"], total_episodes=job["rollout"] * job["steps"], per_device_train_batch_size=job["rollout"],
+        gradient_accumulation_steps=1, num_mini_batches=job["rollout"] // job["mini"], num_ppo_epochs=job["epochs"],
+        local_rollout_forward_batch_size=job["rollout"], response_length=job["new_tokens"], temperature=1.0,
+        stop_token=None if job["fixed"] else "eos", learning_rate=job["lr"], adam_epsilon=1e-5, lr_scheduler_type="constant",
+        kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, cliprange=CLIP, cliprange_value=CLIP, vf_coef=VF_COEF, bf16=False, use_cpu=True,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", num_sample_generations=0, dataloader_num_workers=0,
+    )  # fmt: skip
+    trainer = PPOTrainer(
+        args=args, processing_class=tokenizer, model=policy, ref_model=None, reward_model=reward.eval(), value_model=value,
+        train_dataset=rows, eval_dataset=rows.select(range(args.per_device_eval_batch_size)), callbacks=[Turns()],
+    )  # fmt: skip
+    loader = DataLoader(
+        rows, batch_size=job["rollout"], shuffle=False, collate_fn=trainer.data_collator, drop_last=True
+    )
+    trainer.dataloader = trainer.accelerator.prepare(loader)
+    record_first_rollout(ppo_trainer, numpy, job["record"])
+    trainer.train()
+
+
+def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
+    """Compute TRL's first rollout again with our functions.
+
+    Raises:
+        SystemExit: something differs.
+    """
+    import torch
+
+    from rlhf_nb.advantages import gae, whiten
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.kl import kl_estimate
+    from rlhf_nb.losses.policy import clipped_surrogate, clipped_value
+    from rlhf_nb.models.adapters import separate
+    from rlhf_nb.models.heads import RewardModel
+    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+    from rlhf_nb.types import Completions
+
+    trl = torch.load(job["record"], weights_only=True)
+    where = ModelConfig(name_or_path=job["policy"])
+    tokenizer = load_tokenizer(where)
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    reward = RewardModel.load(job["reward"])
+    net = separate(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer), reward)
+    context, answers = trl["context"], trl["tokens"][:, trl["context"] :]
+    width = answers.shape[1]
+    prompts = [[t for t in row if t != pad] for row in trl["tokens"][:, :context].tolist()]
+    completions = []
+    for row in answers.tolist():  # an answer ends with EOS, and for TRL also before a sampled PAD
+        row = row if job["fixed"] or eos not in row else row[: row.index(eos) + 1]
+        completions.append(row[: row.index(pad)] if pad in row else row)
+    c = Completions.from_lists(prompts, completions, pad)
+    lens = c.completion_lens
+    place = torch.arange(width)
+    mask, longer = (
+        place < lens[:, None],
+        place <= lens[:, None],
+    )  # TRL's two masks: up to the last token, and one further
+
+    def wide(x: Any) -> Any:
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+    with torch.no_grad():
+        out, ref, scores = net(c), wide(net.reference_logps(c)), reward.score(c)
+        plus = Completions.from_lists(prompts, [x + [eos] for x in completions], pad)
+        values = torch.where(longer, wide(net.values(plus)[:, :width]), 0.0)
+    logps = wide(out.logps)
+    rewards = torch.where(mask, -KL_COEF * kl_estimate(logps, ref, "k1"), 0.0)
+    rewards[torch.arange(len(lens)), lens.clamp(max=width - 1)] += scores
+    advantages, returns = gae(rewards, values, longer, GAMMA, LAM)
+    rows = trl["order"][: job["mini"]]
+    white = whiten(advantages, mask)
+    surrogate = clipped_surrogate(logps[rows], logps[rows], white[rows], mask[rows], CLIP, CLIP)
+    value_loss = clipped_value(values[rows], values[rows], returns[rows], longer[rows], CLIP)
+    theirs = torch.where(longer, trl["values"][:, context - 1 : -1], 0.0)
+    pairs = {
+        "log-probs": (logps[mask], trl["old"][mask]),
+        "reference log-probs": (ref[mask], trl["ref"][mask]),
+        "values": (values, theirs),
+        "scores": (scores, trl["scores"]),
+        "advantages": (advantages[mask], trl["advantages"][mask]),
+        "policy loss": (surrogate.total / surrogate.count, trl["policy_loss"]),
+        "value loss": (value_loss.total / value_loss.count, trl["value_loss"]),
+    }
+    worst = {name: float((x - y).abs().max()) for name, (x, y) in pairs.items()}
+    print(
+        f"  TRL's first rollout ({len(lens)} answers, {lens.float().mean():.1f} tokens on average) computed again, largest differences:"
+    )
+    print("    " + ", ".join(f"{name} {x:.0e}" for name, x in worst.items()))
+    if not max(worst.values()) <= tolerance:
+        raise SystemExit(f"the two sides don't compute the same thing: a difference above {tolerance:.0e}")
+
+
+def prepare(folder: Path, rollout: int, steps: int, size: str, sft_epochs: float) -> list[dict[str, Any]]:
+    """Write policy and reward model; return tokenized prompts in the order of the rollouts."""
+    import torch
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.models.heads import RewardModel
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    torch.set_num_threads(1)
+    tokenizer, model = toy.build_tokenizer(), toy.build_model(0, size)
+    config = SFTConfig.preset("toy", output_dir=str(folder / "sft"), epochs=sft_epochs, console=False)
+    trainer = SFTTrainer(config, model, tokenizer, toy.sft_rows(4000, 0))
+    trainer.fit()
+    trainer.method.save_model(folder / "policy")
+    RewardModel.from_policy(model, seed=0).save(folder / "reward", tokenizer)
+    print(
+        f"toy policy, {sum(p.numel() for p in model.parameters()):,} parameters, fine-tuned to loss {trainer.history[-1]['loss']:.2f}"
+    )
+    rows = tokenize_prompts(toy.train_prompts(rollout * steps, 0), tokenizer, 64)
+    return [{"prompt_ids": r["prompt_ids"], "prompt": r["prompt"], "columns": {}} for r in rows]
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, steps=12)
+    parser.add_argument("--rollout", type=int, default=128, help="episodes a step")
+    parser.add_argument("--mini", type=int, default=32, help="episodes an update")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over a rollout")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--size", default="small", help="of the toy model")
+    parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
+    parser.add_argument("--token-budget", type=int, default=4096, help="ours: tokens in a forward")
+    args = parser.parse_args()
+    if args.worker:
+        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
+        harness.set_threads(job)
+        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+        return
+    steps = min(args.steps, 8) if args.quick else args.steps
+    theirs = peers.ensure("trl-1.12")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = prepare(folder, args.rollout, args.warmup + steps + 1, args.size, 0.5 if args.quick else 2.0)
+        job = {
+            "policy": str(folder / "policy"), "reward": str(folder / "reward"), "record": str(folder / "record.pt"), "rows": rows,
+            "rollout": args.rollout, "mini": args.mini, "epochs": args.epochs, "new_tokens": args.new_tokens, "fixed": args.fixed_length,
+            "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget, "lr": 1e-6,
+        }  # fmt: skip
+        sides = {
+            side: (python, job | {"side": side, "output": str(folder / f"run-{side}")})
+            for side, python in (("ours", harness.sys.executable), ("trl", theirs))
+        }
+        shape = f"{args.rollout} prompts, at most {args.new_tokens} new tokens{' (all of them)' if args.fixed_length else ''}"
+        print(
+            f"{shape}, {args.epochs} passes in mini-batches of {args.mini}, {args.threads} threads, {steps} steps each, in turn"
+        )
+        with harness.workers(__file__, sides, args.threads) as (ours, trl):
+            harness.alternate([ours, trl], args.warmup, steps)
+        check(job)
+        for worker in (ours, trl):
+            mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "score")]
+            print(f"  {worker.name}: answers of {mean[0]:.2f} tokens, score {mean[1]:.3f} on average over all steps")
+        harness.show(ours, trl, args.warmup, "episodes", "episodes")
+
+
+if __name__ == "__main__":
+    main()
