@@ -1,0 +1,201 @@
+"""The command line: settings in and out, a model that answers, the doctor; quick, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlhf_nb.cli import app, find_config, recipes
+from rlhf_nb.config import ModelConfig
+from rlhf_nb.data import toy
+from rlhf_nb.doctor import check_memory, check_threads, doctor, estimate_memory
+from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline, read_json
+from rlhf_nb.train.ppo import PPOConfig
+from rlhf_nb.train.reward import RewardConfig
+from rlhf_nb.train.sft import SFTConfig
+
+runner = CliRunner()
+CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "run": PipelineConfig}
+QUESTION = "Visitor: Where do owls live?\nPip:"
+
+
+def call(*args: str, code: int = 0) -> str:
+    """Run a command; returns what it printed (standard error included) after checking its exit code."""
+    result = runner.invoke(app, list(args))
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved untrained model."""
+    return save_model(toy.build_model(0, "tiny"), toy.build_tokenizer(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("preset", ["default", "toy"])
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_config_show_and_init_give_back_the_config(kind: str, preset: str, tmp_path: Path) -> None:
+    toy_flag = ["--toy"] if preset == "toy" else []
+    wanted = CONFIGS[kind].load(None, ["seed=3"], preset)
+    shown = call("config", "show", kind, "seed=3", *toy_flag)
+    assert CONFIGS[kind].model_validate(yaml.safe_load(shown)) == wanted
+    commented = tmp_path / "mine.yaml"
+    commented.write_text(call("config", "init", kind, *toy_flag))
+    assert "#" in commented.read_text()
+    assert CONFIGS[kind].load(commented, ["seed=3"]) == wanted
+    assert call("config", "show", kind, "seed=3", "--config", str(commented)) == shown
+
+
+def test_recipes_are_found_by_name_and_valid() -> None:
+    assert "hh_small" in recipes() and find_config("hh_small") == recipes()["hh_small"]
+    for path in recipes().values():
+        assert PipelineConfig.load(path).sft is not None
+        assert "/" not in str(PipelineConfig.load(path).data)
+    assert "hh_small" in call("config", "show", "run", "--config", "hh_smal", code=1)
+
+
+def test_help_names_every_command() -> None:
+    shown = call("--help")
+    for command in ("demo", "sft", "reward", "ppo", "run", "sample", "config", "doctor"):
+        assert command in shown
+        call(command, "--help")
+
+
+def test_module_is_the_same_program(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "rlhf_nb", "config", "show", "sft", "sed=1"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.strip().splitlines() == ["Error: sed: unknown key 'sed'. Did you mean 'seed'?"]
+
+
+def test_sample_answers_and_repeats_itself(tiny_model: Path) -> None:
+    args = ["sample", str(tiny_model), QUESTION.replace("\n", "\\n"), "Visitor: Tell me about bears.\nPip:"]
+    first = call(*args, "--n", "2", "--max-new-tokens", "6", "--seed", "1")
+    assert first.count("→") == 4 and QUESTION in first
+    assert call(*args, "--n", "2", "--max-new-tokens", "6", "--seed", "1") == first
+    assert call(*args, "--max-new-tokens", "6", "--greedy").count("→") == 2
+
+
+def test_sample_from_nothing_is_one_sentence() -> None:
+    shown = call("sample", "./no-such-model", "hello", code=1)
+    assert shown.startswith("Error:") and "no-such-model" in shown and len(shown.strip().splitlines()) == 1
+
+
+def test_a_stage_from_the_command_line_leaves_a_model_that_answers(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({k: r[k] for k in ("prompt", "completion")}) + "\n" for r in toy.sft_rows(40)))
+    run = tmp_path / "run"
+    options = [f"data.path={data}", f"output_dir={run}", "steps=3", "mini_batch_size=8", "console=false"]
+    assert str(run / "model") in call("sft", "--toy", *options)
+    assert read_json(run / "stage.json")["stage"] == "sft"
+    assert "→" in call("sample", str(run / "model"), QUESTION, "--max-new-tokens", "4")
+
+
+def test_pipeline_runs_resumes_and_refuses(tmp_path: Path) -> None:
+    over = {
+        "output_dir": str(tmp_path / "run"), "console": False, "eval_prompts": 8, "questions": 2, "base": {"size": "tiny"},
+        "sft": {"steps": 2}, "reward": {"steps": 2}, "ppo": {"steps": 1, "rollout_batch_size": 16, "mini_batch_size": 16},
+    }  # fmt: skip
+    config = PipelineConfig.preset("toy", **over)
+    said: list[str] = []
+    results = RLHFPipeline(config, said.append).run()
+    assert set(results["policies"]) == {"base", "sft", "ppo"} and len(results["samples"]) == 2
+    assert {"gold", "proxy", "kl", "win_rate_gold"} <= set(results["policies"]["ppo"])
+    assert {p.name for p in (tmp_path / "run/figures").iterdir()} == {"training.png", "before_after.png"}
+    assert read_json(tmp_path / "run/results.json") == json.loads(json.dumps(results))
+    with pytest.raises(Exception, match="already holds a pipeline"):
+        RLHFPipeline(config, said.append).run()
+    with pytest.raises(Exception, match="sft was finished with other settings"):
+        RLHFPipeline(config.replace(sft={"steps": 3}), said.append).run(resume=True)
+
+    # as if it had been killed between the reward model and PPO: what is finished is skipped, the rest comes out the same
+    (tmp_path / "run/ppo/stage.json").unlink()
+    said.clear()
+    again = RLHFPipeline(config, said.append).run(resume=True)
+    assert [s for s in said if "skipped" in s] == [f"{s}: finished before, skipped." for s in ("base", "sft", "reward")]
+    assert again["policies"] == results["policies"]
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    for stage in ("base", "sft", "ppo"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / stage / "model")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/reward/model").num_labels == 1
+
+
+def levels(config: object) -> dict[str, str]:
+    """The doctor's findings: what -> level."""
+    return {f.what: f.level for f in doctor(config)}
+
+
+def level_of(found: dict[str, str], word: str) -> str:
+    """The level of the one finding that has a word in it."""
+    hits = [level for what, level in found.items() if word in what]
+    assert len(hits) == 1, (word, found)
+    return hits[0]
+
+
+def test_doctor_finds_what_is_wrong(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = toy.build_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side, tokenizer.chat_template = tokenizer.eos_token, "right", None
+    save_model(toy.build_model(0, "tiny"), tokenizer, tmp_path / "model")
+    config_file = tmp_path / "model/config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"attention_dropout": 0.1}))
+    rows = [{"messages": [{"role": "user", "content": "Where do owls live?"}, {"role": "assistant", "content": "Owls live in the forest."}]}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    found = levels(SFTConfig(model={"name_or_path": str(tmp_path / "model")}, data={"path": str(tmp_path / "chat.jsonl")}))
+    assert level_of(found, "PAD is EOS") == "note" and level_of(found, "chat template") == "error"
+    assert level_of(found, "pads on the right") == "note" and level_of(found, "dropout") == "note"
+
+    short = levels(SFTConfig.preset("toy", data={"max_length": 16, "max_prompt_length": 8}))
+    assert level_of(short, "rows are cut") == "warning"
+    long = [{"prompt": "Visitor: " + "owls " * 300, "completion": " Owls live in the forest."}]
+    (tmp_path / "long.jsonl").write_text(json.dumps(long[0]) + "\n")
+    window = levels(SFTConfig.preset("toy", data={"path": str(tmp_path / "long.jsonl"), "max_prompt_length": 400, "max_length": 500}))
+    assert level_of(window, "window has 128") == "error"
+
+    ppo = levels(PPOConfig.preset("toy", reward="gold", sampling={"top_p": 0.9, "temperature": 0.7}))
+    assert level_of(ppo, "filtered (top_p=0.9)") == "warning" and level_of(ppo, "temperature") == "note"
+    assert level_of(levels(PPOConfig.preset("toy")), "reward is not set") == "error"
+    assert "no bf16" not in str(ppo) and not any(v == "error" for v in ppo.values())
+    assert level_of(levels(SFTConfig.preset("toy", data={"path": str(tmp_path / "none.jsonl")})), "none.jsonl") == "error"
+
+
+def test_doctor_on_the_command_line() -> None:
+    assert "error" not in call("doctor", "sft", "--toy")
+    assert "reward is not set" in " ".join(call("doctor", "ppo", "--toy", code=1).replace("│", " ").split())
+
+
+def test_doctor_counts_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_threads(8, 2)[0].level == "warning" and check_threads(2, 2)[0].level == "ok"
+    from rlhf_nb.core import decide_precision
+
+    cpu = decide_precision("cpu")
+    small = estimate_memory(toy.toy_model_config("tiny"), PPOConfig.preset("toy"), cpu)
+    large = estimate_memory(toy.toy_model_config("large"), PPOConfig.preset("toy"), cpu)
+    hydra = estimate_memory(toy.toy_model_config("large"), PPOConfig.preset("toy", critic="hydra", model={"lora": {"r": 4}}), cpu)
+    assert small.trained < large.trained and hydra.trained < 0.2 * large.trained and hydra.frozen < large.frozen
+    weights = sum(p.numel() for p in toy.build_model(0, "large").parameters())
+    assert large.trained == 32 * weights and large.frozen == 8 * weights  # policy and critic in training; reference and reward model frozen
+    assert check_memory(large, 0.5 * large.total)[0].level == "error" and check_memory(large, 10 * large.total)[0].level == "ok"
+
+
+def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from rlhf_nb import core, doctor as module
+
+    def t4(device: torch.device) -> core.GPU:
+        return core.GPU("Tesla T4", (7, 5), False)
+
+    monkeypatch.setattr(module, "probe_gpu", t4)
+    monkeypatch.setattr(module, "decide_precision", lambda device, want: core.decide_precision(torch.device("cuda"), want, t4))
+    findings, precision = module.check_precision(SFTConfig(model=ModelConfig()))
+    assert precision.compute_dtype == torch.float16 and any("no bf16 units" in f.what for f in findings)
