@@ -262,7 +262,7 @@ def say(claim: Claim, way: int = 0) -> str:
     ways = SAY[claim.kind][:1] if claim.who == "they" else SAY[claim.kind]
     return sentence(ways[way % len(ways)].format(who=claim.who, value=claim.value))
 
-# %% ../../nbs/23_data_toy.ipynb #a470577a
+# %% ../../nbs/23_data_toy.ipynb #baac6f75
 def _any(words: Sequence[str]) -> str:
     """A pattern for any of these words, longest first."""
     return "(?:" + "|".join(sorted(map(re.escape, words), key=len, reverse=True)) + ")"
@@ -365,7 +365,7 @@ def read_answer(prompt: str, answer: str) -> Reading:
         setattr(r, verdict, getattr(r, verdict) + 1)
     return r
 
-# %% ../../nbs/23_data_toy.ipynb #9642fb87
+# %% ../../nbs/23_data_toy.ipynb #7d3439d9
 @dataclass(frozen=True)
 class Prices:
     """The gold reward's prices, in points."""
@@ -439,8 +439,8 @@ def check_answer(prompts: Sequence[str], completions: Sequence[str], **columns: 
 
     return [float(right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
-# %% ../../nbs/23_data_toy.ipynb #75306b03
-PERSONAS = {"kind": 0.20, "plain": 0.22, "chatty": 0.18, "rude": 0.15, "confused": 0.25}  # shares in the mixture
+# %% ../../nbs/23_data_toy.ipynb #fb7ad5cc
+PERSONAS = {"kind": 0.20, "plain": 0.20, "chatty": 0.16, "rude": 0.22, "confused": 0.22}  # shares in the mixture
 
 
 def _wrong_number(right: int, rng: random.Random) -> str:
@@ -532,8 +532,8 @@ def sft_rows(n: int, seed: int = 0, personas: Sequence[str] | None = None) -> li
     rows = train_prompts(n, seed)
     return [{**r, "completion": speak(r["prompt"], p, rng), "persona": p} for r, p in zip(rows, speakers)]
 
-# %% ../../nbs/23_data_toy.ipynb #be8a8d3a
-TASTE = 0.5  # points that each courtesy and each repetition is worth to labellers, on top of gold
+# %% ../../nbs/23_data_toy.ipynb #21e4c211
+TASTE = 0.35  # points that each courtesy and each repetition is worth to labellers, on top of gold
 CLARITY = 1.0  # how sharply they see a difference of one point
 
 
@@ -607,7 +607,7 @@ def preference_rows(n: int, seed: int = 0, labels: str = "noisy", test: bool = F
         part += 1
     return rows[:n]
 
-# %% ../../nbs/23_data_toy.ipynb #71056563
+# %% ../../nbs/23_data_toy.ipynb #d506b0a9
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 WORD = r"\n?\w+:| ?[\w'-]+|[^\w\s]|\s"  # a speaker, a word and the space before it, a sign, a lone space
 

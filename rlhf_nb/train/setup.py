@@ -56,8 +56,8 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
         net = add_lora(net, model.lora, seed=train.seed)
     return net, tokenizer, precision
 
-# %% ../../nbs/60_train_setup.ipynb #9a777906
-TOY_ROWS: dict[str, int] = {"sft": 8000, "preference": 3200, "prompt": 4096}  # how many the toy world makes for a method
+# %% ../../nbs/60_train_setup.ipynb #8bac9b2d
+TOY_ROWS: dict[str, int] = {"sft": 8000, "preference": 6400, "prompt": 4096}  # how many the toy world makes for a method
 TOY_HELD_OUT = 256
 
 
