@@ -196,7 +196,7 @@ def preference_report(members: Sequence[RewardModel], pairs: PreferenceBatch, to
     }
     return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
 
-# %% ../../nbs/62_train_reward.ipynb #7c6a9aa8
+# %% ../../nbs/62_train_reward.ipynb #77752698
 class RewardTrainer(Trainer):
     """Reward modelling, ready to `fit()`; afterwards `members` hold the trained models.
 
@@ -226,7 +226,7 @@ class RewardTrainer(Trainer):
         if rows is None:
             rows, held = load_rows(config.data, "preference", config.seed)
             eval_rows = held if eval_rows is None else eval_rows
-        limits = {"max_length": config.data.max_length, "max_prompt_length": config.data.max_prompt_length}
+        limits: dict[str, Any] = {"max_length": config.data.max_length, "max_prompt_length": config.data.max_prompt_length}
         source = make_source(config.data, rows, "preference", config.seed, lambda r: tokenize_preferences(r, tokenizer, **limits))
         held_out = tokenize_preferences(eval_rows, tokenizer, **limits, warn=False) if eval_rows else ()
         demonstrations = tokenize_sft(rows[: config.calibrate_rows], tokenizer, **limits, warn=False) if config.calibrate_rows and rows else ()
