@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--size", default="small", help="of the toy model")
     parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
-    parser.add_argument("--token-budget", type=int, default=4096, help="ours: tokens in a forward")
+    parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
     args = parser.parse_args()
     if args.worker:
         job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
