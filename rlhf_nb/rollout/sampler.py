@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # %% auto #0
 __all__ = ['log', 'Attend', 'Make', 'BUCKET', 'KNOWN', 'uniforms', 'inverse_cdf', 'filter_logps', 'Chooser', 'plain_weight',
            'Projection', 'Layer', 'Decoder', 'hidden_states', 'next_logits', 'Slots', 'compact', 'decode_step',
-           'prefill', 'Work', 'cache_memory', 'make_slots', 'Replay', 'decode', 'bare_model', 'unsupported',
+           'prefill', 'Work', 'cache_memory', 'make_slots', 'Replay', 'record', 'decode', 'bare_model', 'unsupported',
            'eval_mode', 'eos_ids', 'compute_dtype', 'plan_chunks', 'sample_tokens', 'sample']
 
 # %% ../../nbs/40_rollout_sampler.ipynb #cbd10708
@@ -555,14 +555,14 @@ def make_slots(
             ids, torch.zeros(ids.shape, device=device), None, width, n,
         )  # fmt: skip
 
-# %% ../../nbs/40_rollout_sampler.ipynb #20f8e4b0
+# %% ../../nbs/40_rollout_sampler.ipynb #4be8e3cd
 BUCKET = 16  # on a GPU the number of slots only shrinks to multiples of this, so that few graphs are recorded
 
 
 class Replay:
     """`decode_step` with fixed shapes, recorded once per number of slots as a CUDA graph and replayed.
 
-    Elsewhere than on a CUDA device the same fixed-shape step simply runs.
+    Elsewhere than on a CUDA device the same fixed-shape step simply runs; so it does where recording fails.
 
     Args:
         min_steps: recording costs a few steps; with fewer than this many left, just run.
@@ -571,10 +571,11 @@ class Replay:
     def __init__(self, decoder: Decoder, slots: Slots, chooser: Chooser, min_steps: int = 16) -> None:
         self.decoder, self.slots, self.chooser, self.min_steps = decoder, slots, chooser, min_steps
         self.i = torch.ones((), dtype=torch.int64, device=slots.tokens.device)
+        self.records = slots.tokens.device.type == "cuda"
         self.recorded_for = self.warm_for = -1
         self.graph: Any = None
 
-    def _run(self) -> None:
+    def run(self) -> None:
         "The work that is recorded."
         decode_step(self.decoder, self.slots, self.chooser, self.i)
         self.i += 1
@@ -582,19 +583,29 @@ class Replay:
     def __call__(self, steps_left: int) -> None:
         "Do the next step."
         n = self.slots.count
-        if self.slots.tokens.device.type != "cuda" or steps_left < self.min_steps and self.recorded_for != n:
-            self._run()
-        elif self.recorded_for == n:
+        if self.records and self.recorded_for != n and self.warm_for == n and steps_left >= self.min_steps:
+            self.records = record(self)
+        if self.records and self.recorded_for == n:
             self.graph.replay()
-        elif self.warm_for != n:  # the first step at a new size runs as it is: libraries set themselves up
-            self._run()
+        else:  # also the first step at a new size: libraries set themselves up
+            self.run()
             self.warm_for = n
-        else:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._run()
-            self.recorded_for = n
-            self.graph.replay()
+
+
+def record(replay: Replay) -> bool:
+    "Capture one step (nothing is computed while capturing); False, and a line in the log, where an operation cannot be captured."
+    replay.graph, casts = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)  # a weight cast inside the graph must not be found by anyone outside
+        with torch.cuda.graph(replay.graph):
+            replay.run()
+    except RuntimeError as e:
+        log.warning("decoding without a CUDA graph: %s", e)
+        return False
+    finally:
+        torch.set_autocast_cache_enabled(casts)
+    replay.recorded_for = replay.slots.count
+    return True
 
 # %% ../../nbs/40_rollout_sampler.ipynb #d620ca64
 def decode(decoder: Decoder, slots: Slots, chooser: Chooser, logits: Tensor, fixed: bool, leave: float = 0.0625) -> list[int]:
@@ -629,15 +640,15 @@ def decode(decoder: Decoder, slots: Slots, chooser: Chooser, logits: Tensor, fix
             decode_step(decoder, slots, chooser, i)
     return used
 
-# %% ../../nbs/40_rollout_sampler.ipynb #5a2663fe
+# %% ../../nbs/40_rollout_sampler.ipynb #ecdff31e
 KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel")
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    "The causal language model inside data-parallel and LoRA wrappers; LoRA layers stay in place."
+    "The causal language model inside data-parallel, torch.compile and LoRA wrappers; LoRA layers stay in place."
     m: Any = model
-    while isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        m = m.module
+    while isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(m, "_orig_mod"):
+        m = m._orig_mod if hasattr(m, "_orig_mod") else m.module
     if hasattr(m, "peft_config") and hasattr(m, "get_base_model"):
         kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in m.peft_config.values()}
         if kinds <= {"LORA"} and not getattr(m.active_peft_config, "is_prompt_learning", False):
