@@ -40,7 +40,15 @@ def write(path: Path, rows: list[Any]) -> Path:
 def options(tmp_path: Path) -> list[str]:
     """Settings of a tiny SFT run of six steps, with a checkpoint after each."""
     data = write(tmp_path / "rows.jsonl", ROWS)
-    return [f"data.path={data}", f"output_dir={tmp_path / 'run'}", "steps=6", "mini_batch_size=4", "save_every=1", "console=false", "async_save=false"]
+    return [
+        f"data.path={data}",
+        f"output_dir={tmp_path / 'run'}",
+        "steps=6",
+        "mini_batch_size=4",
+        "save_every=1",
+        "console=false",
+        "async_save=false",
+    ]
 
 
 def fails(*args: str, says: tuple[str, ...], code: int = 1) -> str:
@@ -139,13 +147,34 @@ def test_prompt_longer_than_the_window(tmp_path: Path) -> None:
 
     RewardModel.from_policy(toy.build_model(0, "tiny")).save(reward, toy.build_tokenizer())
     tiny = save_model(toy.build_model(0, "tiny"), toy.build_tokenizer(), tmp_path / "tiny")
-    common = [f"data.path={rows}", f"output_dir={tmp_path / 'run'}", "steps=1", "rollout_batch_size=1", "mini_batch_size=1", "console=false"]
+    common = [
+        f"data.path={rows}",
+        f"output_dir={tmp_path / 'run'}",
+        "steps=1",
+        "rollout_batch_size=1",
+        "mini_batch_size=1",
+        "console=false",
+    ]
     line = fails(
-        "ppo", "--toy", f"reward={reward}", f"model.name_or_path={tiny}", "data.max_prompt_length=300", *common, says=("128",)
+        "ppo",
+        "--toy",
+        f"reward={reward}",
+        f"model.name_or_path={tiny}",
+        "data.max_prompt_length=300",
+        *common,
+        says=("128",),
     )
     assert "max_prompt_length" in line or "window" in line or "positions" in line
     # with the limit that fits, the prompt loses its beginning, and that is said
-    result = works("ppo", "--toy", f"reward={reward}", f"model.name_or_path={tiny}", "data.max_prompt_length=64", *common, "--overwrite")
+    result = works(
+        "ppo",
+        "--toy",
+        f"reward={reward}",
+        f"model.name_or_path={tiny}",
+        "data.max_prompt_length=64",
+        *common,
+        "--overwrite",
+    )
     assert "Note: 1 of 1 rows (100%) are longer than the limits" in result.stderr
 
 
@@ -206,12 +235,22 @@ def test_bad_reward_function_loses_nothing(then: Callable[[int], Any], says: str
 
 
 def test_nonfinite_loss_stops_and_keeps_the_weights(options: list[str], tmp_path: Path) -> None:
-    fails("sft", "--toy", *options, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "max_nonfinite=1", says=("not finite", "step"))
+    fails(
+        "sft",
+        "--toy",
+        *options,
+        "optimizer.lr=1e30",
+        "optimizer.warmup_steps=0",
+        "max_nonfinite=1",
+        says=("not finite", "step"),
+    )
     assert latest_complete(tmp_path / "run/checkpoints") is not None
     assert any(e["type"] == "nonfinite" for e in read_metrics(tmp_path / "run"))
 
 
-def test_full_disk_keeps_the_last_checkpoint(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_last_checkpoint(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, left = checkpoint.save_file, [8]
 
     def save(*args: Any, **kwargs: Any) -> None:

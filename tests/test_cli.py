@@ -148,9 +148,18 @@ def test_doctor_finds_what_is_wrong(tiny_model: Path, tmp_path: Path) -> None:
     save_model(toy.build_model(0, "tiny"), tokenizer, tmp_path / "model")
     config_file = tmp_path / "model/config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"attention_dropout": 0.1}))
-    rows = [{"messages": [{"role": "user", "content": "Where do owls live?"}, {"role": "assistant", "content": "Owls live in the forest."}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Where do owls live?"},
+                {"role": "assistant", "content": "Owls live in the forest."},
+            ]
+        }
+    ]
     (tmp_path / "chat.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    found = levels(SFTConfig(model={"name_or_path": str(tmp_path / "model")}, data={"path": str(tmp_path / "chat.jsonl")}))
+    found = levels(
+        SFTConfig(model={"name_or_path": str(tmp_path / "model")}, data={"path": str(tmp_path / "chat.jsonl")})
+    )
     assert level_of(found, "PAD is EOS") == "note" and level_of(found, "chat template") == "error"
     assert level_of(found, "pads on the right") == "note" and level_of(found, "dropout") == "note"
 
@@ -158,14 +167,20 @@ def test_doctor_finds_what_is_wrong(tiny_model: Path, tmp_path: Path) -> None:
     assert level_of(short, "rows are cut") == "warning"
     long = [{"prompt": "Visitor: " + "owls " * 300, "completion": " Owls live in the forest."}]
     (tmp_path / "long.jsonl").write_text(json.dumps(long[0]) + "\n")
-    window = levels(SFTConfig.preset("toy", data={"path": str(tmp_path / "long.jsonl"), "max_prompt_length": 400, "max_length": 500}))
+    window = levels(
+        SFTConfig.preset(
+            "toy", data={"path": str(tmp_path / "long.jsonl"), "max_prompt_length": 400, "max_length": 500}
+        )
+    )
     assert level_of(window, "window has 128") == "error"
 
     ppo = levels(PPOConfig.preset("toy", reward="gold", sampling={"top_p": 0.9, "temperature": 0.7}))
     assert level_of(ppo, "filtered (top_p=0.9)") == "warning" and level_of(ppo, "temperature") == "note"
     assert level_of(levels(PPOConfig.preset("toy")), "reward is not set") == "error"
     assert "no bf16" not in str(ppo) and not any(v == "error" for v in ppo.values())
-    assert level_of(levels(SFTConfig.preset("toy", data={"path": str(tmp_path / "none.jsonl")})), "none.jsonl") == "error"
+    assert (
+        level_of(levels(SFTConfig.preset("toy", data={"path": str(tmp_path / "none.jsonl")})), "none.jsonl") == "error"
+    )
 
 
 def test_doctor_on_the_command_line() -> None:
@@ -180,22 +195,32 @@ def test_doctor_counts_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> No
     cpu = decide_precision("cpu")
     small = estimate_memory(toy.toy_model_config("tiny"), PPOConfig.preset("toy"), cpu)
     large = estimate_memory(toy.toy_model_config("large"), PPOConfig.preset("toy"), cpu)
-    hydra = estimate_memory(toy.toy_model_config("large"), PPOConfig.preset("toy", critic="hydra", model={"lora": {"r": 4}}), cpu)
+    hydra = estimate_memory(
+        toy.toy_model_config("large"), PPOConfig.preset("toy", critic="hydra", model={"lora": {"r": 4}}), cpu
+    )
     assert small.trained < large.trained and hydra.trained < 0.2 * large.trained and hydra.frozen < large.frozen
     weights = sum(p.numel() for p in toy.build_model(0, "large").parameters())
-    assert large.trained == 32 * weights and large.frozen == 8 * weights  # policy and critic in training; reference and reward model frozen
-    assert check_memory(large, 0.5 * large.total)[0].level == "error" and check_memory(large, 10 * large.total)[0].level == "ok"
+    assert (
+        large.trained == 32 * weights and large.frozen == 8 * weights
+    )  # policy and critic in training; reference and reward model frozen
+    assert (
+        check_memory(large, 0.5 * large.total)[0].level == "error"
+        and check_memory(large, 10 * large.total)[0].level == "ok"
+    )
 
 
 def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from rlhf_nb import core, doctor as module
+    from rlhf_nb import core
+    from rlhf_nb import doctor as module
 
     def t4(device: torch.device) -> core.GPU:
         return core.GPU("Tesla T4", (7, 5), False)
 
     monkeypatch.setattr(module, "probe_gpu", t4)
-    monkeypatch.setattr(module, "decide_precision", lambda device, want: core.decide_precision(torch.device("cuda"), want, t4))
+    monkeypatch.setattr(
+        module, "decide_precision", lambda device, want: core.decide_precision(torch.device("cuda"), want, t4)
+    )
     findings, precision = module.check_precision(SFTConfig(model=ModelConfig()))
     assert precision.compute_dtype == torch.float16 and any("no bf16 units" in f.what for f in findings)
