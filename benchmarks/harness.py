@@ -24,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 HH = ROOT.parent / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
 MIB = 1 << 20
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # so that a checkout works without being installed
 
 
 def memory(peak: bool = True) -> float:
