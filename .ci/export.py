@@ -13,7 +13,7 @@ def export(root: Path) -> None:
     import os
 
     os.chdir(root)
-    from nbdev.export import nbdev_export
+    from nbdev.doclinks import nbdev_export
 
     for path in (root / "rlhf_nb").rglob("*.py"):
         if path.name not in KEEP:

@@ -68,7 +68,9 @@ def _pack_rows(c: Completions, real: Tensor, wanted: Tensor) -> Pack:
     return _finish(c, wanted, places, flat[:, 0] - 1, attention_mask=None, **layout)
 
 # %% ../nbs/10_logprobs.ipynb #171a1df4
-KEEP_LOGITS = 1 << 24  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
+KEEP_LOGITS = (
+    1 << 24
+)  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers in one chunk's logits
 CHUNK_ROWS = 256  # but never fewer rows than this: each chunk reads the whole head
 _TEMPERATURE = "temperature is {}, but logits are divided by it: use a number above 0 (1.0 leaves them alone)."
@@ -262,7 +264,9 @@ def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) ->
 
 # %% ../nbs/10_logprobs.ipynb #a68e6ce1
 Share = bool | Literal["always"]
-TREE_COST = 6.0  # a masked row of n tokens costs n·(1 + n / (TREE_COST · hidden size)); a causal one half the second term
+TREE_COST = (
+    6.0  # a masked row of n tokens costs n·(1 + n / (TREE_COST · hidden size)); a causal one half the second term
+)
 
 
 def _branches(prompt: Tensor, completion: Tensor, width: int) -> Tensor:
@@ -434,7 +438,9 @@ def packing_stats(
         computed += p.input_ids.numel()
         trees += int((torch.bincount(p.tree) > 1).sum())
     longest = [int(x.max()) if len(c) else 0 for x in (c.prompt_lens, c.completion_lens)]
-    return PackingStats(int((c.prompt_lens + c.completion_lens).sum()), len(c) * sum(longest), computed, len(entries), trees)
+    return PackingStats(
+        int((c.prompt_lens + c.completion_lens).sum()), len(c) * sum(longest), computed, len(entries), trees
+    )
 
 # %% ../nbs/10_logprobs.ipynb #55390992
 _SCALES: dict[str, tuple[str, Callable[[float, Any], float]]] = {  # family → (setting, the factor it means)
@@ -538,7 +544,9 @@ def hidden_states(decoder: nn.Module, p: Pack) -> Tensor:
     extra: dict[str, Any] = {}
     if p.attention_mask is not None:
         mask = p.attention_mask
-        if getattr(_config(decoder), "_attn_implementation", None) == "eager":  # adds its mask instead of selecting by it
+        if (
+            getattr(_config(decoder), "_attn_implementation", None) == "eager"
+        ):  # adds its mask instead of selecting by it
             dtype = next(decoder.parameters()).dtype
             mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
         extra = {"attention_mask": mask, "position_ids": p.position_ids}

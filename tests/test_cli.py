@@ -224,3 +224,27 @@ def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPa
     )
     findings, precision = module.check_precision(SFTConfig(model=ModelConfig()))
     assert precision.compute_dtype == torch.float16 and any("no bf16 units" in f.what for f in findings)
+
+
+def test_demo_twice_in_a_row_and_never_over_another_run(tmp_path: Path) -> None:
+    small = [
+        "sft.steps=2",
+        "reward.steps=2",
+        "ppo.steps=1",
+        "ppo.rollout_batch_size=16",
+        "ppo.mini_batch_size=16",
+        "eval_prompts=8",
+        "base.size=tiny",
+    ]
+    folder = tmp_path / "demo"
+    shown = [call("demo", "--output-dir", str(folder), *small) for _ in range(2)]
+    for text in shown:
+        assert "before (SFT)" in text and "after (PPO)" in text and "gold" in text and "nbs/tutorials/" in text
+        assert str(folder / "figures") in text.replace("/training.png", "")
+    assert [line for line in shown[0].splitlines() if "→" in line] == [
+        line for line in shown[1].splitlines() if "→" in line
+    ]
+    assert "skipped" in call("run", "--config", str(folder), "--resume")
+    other = tmp_path / "other"
+    PipelineConfig(output_dir=str(other), data="mine.jsonl").save(other / "config.yaml")
+    assert "no demo" in call("demo", "--output-dir", str(other), *small, code=1)

@@ -24,7 +24,13 @@ NotebookClient(nb, timeout=240, kernel_name="python3", resources={"metadata": {"
 
 
 def run(code: str, path: Path, cwd: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(cwd)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )

@@ -64,7 +64,9 @@ def test_layer_rule_can_fail(tmp_path: Path) -> None:
     bad = ROOT / "rlhf_nb" / "kl.py"
     source = bad.read_text(encoding="utf-8") + "\nfrom .train.ppo import PPO\n"
     tree_names = {
-        n.module.split(".")[0] for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module
+        n.module.split(".")[0]
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module
     }
     assert "train" in tree_names and LAYERS["train"] > LAYERS["kl"]
 
@@ -98,7 +100,13 @@ def test_notebook_is_clean(path: Path) -> None:
             assert output["output_type"] != "error", "a stored output is an error"
             assert output.get("name") != "stderr", f"noise on stderr: {output['text'][:3]}"
         assert not cell.get("execution_count"), "execution counts: run nbdev_clean"
-    shown = [c for c in nb["cells"] if c["cell_type"] == "code" and not c["source"][:1] == [] and not re.match(r"\s*#\|\s*(export|hide|default_exp)", "".join(c["source"]))]
+    shown = [
+        c
+        for c in nb["cells"]
+        if c["cell_type"] == "code"
+        and not c["source"][:1] == []
+        and not re.match(r"\s*#\|\s*(export|hide|default_exp)", "".join(c["source"]))
+    ]
     if len(shown) > 5:
         assert any(c["outputs"] for c in shown), "the notebook is the book: keep its outputs"
 
@@ -114,7 +122,9 @@ def test_style_and_types(command: list[str]) -> None:
 
 
 def test_readme_is_generated() -> None:
-    done = subprocess.run([sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -125,7 +135,9 @@ def test_import_is_silent_fast_and_light() -> None:
         "heavy = [m for m in ('deepspeed', 'datasets', 'ipywidgets', 'matplotlib', 'nbdev', 'fastcore') if m in sys.modules]\n"
         "assert dt < 1.0, dt\nassert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
 

@@ -68,7 +68,9 @@ def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[flo
     both = ~(a.isnan() | b.isnan())
     n = int(both.sum())
     if n == 0:
-        raise DataError(f"None of {len(a)} pairs has two scores, so there is nothing to compare: look at what the reward function returns.")
+        raise DataError(
+            f"None of {len(a)} pairs has two scores, so there is nothing to compare: look at what the reward function returns."
+        )
     wins, losses = int((a > b)[both].sum()), int((a < b)[both].sum())
     rate = (wins + 0.5 * (n - wins - losses)) / n
     return WinRate(rate, *wilson_interval(rate, n, z), wins, n - wins - losses, losses)
@@ -178,10 +180,19 @@ def evaluate(
         RewardError: a reward function failed or returned something that is not a number per answer.
     """
     if not rewards and reference is None:
-        raise ConfigError("evaluate was given neither rewards nor a reference, so there is nothing to measure: pass rewards={'gold': fn} or a reference.")
+        raise ConfigError(
+            "evaluate was given neither rewards nor a reference, so there is nothing to measure: pass rewards={'gold': fn} or a reference."
+        )
     sampling = sampling or SamplingConfig()
     rollout = sample(
-        model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy, batch_size=batch_size
+        model,
+        prompts,
+        sampling,
+        tokenizer=tokenizer,
+        seed=seed,
+        num_samples=num_samples,
+        greedy=greedy,
+        batch_size=batch_size,
     )
     judges = Rewards([*rewards.values(), _silent], names=[*rewards, "_silent"])
     parts = judges(rollout)[1]
@@ -204,7 +215,9 @@ def _as_text(prompt: Any) -> str:
     return str(prompt)
 
 
-def before_after(before: PolicyEval, after: PolicyEval, score: str | None = None, n: int = 5, pick: str = "spread") -> list[dict[str, Any]]:
+def before_after(
+    before: PolicyEval, after: PolicyEval, score: str | None = None, n: int = 5, pick: str = "spread"
+) -> list[dict[str, Any]]:
     """Pairs of answers to the same prompts.
 
     Args:
@@ -220,12 +233,16 @@ def before_after(before: PolicyEval, after: PolicyEval, score: str | None = None
         DataError: the two answered different prompts. ConfigError: an unknown `pick` or score.
     """
     if before.prompts != after.prompts:
-        raise DataError(f"The two evaluations answered different prompts ({len(before.prompts)} and {len(after.prompts)} of them), so their answers can't be shown side by side: evaluate both on the same batch.")
+        raise DataError(
+            f"The two evaluations answered different prompts ({len(before.prompts)} and {len(after.prompts)} of them), so their answers can't be shown side by side: evaluate both on the same batch."
+        )
     if pick not in ("spread", "gain", "first"):
         raise ConfigError(f"pick is {pick!r}: use 'spread', 'gain' or 'first'.")
     shared = [k for k in before.scores if k in after.scores]
     if score is not None and score not in shared:
-        raise ConfigError(f"score {score!r} is not among the rewards both evaluations have: {', '.join(shared) or 'none'}.")
+        raise ConfigError(
+            f"score {score!r} is not among the rewards both evaluations have: {', '.join(shared) or 'none'}."
+        )
     score = score or (shared[0] if shared else None)
     rows, count = list(range(len(before.prompts))), min(n, len(before.prompts))
     if score is not None and pick != "first":
@@ -235,7 +252,11 @@ def before_after(before: PolicyEval, after: PolicyEval, score: str | None = None
         rows = [rows[round(j * (len(rows) - 1) / (count - 1))] for j in range(count)]
     out = []
     for i in rows[:count]:
-        row: dict[str, Any] = {"prompt": _as_text(before.prompts[i]), "before": before.texts[i], "after": after.texts[i]}
+        row: dict[str, Any] = {
+            "prompt": _as_text(before.prompts[i]),
+            "before": before.texts[i],
+            "after": after.texts[i],
+        }
         if score is not None:
             row |= {"score_before": float(before.scores[score][i]), "score_after": float(after.scores[score][i])}
         out.append(row)
@@ -247,6 +268,12 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     heads = list(rows[0])
-    cells = [[f"{x:.2f}" if isinstance(x, float) else " ".join(str(x).split()).replace("|", "\\|") for x in (r[h] for h in heads)] for r in rows]
+    cells = [
+        [
+            f"{x:.2f}" if isinstance(x, float) else " ".join(str(x).split()).replace("|", "\\|")
+            for x in (r[h] for h in heads)
+        ]
+        for r in rows
+    ]
     lines = [heads, ["---"] * len(heads), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -82,12 +82,16 @@ def _top_p_threshold(logps: Tensor, top_p: float) -> Tensor:
     "Smallest log-probability inside the nucleus [B, 1]; looks at the 64 likeliest tokens first, sorts all only if those do not hold top_p."
     total = logps.logsumexp(-1, keepdim=True)
     vocab = logps.shape[-1]
-    for k in (min(64, vocab), vocab) if logps.device.type == "cpu" else (vocab,):  # a captured graph cannot look at a result
+    for k in (
+        (min(64, vocab), vocab) if logps.device.type == "cpu" else (vocab,)
+    ):  # a captured graph cannot look at a result
         best = logps.topk(k, dim=-1).values if k < vocab else logps.sort(dim=-1, descending=True).values
         mass = (best - total).exp().cumsum(-1, dtype=torch.float64)
         if k == vocab or bool((mass[:, -1] >= top_p).all()):
             break
-    inside = mass - (best - total).exp() < top_p  # the mass before a token is what decides; the likeliest is always inside
+    inside = (
+        mass - (best - total).exp() < top_p
+    )  # the mass before a token is what decides; the likeliest is always inside
     return best.gather(-1, inside.sum(-1, keepdim=True).clamp_(min=1) - 1)
 
 
@@ -127,7 +131,9 @@ class Chooser:
     def __call__(self, logits: Tensor, u: Tensor | None, position: int | Tensor) -> tuple[Tensor, Tensor]:
         "logits [B, V], uniforms [B] (None if greedy), position in the completion → tokens [B], logps [B] of the *unfiltered* distribution."
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logps = torch.log_softmax(logits / self.sampling.temperature if self.sampling.temperature != 1.0 else logits, -1)
+        logps = torch.log_softmax(
+            logits / self.sampling.temperature if self.sampling.temperature != 1.0 else logits, -1
+        )
         allowed = self._without_eos(logps, position)
         if self.greedy or u is None:
             tokens = allowed.argmax(-1)
@@ -165,11 +171,15 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight.t(), module.bias  # type: ignore[return-value]
-    if not (hasattr(module, "get_delta_weight") and hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Module)):
+    if not (
+        hasattr(module, "get_delta_weight") and hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Module)
+    ):
         return None
     base = plain_weight(module.base_layer)
     layer: Any = module
-    if base is None or layer.merged or base[0].dtype != torch.float32:  # in half precision a merged delta is rounded away
+    if (
+        base is None or layer.merged or base[0].dtype != torch.float32
+    ):  # in half precision a merged delta is rounded away
         return base if base is not None and layer.merged and not layer.disable_adapters else None
     if layer.disable_adapters:
         return base
@@ -199,9 +209,15 @@ class Projection:
         parts = [plain_weight(m) for m in modules] if fuse else [None]
         plain = [p for p in parts if p is not None]
         if len(plain) == len(modules):
-            self.weight = torch.cat([w.detach() for w, _ in plain]).to(dtype) if len(plain) > 1 else plain[0][0].detach().to(dtype)
+            self.weight = (
+                torch.cat([w.detach() for w, _ in plain]).to(dtype)
+                if len(plain) > 1
+                else plain[0][0].detach().to(dtype)
+            )
             if any(b is not None for _, b in plain):
-                self.bias = torch.cat([b.detach() if b is not None else w.new_zeros(len(w)) for w, b in plain]).to(dtype)
+                self.bias = torch.cat([b.detach() if b is not None else w.new_zeros(len(w)) for w, b in plain]).to(
+                    dtype
+                )
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight is not None:
@@ -352,11 +368,15 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
     q [B·K, G, D]; k, v [B·K, t, D] (views of the cache); mask [B·K, 1, t], added. Returns [B·K, G, D].
     """
-    if q.device.type == "cpu" and q.dtype == torch.float32:  # two batched products are faster than the fused kernel here
+    if (
+        q.device.type == "cpu" and q.dtype == torch.float32
+    ):  # two batched products are faster than the fused kernel here
         if mask is None:
             return torch.bmm(torch.bmm(q * scale, k.transpose(1, 2)).softmax(-1), v)
         return torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1), v)
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=None if mask is None else mask[None], scale=scale)[0]
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=None if mask is None else mask[None], scale=scale
+    )[0]
 
 
 def _causal(qkv: Tensor, rows: int, heads: int, scale: float) -> Tensor:
@@ -463,7 +483,9 @@ def decode_step(decoder: Decoder, slots: Slots, chooser: Chooser, i: int | Tenso
     slots.positions[:n] += 1
 
 # %% ../../nbs/40_rollout_sampler.ipynb #c1d45e7a
-def prefill(decoder: Decoder, slots: Slots, prompts: list[Tensor], repeats: list[int], max_tokens: int = 1024) -> Tensor:
+def prefill(
+    decoder: Decoder, slots: Slots, prompts: list[Tensor], repeats: list[int], max_tokens: int = 1024
+) -> Tensor:
     """Run every different prompt once, fill the cache of all its slots, and return the slots' first logits [slots, V].
 
     Args:
@@ -481,7 +503,9 @@ def prefill(decoder: Decoder, slots: Slots, prompts: list[Tensor], repeats: list
         n, s = len(group), len(group[-1])
         ids = nn.utils.rnn.pad_sequence(group, batch_first=True)
         spread = torch.repeat_interleave(torch.arange(n), torch.tensor(repeats[first:last])).to(device)
-        shift = (torch.arange(s, device=device) - (s - lens[:, None])).clamp_(min=0)  # column → token, prompts ending at s
+        shift = (torch.arange(s, device=device) - (s - lens[:, None])).clamp_(
+            min=0
+        )  # column → token, prompts ending at s
         ragged = bool((lens != s).any())
         there = slots.cache[:, :, slot : slot + len(spread), :, width - s : width]
         rows = torch.arange(n, device=device)[:, None]
@@ -509,11 +533,15 @@ class Work(NamedTuple):
     sample: Tensor  # int64[B]
 
 # %% ../../nbs/40_rollout_sampler.ipynb #997e437a
-_spare: list[mmap.mmap] = []  # the last call's cache memory: first use of fresh pages costs as much as several decoding steps
+_spare: list[
+    mmap.mmap
+] = []  # the last call's cache memory: first use of fresh pages costs as much as several decoding steps
 
 
 @contextmanager
-def cache_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep: int = 1 << 28) -> Iterator[Tensor]:
+def cache_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep: int = 1 << 28
+) -> Iterator[Tensor]:
     "An uninitialised tensor; a large one on Linux lies in huge pages (decoding touches all of it at every step), kept up to `keep` bytes."
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < 1 << 22 or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -608,7 +636,9 @@ def record(replay: Replay) -> bool:
     return True
 
 # %% ../../nbs/40_rollout_sampler.ipynb #d620ca64
-def decode(decoder: Decoder, slots: Slots, chooser: Chooser, logits: Tensor, fixed: bool, leave: float = 0.0625) -> list[int]:
+def decode(
+    decoder: Decoder, slots: Slots, chooser: Chooser, logits: Tensor, fixed: bool, leave: float = 0.0625
+) -> list[int]:
     """Generate until every row has ended or the records are full.
 
     Args:
@@ -669,7 +699,11 @@ def unsupported(model: nn.Module, length: int) -> str | None:
     if rope in ("dynamic", "longrope"):
         return f"its rotary positions ({rope}) change with the length"
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < length and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+    if (
+        window is not None
+        and window < length
+        and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    ):
         return f"its attention window ({window}) is shorter than prompt + completion ({length})"
     return None
 
@@ -740,7 +774,14 @@ def plan_chunks(prompts: PromptBatch, num_samples: int, rows_at_once: int) -> li
     return works
 
 # %% ../../nbs/40_rollout_sampler.ipynb #c65be46d
-def _ours(model: nn.Module, works: list[Work], chooser: Chooser, draw: Callable[[Work], Tensor | None], new_tokens: int, fixed: bool) -> list[tuple[Tensor, Tensor]]:
+def _ours(
+    model: nn.Module,
+    works: list[Work],
+    chooser: Chooser,
+    draw: Callable[[Work], Tensor | None],
+    new_tokens: int,
+    fixed: bool,
+) -> list[tuple[Tensor, Tensor]]:
     "Tokens and log-probs [n, C] of each chunk from the hand-written decoder."
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     decoder = Decoder(model, compute_dtype(model, device))
@@ -756,7 +797,14 @@ def _ours(model: nn.Module, works: list[Work], chooser: Chooser, draw: Callable[
     return out
 
 # %% ../../nbs/40_rollout_sampler.ipynb #ecb89091
-def _theirs(model: nn.Module, works: list[Work], chooser: Chooser, draw: Callable[[Work], Tensor | None], new_tokens: int, pad: int) -> list[tuple[Tensor, Tensor]]:
+def _theirs(
+    model: nn.Module,
+    works: list[Work],
+    chooser: Chooser,
+    draw: Callable[[Work], Tensor | None],
+    new_tokens: int,
+    pad: int,
+) -> list[tuple[Tensor, Tensor]]:
     "The same from transformers' `generate`: a logits processor chooses each token and leaves it no choice."
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -778,10 +826,14 @@ def _theirs(model: nn.Module, works: list[Work], chooser: Chooser, draw: Callabl
             record.append((tokens, logps))  # noqa: B023
             return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
-        settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=chooser.eos.tolist() or None)
+        settings = GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=chooser.eos.tolist() or None
+        )
         try:
             m.generation_config = settings  # the model's own may hold penalties that are not the policy's
-            m.generate(ids, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList([choose]))
+            m.generate(
+                ids, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList([choose])
+            )
         finally:
             m.generation_config = before
         columns = [torch.stack(x, 1) for x in zip(*record)]
@@ -790,7 +842,9 @@ def _theirs(model: nn.Module, works: list[Work], chooser: Chooser, draw: Callabl
     return out
 
 # %% ../../nbs/40_rollout_sampler.ipynb #095b4323
-def _check_request(model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, num_samples: int, batch_size: int | None) -> int:
+def _check_request(
+    model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, num_samples: int, batch_size: int | None
+) -> int:
     "Refuse what cannot work, in one sentence; returns the longest possible sequence."
     if len(prompts) == 0:
         raise DataError("There are no prompts to sample from: the batch has 0 rows. Pass at least one prompt.")
@@ -860,11 +914,15 @@ def sample_tokens(
     chooser = Chooser(sampling, torch.tensor(eos, dtype=torch.int64, device=device), greedy)
     works = plan_chunks(prompts, num_samples, _rows_at_once(bare, length, batch_size, cache_bytes))
     new = sampling.max_new_tokens
-    draw = lambda w: None if greedy else uniforms(seed, step, w.uid.to(device), w.sample.to(device), new).t().contiguous()
+    draw = lambda w: (
+        None if greedy else uniforms(seed, step, w.uid.to(device), w.sample.to(device), new).t().contiguous()
+    )
     reason = unsupported(bare, length)
     with eval_mode(model):
         if reason is None:
-            parts = _ours(bare, works, chooser, draw, new, device.type == "cuda" if fixed_shapes is None else fixed_shapes)
+            parts = _ours(
+                bare, works, chooser, draw, new, device.type == "cuda" if fixed_shapes is None else fixed_shapes
+            )
         else:
             if reason not in _told:
                 _told.add(reason)

@@ -51,22 +51,33 @@ class PPOConfig(TrainConfig):
     output_dir: str = Field(default="runs/ppo", min_length=1, description="the run's folder")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
     data: DataConfig = Field(default_factory=DataConfig, description="prompts (of any format with a prompt)")
-    reward: str | None = Field(default=None, description="folder of a reward model (or of an ensemble's members); 'gold' in the toy world")
+    reward: str | None = Field(
+        default=None, description="folder of a reward model (or of an ensemble's members); 'gold' in the toy world"
+    )
     critic: Literal["separate", "shared", "hydra"] = Field(
-        default="separate", description="own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
+        default="separate",
+        description="own model | head on the policy | policy, value, reward, reference as adapters of one backbone",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=3e-6, eps=1e-5), description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=3e-6, eps=1e-5), description="AdamW and its schedule"
+    )
     mini_batch_size: int = Field(default=64, ge=1, description="answers per optimizer step, over all devices")
     rollout_batch_size: int = Field(default=512, ge=1, description="answers per collect, over all devices")
     num_inner_epochs: int = Field(default=4, ge=1, description="passes over each rollout")
     kl_coef: float = Field(default=0.05, ge=0, description="price of one nat of drift, in units of reward")
-    kl_target: float | None = Field(default=None, gt=0, description="nats per answer to hold by adapting kl_coef; null: fixed")
+    kl_target: float | None = Field(
+        default=None, gt=0, description="nats per answer to hold by adapting kl_coef; null: fixed"
+    )
     kl_horizon: float = Field(default=10_000, gt=0, description="answers in which kl_coef can change by 20 %")
     kl_kind: KLKind = Field(default="k1", description="estimator in the reward: k1, k2 or k3")
-    kl_budget: float | None = Field(default=None, gt=0, description="nats per answer that are too much: a warning, or the end of the run")
+    kl_budget: float | None = Field(
+        default=None, gt=0, description="nats per answer that are too much: a warning, or the end of the run"
+    )
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
-    target_kl: float | None = Field(default=None, gt=0, description="policy/approxkl_avg at which the passes over a rollout end early")
+    target_kl: float | None = Field(
+        default=None, gt=0, description="policy/approxkl_avg at which the passes over a rollout end early"
+    )
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     lam: float = Field(default=0.95, ge=0, le=1, description="GAE's λ: 0 trusts the critic, 1 the outcome")
     clip_eps_low: float = Field(default=0.2, ge=0, le=1, description="how far a ratio may fall")
@@ -77,7 +88,9 @@ class PPOConfig(TrainConfig):
     whiten_advantages: bool = Field(default=True, description="advantages to mean 0, variance 1 over the rollout")
     whiten_rewards: bool = Field(default=False, description="token rewards to variance 1, mean kept")
     normalize_scores: bool = Field(default=False, description="divide scores by their running standard deviation")
-    missing_eos: float | None = Field(default=-1.0, description="score of an answer without EOS; null: as the reward says")
+    missing_eos: float | None = Field(
+        default=-1.0, description="score of an answer without EOS; null: as the reward says"
+    )
     old_logps: Literal["auto", "sampler", "recompute"] = Field(
         default="auto", description="where π_old comes from; auto: the sampler's own where it computes in fp32"
     )
@@ -87,7 +100,9 @@ class PPOConfig(TrainConfig):
     def _whole_answers(self) -> PPOConfig:
         """The KL target needs a price that can move."""
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target adapts kl_coef by multiplying it, and from 0 it never moves: start with kl_coef=0.05.")
+            raise ValueError(
+                "kl_target adapts kl_coef by multiplying it, and from 0 it never moves: start with kl_coef=0.05."
+            )
         return self
 
 # %% ../../nbs/63_train_ppo.ipynb #04a510ae
@@ -104,7 +119,11 @@ class Acting(BaseMethod):
     def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
         self.module = net
         self.net, self.tokenizer, self.rewards, self.config = net, tokenizer, rewards, config
-        self.kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_target else FixedKL(config.kl_coef)
+        self.kl = (
+            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+            if config.kl_target
+            else FixedKL(config.kl_coef)
+        )
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
 
     config: PPOConfig
@@ -129,7 +148,9 @@ class Acting(BaseMethod):
         scoring: dict[str, Any] = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
         with self._speaking():
             r = sample(net.policy, prompts, cfg.sampling, tokenizer=self.tokenizer, seed=cfg.seed, step=step)
-        again = cfg.old_logps == "recompute" or (cfg.old_logps == "auto" and self.engine.precision.compute_dtype != torch.float32)
+        again = cfg.old_logps == "recompute" or (
+            cfg.old_logps == "auto" and self.engine.precision.compute_dtype != torch.float32
+        )
         if again or net.mode == "shared":  # one pass gives both
             out = net(r, **scoring)
             r.old_logps, r.values = (out.logps if again else r.rollout_logps), out.values
@@ -159,10 +180,23 @@ class PPO(Acting):
     """
 
     name = "ppo"
-    columns = ("objective/scores", "objective/kl", "objective/rlhf_reward", "completions/mean_length", "policy/clipfrac_avg", "loss/value_avg")
+    columns = (
+        "objective/scores",
+        "objective/kl",
+        "objective/rlhf_reward",
+        "completions/mean_length",
+        "policy/clipfrac_avg",
+        "loss/value_avg",
+    )
 
     def __init__(
-        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, held_out: Sequence[Row] = (), watch: dict[str, Any] | None = None
+        self,
+        net: PolicyValue,
+        tokenizer: Any,
+        rewards: Rewards,
+        config: PPOConfig,
+        held_out: Sequence[Row] = (),
+        watch: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(net, tokenizer, rewards, config)
         self.held_out, self.watch = list(held_out), dict(watch or {})
@@ -173,7 +207,9 @@ class PPO(Acting):
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `token_rewards`, `advantages` and `returns`."""
         cfg, mask = self.config, r.completion_mask
-        rewards = kl_shaped_rewards(r.need("scores"), r.need("old_logps"), r.need("ref_logps"), mask, self.kl.coef, cfg.kl_kind)
+        rewards = kl_shaped_rewards(
+            r.need("scores"), r.need("old_logps"), r.need("ref_logps"), mask, self.kl.coef, cfg.kl_kind
+        )
         if cfg.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False, stats=self.global_moments(rewards, mask))
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -209,8 +245,12 @@ class PPO(Acting):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
         cfg, mask = self.config, micro.completion_mask
-        new = self.module(micro, temperature=cfg.sampling.temperature, entropy=cfg.entropy_coef > 0, token_budget=cfg.token_budget)
-        policy = clipped_surrogate(new.logps, micro.need("old_logps"), micro.need("advantages"), mask, cfg.clip_eps_low, cfg.clip_eps_high)
+        new = self.module(
+            micro, temperature=cfg.sampling.temperature, entropy=cfg.entropy_coef > 0, token_budget=cfg.token_budget
+        )
+        policy = clipped_surrogate(
+            new.logps, micro.need("old_logps"), micro.need("advantages"), mask, cfg.clip_eps_low, cfg.clip_eps_high
+        )
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
         terms = {"policy": (policy, 1.0), "value": (value, cfg.vf_coef)}
         if cfg.entropy_coef:
@@ -240,7 +280,16 @@ class PPO(Acting):
         judges = dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
         prompts, seed = self.collate(self.held_out).to(self.engine.device), derive_seed(self.config.seed, "evaluate")
         with self._speaking():
-            found = evaluate(self.net.policy, self.tokenizer, prompts, judges, self.net.reference, self.config.sampling, seed, token_budget=self.config.token_budget)
+            found = evaluate(
+                self.net.policy,
+                self.tokenizer,
+                prompts,
+                judges,
+                self.net.reference,
+                self.config.sampling,
+                seed,
+                token_budget=self.config.token_budget,
+            )
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
     def save_model(self, directory: str | Path) -> None:
@@ -272,7 +321,9 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     old, ref, mask = r.need("old_logps"), r.need("ref_logps"), r.completion_mask
     kl, lens, scores = kl_report(old, ref, mask), r.completion_lens.float(), r.need("scores")
     surprise = torch.where(mask, -old, 0.0).sum(1).mean()
-    returns, error = (x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.need("values")))
+    returns, error = (
+        x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.need("values"))
+    )
     columns = [
         scores.mean(), scores.std(correction=0), kl["k1"].mean, kl["k1"].stderr, kl["k2"].mean, kl["k3"].mean, kl["k3"].stderr, surprise,
         lens.mean(), lens.min(), lens.max(), 1 - r.finished.float().mean(), 1 - error / returns,
@@ -318,12 +369,16 @@ def load_reward(config: PPOConfig) -> tuple[Any, dict[str, Any]]:
     """
     gold = {"gold": toy.gold_reward} if is_toy(config.data.path) else {}
     if config.reward is None:
-        raise ConfigError("reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to PPOTrainer.")
+        raise ConfigError(
+            "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to PPOTrainer."
+        )
     if config.reward == "gold" and gold:
         return toy.gold_reward, {}
     members = sorted(Path(config.reward).glob("member-*"))
     if members:
-        return Ensemble([RewardModel.load(m) for m in members], "mean_minus_std", name="reward", token_budget=config.token_budget), gold
+        return Ensemble(
+            [RewardModel.load(m) for m in members], "mean_minus_std", name="reward", token_budget=config.token_budget
+        ), gold
     return RewardModel.load(config.reward), gold
 
 

@@ -42,16 +42,28 @@ class RewardConfig(TrainConfig):
 
     output_dir: str = Field(default="runs/reward", min_length=1, description="the run's folder")
     model: ModelConfig = Field(default_factory=ModelConfig, description="where the reward model starts: the SFT model")
-    data: DataConfig = Field(default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt and margin")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5), description="AdamW and its schedule")
+    data: DataConfig = Field(
+        default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt and margin"
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-5), description="AdamW and its schedule"
+    )
     ensemble_size: int = Field(default=1, ge=1, description="members; 1: a single reward model")
     head: Literal["linear", "mlp"] = Field(default="linear", description="linear is readable by plain transformers")
-    head_hidden: int | None = Field(default=None, ge=1, description="width of an MLP head's middle layer; null: the model's")
-    head_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout before the head's last layer, while training")
-    pooling: Literal["last", "mean"] = Field(default="last", description="state at the last real token, or the mean of all")
+    head_hidden: int | None = Field(
+        default=None, ge=1, description="width of an MLP head's middle layer; null: the model's"
+    )
+    head_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="dropout before the head's last layer, while training"
+    )
+    pooling: Literal["last", "mean"] = Field(
+        default="last", description="state at the last real token, or the mean of all"
+    )
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="how often a label is believed to be wrong")
     center_coef: float = Field(default=0.01, ge=0, description="weight of (chosen + rejected)²; keeps scores around 0")
-    calibrate_rows: int = Field(default=256, ge=0, description="chosen answers whose mean score is set to 0 at the end; 0: none")
+    calibrate_rows: int = Field(
+        default=256, ge=0, description="chosen answers whose mean score is set to 0 at the end; 0: none"
+    )
 
 # %% ../../nbs/62_train_reward.ipynb #19f2dc98
 class RewardEnsemble(nn.Module):
@@ -87,7 +99,12 @@ class Reward(BaseMethod):
     config: RewardConfig
 
     def __init__(
-        self, members: Sequence[RewardModel], tokenizer: Any, config: RewardConfig, held_out: Sequence[Row] = (), demonstrations: Sequence[Row] = ()
+        self,
+        members: Sequence[RewardModel],
+        tokenizer: Any,
+        config: RewardConfig,
+        held_out: Sequence[Row] = (),
+        demonstrations: Sequence[Row] = (),
     ) -> None:
         self.module = RewardEnsemble(members, config.token_budget)
         self.members, self.tokenizer, self.config = list(members), tokenizer, config
@@ -121,7 +138,16 @@ class Reward(BaseMethod):
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs."""
-        return {f"eval/{k}": v for k, v in preference_report(self.members, self.collate(self.held_out), self.config.token_budget).items()} if self.held_out else {}
+        return (
+            {
+                f"eval/{k}": v
+                for k, v in preference_report(
+                    self.members, self.collate(self.held_out), self.config.token_budget
+                ).items()
+            }
+            if self.held_out
+            else {}
+        )
 
     def calibrate(self) -> None:
         """Shift each member so that demonstrations score 0 on average."""
@@ -133,7 +159,11 @@ class Reward(BaseMethod):
     def save_model(self, directory: str | Path) -> None:
         """One reward model: plain sequence classification with one label. An ensemble: a folder `member-k` for each."""
         for i, member in enumerate(self.members):
-            member.save(Path(directory) / f"member-{i}" if len(self.members) > 1 else directory, self.tokenizer, merge=self.config.model.lora is None)
+            member.save(
+                Path(directory) / f"member-{i}" if len(self.members) > 1 else directory,
+                self.tokenizer,
+                merge=self.config.model.lora is None,
+            )
 
 # %% ../../nbs/62_train_reward.ipynb #60d63f05
 class Prediction(NamedTuple):
@@ -175,7 +205,9 @@ def calibration_error(probability: Tensor, bins: int = 10) -> float:
     return float(gap.abs().sum() / max(len(probability), 1))
 
 
-def preference_report(members: Sequence[RewardModel], pairs: PreferenceBatch, token_budget: int = 4096) -> dict[str, float]:
+def preference_report(
+    members: Sequence[RewardModel], pairs: PreferenceBatch, token_budget: int = 4096
+) -> dict[str, float]:
     """How well reward models predict choices.
 
     Args:
@@ -226,10 +258,19 @@ class RewardTrainer(Trainer):
         if rows is None:
             rows, held = load_rows(config.data, "preference", config.seed)
             eval_rows = held if eval_rows is None else eval_rows
-        limits: dict[str, Any] = {"max_length": config.data.max_length, "max_prompt_length": config.data.max_prompt_length}
-        source = make_source(config.data, rows, "preference", config.seed, lambda r: tokenize_preferences(r, tokenizer, **limits))
+        limits: dict[str, Any] = {
+            "max_length": config.data.max_length,
+            "max_prompt_length": config.data.max_prompt_length,
+        }
+        source = make_source(
+            config.data, rows, "preference", config.seed, lambda r: tokenize_preferences(r, tokenizer, **limits)
+        )
         held_out = tokenize_preferences(eval_rows, tokenizer, **limits, warn=False) if eval_rows else ()
-        demonstrations = tokenize_sft(rows[: config.calibrate_rows], tokenizer, **limits, warn=False) if config.calibrate_rows and rows else ()
+        demonstrations = (
+            tokenize_sft(rows[: config.calibrate_rows], tokenizer, **limits, warn=False)
+            if config.calibrate_rows and rows
+            else ()
+        )
         self.members = [
             RewardModel.from_policy(
                 model, head=config.head, hidden=config.head_hidden, dropout=config.head_dropout, pooling=config.pooling,
@@ -237,7 +278,13 @@ class RewardTrainer(Trainer):
             )
             for i in range(config.ensemble_size)
         ]  # fmt: skip
-        super().__init__(Reward(self.members, tokenizer, config, held_out, demonstrations), source, config, callbacks=callbacks, **options)
+        super().__init__(
+            Reward(self.members, tokenizer, config, held_out, demonstrations),
+            source,
+            config,
+            callbacks=callbacks,
+            **options,
+        )
 
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train, then shift the scores so that demonstrations are worth 0; see `Trainer.fit`."""

@@ -57,7 +57,11 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     return net, tokenizer, precision
 
 # %% ../../nbs/60_train_setup.ipynb #8bac9b2d
-TOY_ROWS: dict[str, int] = {"sft": 8000, "preference": 6400, "prompt": 4096}  # how many the toy world makes for a method
+TOY_ROWS: dict[str, int] = {
+    "sft": 8000,
+    "preference": 6400,
+    "prompt": 4096,
+}  # how many the toy world makes for a method
 TOY_HELD_OUT = 256
 
 
@@ -95,7 +99,9 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 # %% ../../nbs/60_train_setup.ipynb #e6eec913
-def make_source(data: DataConfig, rows: list[Row], kind: Kind, seed: int, tokenize: Callable[[list[Row]], list[Row]]) -> MemorySource | StreamSource:
+def make_source(
+    data: DataConfig, rows: list[Row], kind: Kind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
+) -> MemorySource | StreamSource:
     """A stateful source of tokenized rows.
 
     Args:

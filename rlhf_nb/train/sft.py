@@ -39,8 +39,12 @@ class SFTConfig(TrainConfig):
 
     output_dir: str = Field(default="runs/sft", min_length=1, description="the run's folder")
     model: ModelConfig = Field(default_factory=ModelConfig, description="what is fine-tuned")
-    data: DataConfig = Field(default_factory=DataConfig, description="demonstrations: text, messages or prompt+completion")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=2e-5, schedule="cosine"), description="AdamW and its schedule")
+    data: DataConfig = Field(
+        default_factory=DataConfig, description="demonstrations: text, messages or prompt+completion"
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=2e-5, schedule="cosine"), description="AdamW and its schedule"
+    )
 
 # %% ../../nbs/61_train_sft.ipynb #b2fa3c1b
 class SFT(BaseMethod):
@@ -123,7 +127,14 @@ class SFTTrainer(Trainer):
 
         def tokens(rows: list[Row], warn: bool = True) -> list[Row]:
             data = config.data
-            return tokenize_sft(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, completion_only=data.completion_only, warn=warn)
+            return tokenize_sft(
+                rows,
+                tokenizer,
+                data.max_length,
+                max_prompt_length=data.max_prompt_length,
+                completion_only=data.completion_only,
+                warn=warn,
+            )
 
         source = make_source(config.data, rows, "sft", config.seed, tokens)
         method = SFT(model, tokenizer, config, tokens(eval_rows, warn=False) if eval_rows else ())
