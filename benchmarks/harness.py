@@ -161,11 +161,6 @@ def same_losses(a: Worker, b: Worker, steps: int, tolerance: float, what: str = 
     return worst
 
 
-def speed(worker: Worker, warmup: int, count: str) -> float:
-    """Median units per second."""
-    return statistics.median(s[count] / s["seconds"] for s in worker.steps[warmup:])
-
-
 def show(ours: Worker, theirs: Worker, warmup: int, unit: str, count: str) -> dict[str, float]:
     """Print speeds, their ratio (of medians, and the spread over pairs of steps) and memory.
 
