@@ -198,7 +198,7 @@ def ppo(
     """Improve a model with PPO, by a reward model."""
     _train("ppo", config, overrides, toy, resume, overwrite, debug)
 
-# %% ../nbs/91_cli.ipynb #ffd95c42
+# %% ../nbs/91_cli.ipynb #1706c594
 @app.command()
 def run(
     overrides: list[str] = Overrides,
@@ -227,6 +227,8 @@ def demo(
 ) -> None:
     """Watch a tiny model learn to answer, learn what people like, and get better: offline, in minutes."""
     with told(debug, f"rlhf-nb run --config {output_dir} --resume"):
+        import torch
+
         from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
 
         values = PipelineConfig.load(None, [f"output_dir={output_dir}", *(overrides or [])], "toy")
@@ -235,6 +237,7 @@ def demo(
             raise RunError(
                 f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another --output-dir."
             )
+        torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
         _tell(WELCOME, err=False)
         pipeline = RLHFPipeline(values, say=_story)
         results = pipeline.run(overwrite=True)

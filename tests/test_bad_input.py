@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rlhf_nb import checkpoint
@@ -26,6 +27,7 @@ from rlhf_nb.models.load import load_tokenizer, save_model
 from rlhf_nb.telemetry import read_metrics
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 
+torch.set_num_threads(1)  # small models, and other tests beside these
 runner = CliRunner()
 ROWS = [{k: r[k] for k in ("prompt", "completion")} for r in toy.sft_rows(48)]
 

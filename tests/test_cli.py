@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.reward import RewardConfig
 from rlhf_nb.train.sft import SFTConfig
 
+torch.set_num_threads(1)  # small models, and other tests beside these
 runner = CliRunner()
 CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "run": PipelineConfig}
 QUESTION = "Visitor: Where do owls live?\nPip:"
@@ -210,8 +212,6 @@ def test_doctor_counts_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     from rlhf_nb import core
     from rlhf_nb import doctor as module
 
