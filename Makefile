@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test test-all export lint setup clean
 

@@ -225,3 +225,26 @@ def test_good_data_is_silent() -> None:
         warnings.simplefilter("error")
         done = tokenize_preferences([{"prompt": "a", "chosen": " b", "rejected": " c"}], tok, 100)
     assert MemorySource(done).next_batch(3) == done * 3
+
+
+def test_bpe_beside_another_familys_model_survives_saving(tmp_path: Path) -> None:
+    """transformers reads a tokenizer by the rules of the model beside it; ours must come back as it was saved."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.data.templates import train_bpe
+    from rlhf_nb.models.load import load_tokenizer, save_model
+
+    text = "Hello there, don't you know 123 foxes?\n\n  Yes."
+    tok = train_bpe([text] * 20, 300)
+    config = Qwen2Config(
+        vocab_size=len(tok),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+    )
+    save_model(Qwen2ForCausalLM(config), tok, tmp_path / "model")
+    again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path / "model")))
+    assert again(text)["input_ids"] == tok(text)["input_ids"] and len(again) == len(tok)

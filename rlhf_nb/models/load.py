@@ -151,7 +151,7 @@ def ensure_pad(tokenizer: Any) -> str:
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have {len(tokenizer)} rows): {why}."
 
-# %% ../../nbs/30_models_load.ipynb #dd22b528
+# %% ../../nbs/30_models_load.ipynb #a9711c95
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised instead."""
@@ -212,6 +212,15 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         raise ModelError(f"{what} {name!r} can't be loaded. {hint} ({type(e).__name__}: {reason})") from e
 
 
+def _generic_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
 def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
@@ -227,7 +236,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
         tokenizer: Any = build_tokenizer()
     else:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         local = Path(name).expanduser()
         if _looks_local(name):
@@ -248,10 +257,11 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
                 )
             name = str(local)
+        kind: Any = PreTrainedTokenizerFast if _generic_tokenizer(local) else AutoTokenizer
         tokenizer = load_or_explain(
             "tokenizer",
             name,
-            lambda: AutoTokenizer.from_pretrained(name, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code),
+            lambda: kind.from_pretrained(name, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code),
         )
     if cfg.chat_template is not None:
         is_file = (
