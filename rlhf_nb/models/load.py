@@ -218,7 +218,10 @@ def _generic_tokenizer(folder: Path) -> bool:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in (
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+    )
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
