@@ -1,0 +1,41 @@
+"""The wheel, and the wheel built from the sdist, work in a fresh environment without any notebook tool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+USE = """
+import importlib.util, rlhf_nb, rlhf_nb.cli, rlhf_nb.pipeline
+from pathlib import Path
+assert not any(importlib.util.find_spec(m) for m in ("nbdev", "fastcore", "execnb", "nbformat")), "a notebook tool came along"
+assert (Path(rlhf_nb.__file__).parent / "recipes" / "hh_small.yaml").exists()
+print(rlhf_nb.__version__)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist(tmp_path: Path) -> None:
+    run(
+        sys.executable, "-m", "build", "--outdir", tmp_path / "dist", ROOT, cwd=tmp_path
+    )  # the wheel is built from the sdist
+    wheel, sdist = next((tmp_path / "dist").glob("*.whl")), next((tmp_path / "dist").glob("*.tar.gz"))
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    version = run(python, "-c", USE, cwd=tmp_path).strip()
+    assert version in wheel.name
+    assert "sft" in run(python.with_name("rlhf-nb"), "--help", cwd=tmp_path)
+    run(python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", sdist, cwd=tmp_path)
+    assert run(python, "-c", USE, cwd=tmp_path).strip() == version
