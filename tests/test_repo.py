@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 # Layer of every module: imports point down only. `loop` and `losses` never import each other.
 LAYERS = {
     "core": 0, "config": 0, "types": 0,
-    "logprobs": 1, "kl": 1, "advantages": 1, "losses": 1,
+    "decoder": 1, "logprobs": 1, "kl": 1, "advantages": 1, "losses": 1,
     "data": 2, "models": 3,
     "rollout": 4, "rewards": 4, "evaluate": 4,
     "engine": 5, "checkpoint": 5, "callbacks": 5, "loop": 5, "telemetry": 5,
