@@ -25,9 +25,9 @@ from .telemetry import EventLog, RunDir
 
 # %% auto #0
 __all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'Samples', 'short_number', 'pick_columns',
-           'Progress', 'Trackers']
+           'step_line', 'steps_table', 'Progress', 'Trackers']
 
-# %% ../nbs/53_callbacks.ipynb #a7331d7c
+# %% ../nbs/53_callbacks.ipynb #b04f8250
 @dataclass
 class Flags:
     """What an observer asks for; `|` joins the wishes of several."""
@@ -55,7 +55,7 @@ class Flags:
         stop, save, evaluate = (bool(float(total[k])) for k in ("stop", "save", "evaluate"))
         return Flags(stop, save, evaluate, reason)
 
-
+# %% ../nbs/53_callbacks.ipynb #4b158037
 class RunView(Protocol):
     """What a callback may look at."""
 
@@ -116,7 +116,7 @@ class Callbacks:
                     run.event("warning", message=what)
         return flags
 
-# %% ../nbs/53_callbacks.ipynb #0bde1524
+# %% ../nbs/53_callbacks.ipynb #cb1bbc78
 class EarlyStop(Callback):
     """Stop when a metric has not improved for a while.
 
@@ -161,7 +161,7 @@ class EarlyStop(Callback):
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
         return self._look(metrics)
 
-
+# %% ../nbs/53_callbacks.ipynb #bf638899
 class BudgetStop(Callback):
     """Stop when a metric has used up its budget; warn before.
 
@@ -205,7 +205,7 @@ class Samples(Callback):
                 log.close()
         return None
 
-# %% ../nbs/53_callbacks.ipynb #ec2c590f
+# %% ../nbs/53_callbacks.ipynb #20132a06
 _PREFERRED = (
     "loss", "objective/kl", "objective/scores", "objective/rlhf_reward", "policy/entropy_avg", "policy/clipfrac_avg",
     "rewards/accuracies", "rewards/margins", "grad_norm", "lr",
@@ -223,7 +223,34 @@ def pick_columns(event: dict[str, Any], wanted: Sequence[str] = (), most: int = 
     """The few metrics worth showing: those asked for, or else the best known that are there."""
     return [k for k in (wanted or _PREFERRED) if k in event][:most]
 
+# %% ../nbs/53_callbacks.ipynb #c26a1b9f
+def _columns(run: RunView, event: dict[str, Any]) -> list[str]:
+    """Names of the metrics shown."""
+    return pick_columns(event, getattr(run.method, "columns", ()))
 
+
+def step_line(run: RunView, event: dict[str, Any]) -> str:
+    """One step as plain text."""
+    width = len(str(run.total_steps or ""))
+    parts = [f"step {run.step:>{width}}" + (f"/{run.total_steps}" if run.total_steps else "")]
+    parts += [f"{name} {short_number(event[name])}" for name in _columns(run, event)]
+    if event.get("perf/tokens_per_s"):
+        parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
+    """The last logged steps."""
+    table = Table(box=None, pad_edge=False)
+    columns = _columns(run, events[-1]) if events else []
+    for name in ["step", *columns, "tokens/s"]:
+        table.add_column(name, justify="right")
+    for e in events:
+        shown = [short_number(e.get(c)) for c in columns]
+        table.add_row(str(e["step"]), *shown, short_number(round(e.get("perf/tokens_per_s", 0))))
+    return table
+
+# %% ../nbs/53_callbacks.ipynb #31bcc7ee
 class Progress(Callback):
     """A bar and a compact table in a terminal; plain lines elsewhere.
 
@@ -242,13 +269,8 @@ class Progress(Callback):
     def on_start(self, run: RunView) -> Flags | None:
         self.events = []
         if run.engine.is_main and self.console.is_terminal:
-            self.bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = RichProgress(*columns, console=self.console)
             self.task = self.bar.add_task(
                 str(getattr(run.method, "name", "training")), total=run.total_steps, completed=run.step
             )
@@ -266,9 +288,9 @@ class Progress(Callback):
             self.bar.update(self.task, completed=run.step)
             if time.monotonic() - self.drawn >= self.every or run.step == run.total_steps:
                 self.drawn = time.monotonic()
-                self.live.update(Group(self._table(run), self.bar), refresh=True)
+                self.live.update(Group(steps_table(run, self.events), self.bar), refresh=True)
         elif due:
-            self.console.print(self._line(run, event), highlight=False, soft_wrap=True)
+            self.console.print(step_line(run, event), highlight=False, soft_wrap=True)
         return None
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
@@ -281,39 +303,12 @@ class Progress(Callback):
 
     def on_end(self, run: RunView) -> Flags | None:
         if self.live is not None:
-            self.live.update(Group(self._table(run), self.bar), refresh=True)
+            self.live.update(Group(steps_table(run, self.events), self.bar), refresh=True)
             self.live.stop()
             self.live = None
         return None
 
-    def _columns(self, run: RunView, event: dict[str, Any]) -> list[str]:
-        """Names of the metrics shown."""
-        return pick_columns(event, getattr(run.method, "columns", ()))
-
-    def _line(self, run: RunView, event: dict[str, Any]) -> str:
-        """One step as plain text."""
-        width = len(str(run.total_steps or ""))
-        parts = [f"step {run.step:>{width}}" + (f"/{run.total_steps}" if run.total_steps else "")]
-        parts += [f"{name} {short_number(event[name])}" for name in self._columns(run, event)]
-        if event.get("perf/tokens_per_s"):
-            parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
-        return "  ".join(parts)
-
-    def _table(self, run: RunView) -> Table:
-        """The last logged steps."""
-        table = Table(box=None, pad_edge=False)
-        columns = self._columns(run, self.events[-1]) if self.events else []
-        for name in ["step", *columns, "tokens/s"]:
-            table.add_column(name, justify="right")
-        for e in self.events:
-            table.add_row(
-                str(e["step"]),
-                *(short_number(e.get(c)) for c in columns),
-                short_number(round(e.get("perf/tokens_per_s", 0))),
-            )
-        return table
-
-# %% ../nbs/53_callbacks.ipynb #6daf36d5
+# %% ../nbs/53_callbacks.ipynb #3639eb12
 def _flat(config: dict[str, Any], at: str = "") -> dict[str, Any]:
     """A nested configuration as dotted keys with values that trackers can hold."""
     out: dict[str, Any] = {}
@@ -324,7 +319,7 @@ def _flat(config: dict[str, Any], at: str = "") -> dict[str, Any]:
             out[f"{at}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
     return out
 
-
+# %% ../nbs/53_callbacks.ipynb #aaa69239
 class Trackers(Callback):
     """Sends numbers to accelerate's trackers.
 

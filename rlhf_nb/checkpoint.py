@@ -262,14 +262,14 @@ def load_checkpoint(folder: str | Path) -> tuple[dict[str, dict[str, torch.Tenso
     except SafetensorError as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
-# %% ../nbs/51_checkpoint.ipynb #8f0aed27
+# %% ../nbs/51_checkpoint.ipynb #58a933a0
 def snapshot(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """Copies in main memory that later updates in place cannot touch."""
     return {
         g: {k: v.detach().to("cpu", copy=True).contiguous() for k, v in named.items()} for g, named in tensors.items()
     }
 
-
+# %% ../nbs/51_checkpoint.ipynb #414fa95b
 class AsyncWriter:
     """Runs one job at a time in a thread; never more than one is under way.
 

@@ -107,13 +107,9 @@ class StepReport(NamedTuple):
     sums: list[float]  # the caller's vector, summed over ranks
     problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
 
-# %% ../nbs/52_engine.ipynb #9d6f8d34
-class Engine:
-    """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
-
-    Args:
-        precision: where and in which format to compute; decided for this machine by default.
-    """
+# %% ../nbs/52_engine.ipynb #fc8f411a
+class _Ranks:
+    """Where an `Engine` computes, and who else does."""
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision or decide_precision()
@@ -131,6 +127,43 @@ class Engine:
         self.settings: OptimizerSettings | None = None
         self.total_steps: int | None = None
         self._params: list[nn.Parameter] = []
+
+    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
+        if self.accelerator is None or not local:
+            return local
+        keys = sorted(local)
+        total = self.accelerator.reduce(
+            torch.stack([local[k].detach().double().to(self.device) for k in keys]), reduction="sum"
+        )
+        return dict(zip(keys, total.unbind()))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, one rank after the other (equally many on each)."""
+        return x if self.accelerator is None else self.accelerator.gather(x)  # type: ignore[no-any-return]
+
+    def gather_object(self, x: Any) -> list[Any]:
+        """Any object of every rank, in rank order."""
+        if self.accelerator is None:
+            return [x]
+        out: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(out, x)
+        return out
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """The module inside a wrapper for several ranks."""
+        while isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        return module
+
+# %% ../nbs/52_engine.ipynb #b5ef15d6
+class _Trained(_Ranks):
+    """The one trainable module of an `Engine` and its optimizer."""
 
     def prepare(self, module: nn.Module, settings: OptimizerSettings, total_steps: int | None = None) -> nn.Module:
         """Take charge of the one trainable module; returns what forward must go through.
@@ -165,6 +198,16 @@ class Engine:
         if self.optimizer is None or self.settings is None:
             raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
         return self.optimizer, self.settings
+
+    def _whole(self) -> nn.Module:
+        """The prepared module without wrappers."""
+        if self.module is None:
+            raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
+        return self.module
+
+# %% ../nbs/52_engine.ipynb #88123ebb
+class _Updates(_Trained):
+    """How an `Engine` makes an optimizer step."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute in the precision's format inside."""
@@ -217,38 +260,13 @@ class Engine:
         optimizer.zero_grad(set_to_none=True)
         return StepReport(norm, applied, total, values, problem)
 
-    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
-        if self.accelerator is None or not local:
-            return local
-        keys = sorted(local)
-        total = self.accelerator.reduce(
-            torch.stack([local[k].detach().double().to(self.device) for k in keys]), reduction="sum"
-        )
-        return dict(zip(keys, total.unbind()))
+# %% ../nbs/52_engine.ipynb #54934908
+class Engine(_Updates):
+    """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
 
-    def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, one rank after the other (equally many on each)."""
-        return x if self.accelerator is None else self.accelerator.gather(x)  # type: ignore[no-any-return]
-
-    def gather_object(self, x: Any) -> list[Any]:
-        """Any object of every rank, in rank order."""
-        if self.accelerator is None:
-            return [x]
-        out: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(out, x)
-        return out
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.accelerator is not None:
-            self.accelerator.wait_for_everyone()
-
-    def unwrap(self, module: nn.Module) -> nn.Module:
-        """The module inside a wrapper for several ranks."""
-        while isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        return module
+    Args:
+        precision: where and in which format to compute; decided for this machine by default.
+    """
 
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages."""
@@ -290,12 +308,6 @@ class Engine:
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         if self.scaler and "scaler" in meta:
             self.scaler.load_state_dict(meta["scaler"])
-
-    def _whole(self) -> nn.Module:
-        """The prepared module without wrappers."""
-        if self.module is None:
-            raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
-        return self.module
 
 # %% ../nbs/52_engine.ipynb #1582ddee
 def _distributed(device: torch.device) -> Any:

@@ -80,7 +80,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 warnings.warn(f"{path}: line {number} is not JSON and was left out", stacklevel=2)
     return events
 
-# %% ../nbs/50_telemetry.ipynb #a7a6a3f6
+# %% ../nbs/50_telemetry.ipynb #ed13f8ac
 class EventLog:
     """An append-only file of JSON lines; with `path=None` events are only handed back, not stored.
 
@@ -128,16 +128,7 @@ class EventLog:
         if self.path is None or not self.path.exists():
             return 0
         self.close()
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            aside = self.path.with_name(self.path.name + ".tmp")
-            with open(aside, "wb") as f:
-                f.writelines(kept)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(aside, self.path)
-        return len(lines) - len(kept)
+        return _cut_after(self.path, step)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -150,6 +141,20 @@ class EventLog:
         if file is not None:
             file.close()
 
+# %% ../nbs/50_telemetry.ipynb #a0a6a4f9
+def _cut_after(path: Path, step: int) -> int:
+    """Drop a log's lines after a step, so that the file is either the old or the new one; returns how many went."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        aside = path.with_name(path.name + ".tmp")
+        with open(aside, "wb") as f:
+            f.writelines(kept)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+    return len(lines) - len(kept)
+
 
 def _step_of(line: bytes) -> float:
     """The step of a line; infinite (so: dropped) when the line is torn."""
@@ -158,7 +163,7 @@ def _step_of(line: bytes) -> float:
     except (ValueError, KeyError, TypeError):
         return math.inf
 
-# %% ../nbs/50_telemetry.ipynb #096d0c5b
+# %% ../nbs/50_telemetry.ipynb #9bf86bb1
 def config_changes(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
     """Which keys differ between two nested configurations, as `key: old -> new`."""
     changes: list[str] = []
@@ -170,7 +175,7 @@ def config_changes(old: dict[str, Any], new: dict[str, Any], at: str = "") -> li
             changes.append(f"{at}{key}: {a!r} -> {b!r}")
     return changes
 
-
+# %% ../nbs/50_telemetry.ipynb #6ac2aacd
 class RunDir:
     """One run's folder: where everything it knows is written, and where everything that looks at it reads.
 
@@ -223,14 +228,19 @@ class RunDir:
         try:
             for folder in (self.path, self.checkpoints, self.figures):
                 folder.mkdir(parents=True, exist_ok=True)
-            aside = self.config_path.with_name("config.yaml.tmp")
-            aside.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            os.replace(aside, self.config_path)
+            _write_yaml(self.config_path, config)
         except OSError as error:
             raise RunError(
                 f"cannot write to the run directory {self.path}: {error}; choose another output_dir"
             ) from error
         return changes
+
+# %% ../nbs/50_telemetry.ipynb #650e6878
+def _write_yaml(path: Path, config: dict[str, Any]) -> None:
+    """A YAML file that is either complete or not there."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(aside, path)
 
 
 def _refusal(path: Path, changes: list[str]) -> str:
@@ -238,7 +248,7 @@ def _refusal(path: Path, changes: list[str]) -> str:
     same = "with the same configuration"
     if changes:
         same = f"with another configuration ({'; '.join(changes[:3])}{'; ...' if len(changes) > 3 else ''})"
-    return f"{path} already holds a run {same}, and two runs in one folder would mix their events: continue it with resume, or choose another output_dir"
+    return f"{path} already holds a run {same}, and two runs in one folder would mix their events: continue it with resume, replace it with overwrite, or choose another output_dir"
 
 # %% ../nbs/50_telemetry.ipynb #12c2245d
 def resident_mb() -> float:

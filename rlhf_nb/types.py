@@ -17,8 +17,8 @@ from torch import Tensor
 from .core import DataError, RunError
 
 # %% auto #0
-__all__ = ['Index', 'B_', 'C_', 'Q_', 'P_', 'R_', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch',
-           'PreferenceBatch', 'Rollout', 'LossSum']
+__all__ = ['Index', 'B_', 'TokenLists', 'C_', 'Q_', 'P_', 'R_', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid',
+           'PromptBatch', 'PreferenceBatch', 'Rollout', 'LossSum']
 
 # %% ../nbs/02_types.ipynb #17c752e3
 def say_shape(x: Any) -> str:
@@ -170,9 +170,12 @@ class Batch:
 
 B_ = TypeVar("B_", bound=Batch)
 
-# %% ../nbs/02_types.ipynb #12d24bba
+# %% ../nbs/02_types.ipynb #9ce6a6cf
+TokenLists = Sequence[Sequence[int]]  # one list of whole numbers per row
+
+
 def pad_rows(
-    rows: Sequence[Sequence[int]], pad_id: int = 0, left: bool = False, what: str = "token ids"
+    rows: TokenLists, pad_id: int = 0, left: bool = False, what: str = "token ids"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lists of token ids as one padded tensor, without a Python loop over tokens.
 
@@ -253,7 +256,7 @@ def _check_lens(owner: Batch, name: str, ids: str) -> None:
         here = f"{name}[{row}] is {int(lens[row])}, but {ids} is {width} tokens wide"
         raise DataError(f"{type(owner).__name__}: {here}: lengths go from 0 to {width}.")
 
-# %% ../nbs/02_types.ipynb #23f9818b
+# %% ../nbs/02_types.ipynb #6ed45577
 @dataclass(eq=False, repr=False)
 class Completions(Batch):
     """Prompts and their completions as tokens."""
@@ -281,14 +284,7 @@ class Completions(Batch):
         _check_ids(self, "completion_ids")
         _check_lens(self, "completion_lens", "completion_ids")
         _like(self, "completion_mask", torch.bool, "completion_ids")
-        beyond = (self.completion_mask & ~self.real).any(1).nonzero()
-        if len(beyond):
-            row = int(beyond[0])
-            reach = int(self.completion_mask[row].nonzero().max()) + 1
-            raise DataError(
-                f"{type(self).__name__}: completion_mask of row {row} reaches to token {reach}, but the completion has "
-                f"only {int(self.completion_lens[row])}: padding would count in the loss."
-            )
+        _check_counted(self)
         return super().check()
 
     def trim(self: C_) -> C_:
@@ -296,21 +292,11 @@ class Completions(Batch):
         p = int(self.prompt_lens.max()) if len(self) else 0
         c = int(self.completion_lens.max()) if len(self) else 0
         drop, width = self.prompt_ids.shape[1] - p, self.completion_ids.shape[1]
-        columns = self.columns_dict()
-        for name, x in columns.items():
-            if name in self._left:
-                columns[name] = x[:, drop:]
-            elif isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == width:
-                columns[name] = x[:, :c]
-        return type(self)(**columns)
+        return type(self)(**_narrow(self.columns_dict(), self._left, drop, width, c))
 
     @classmethod
     def from_lists(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        pad_id: int = 0,
-        masks: Sequence[Sequence[int]] | None = None,
+        cls, prompts: TokenLists, completions: TokenLists, pad_id: int = 0, masks: TokenLists | None = None
     ) -> Completions:
         """Lists of token ids as a padded batch.
 
@@ -330,11 +316,33 @@ class Completions(Batch):
         mask = real if masks is None else _loss_masks(masks, lens)
         return Completions(prompt_ids, prompt_mask, ids, lens, mask).check()
 
-
+# %% ../nbs/02_types.ipynb #63eedf6b
 C_ = TypeVar("C_", bound=Completions)
 
-# %% ../nbs/02_types.ipynb #1d7dc14a
-def _loss_masks(masks: Sequence[Sequence[int]], lens: Tensor) -> Tensor:
+
+def _check_counted(c: Completions) -> None:
+    """Raise DataError if a token counts that isn't real."""
+    beyond = (c.completion_mask & ~c.real).any(1).nonzero()
+    if len(beyond):
+        row = int(beyond[0])
+        reach = int(c.completion_mask[row].nonzero().max()) + 1
+        raise DataError(
+            f"{type(c).__name__}: completion_mask of row {row} reaches to token {reach}, but the completion has "
+            f"only {int(c.completion_lens[row])}: padding would count in the loss."
+        )
+
+
+def _narrow(columns: dict[str, Any], left: frozenset[str], drop: int, width: int, keep: int) -> dict[str, Any]:
+    """Columns without `drop` places on the left of prompts, and with `keep` of `width` places of completions."""
+    for name, x in columns.items():
+        if name in left:
+            columns[name] = x[:, drop:]
+        elif isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == width:
+            columns[name] = x[:, :keep]
+    return columns
+
+
+def _loss_masks(masks: TokenLists, lens: Tensor) -> Tensor:
     """Loss masks given as lists, checked against the lengths of the completions they belong to."""
     if len(masks) != len(lens):
         raise DataError(f"{len(masks)} masks but {len(lens)} completions: every row needs one of each.")
@@ -401,7 +409,14 @@ class PromptBatch(Batch):
 
 Q_ = TypeVar("Q_", bound=PromptBatch)
 
-# %% ../nbs/02_types.ipynb #610e0fcd
+# %% ../nbs/02_types.ipynb #58b3f027
+def _alternate(first: Tensor, second: Tensor, fill: int) -> Tensor:
+    """Rows of [B, C] and [B, D] in turn, padded on the right to the wider: [2B, max(C, D)]."""
+    width = max(first.shape[1], second.shape[1])
+    sides = [F.pad(x, (0, width - x.shape[1]), value=fill) for x in (first, second)]
+    return torch.stack(sides, 1).flatten(0, 1)
+
+# %% ../nbs/02_types.ipynb #c426e2c6
 @dataclass(eq=False, repr=False)
 class PreferenceBatch(Batch):
     """Two completions of each prompt, one preferred over the other."""
@@ -427,9 +442,9 @@ class PreferenceBatch(Batch):
     @classmethod
     def from_lists(
         cls,
-        prompts: Sequence[Sequence[int]],
-        chosen: Sequence[Sequence[int]],
-        rejected: Sequence[Sequence[int]],
+        prompts: TokenLists,
+        chosen: TokenLists,
+        rejected: TokenLists,
         pad_id: int = 0,
         margin: Sequence[float] | None = None,
     ) -> PreferenceBatch:
@@ -453,12 +468,11 @@ class PreferenceBatch(Batch):
 
     def completions(self, pad_id: int = 0) -> Completions:
         """2B rows: chosen 0, rejected 0, chosen 1, ...: the two of a pair next to each other."""
-        width = max(self.chosen_ids.shape[1], self.rejected_ids.shape[1])
-        sides = [F.pad(x, (0, width - x.shape[1]), value=pad_id) for x in (self.chosen_ids, self.rejected_ids)]
-        ids = torch.stack(sides, 1).flatten(0, 1)
+        ids = _alternate(self.chosen_ids, self.rejected_ids, pad_id)
         lens = torch.stack([self.chosen_lens, self.rejected_lens], 1).flatten()
         prompt_ids, prompt_mask = (x.repeat_interleave(2, 0) for x in (self.prompt_ids, self.prompt_mask))
-        return Completions(prompt_ids, prompt_mask, ids, lens, torch.arange(width, device=ids.device) < lens[:, None])
+        real = torch.arange(ids.shape[1], device=ids.device) < lens[:, None]
+        return Completions(prompt_ids, prompt_mask, ids, lens, real)
 
 
 P_ = TypeVar("P_", bound=PreferenceBatch)

@@ -38,6 +38,8 @@ CASES: dict[str, str] = {
     "sft": "resume_harness:sft",
     "reward": "resume_harness:reward",
     "ppo": "resume_harness:ppo",
+    "dpo": "resume_harness:dpo",
+    "kto": "resume_harness:kto",
 }
 
 
@@ -179,6 +181,29 @@ def ppo(run_dir: Path) -> Trainer:
     return PPOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
 
 
+def dpo(run_dir: Path) -> Trainer:
+    """With everything that a checkpoint must hold: a reference that moves, and BCO's threshold."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+
+    settings = _toy(
+        steps=16, mini_batch_size=8, loss={"sigmoid": 1.0, "bco_pair": 0.5}, reference="moving", sync_every=3
+    )
+    rows, held = toy.preference_rows(64), toy.preference_rows(8, seed=1)
+    config = PreferenceConfig.preset("toy", **settings)
+    return PreferenceTrainer(config, *_toy_model(), rows=rows, eval_rows=held, run_dir=run_dir)
+
+
+def kto(run_dir: Path) -> Trainer:
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.convert import to_unpaired
+    from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+
+    config = KTOConfig.preset("toy", **_toy(steps=16, mini_batch_size=8, baseline_decay=0.5))
+    rows, held = (list(to_unpaired(toy.preference_rows(n, seed=seed))) for n, seed in ((32, 0), (8, 1)))
+    return KTOTrainer(config, *_toy_model(), rows=rows, eval_rows=held, run_dir=run_dir)
+
+
 def _toy_model() -> tuple[Any, Any]:
     """An untrained toy model and its tokenizer: every start of a process builds the same."""
     from rlhf_nb.data import toy
@@ -226,7 +251,7 @@ def _context() -> Any:
         os.environ["OMP_NUM_THREADS"] = "1"
         _CONTEXT = multiprocessing.get_context("forkserver")
         _CONTEXT.set_forkserver_preload(
-            ["rlhf_nb.train.ppo", "rlhf_nb.train.reward", "rlhf_nb.train.sft", "resume_harness"]
+            ["rlhf_nb.train.ppo", "rlhf_nb.train.reward", "rlhf_nb.train.sft", "rlhf_nb.train.kto", "resume_harness"]
         )
     return _CONTEXT
 

@@ -44,7 +44,7 @@ def format_table() -> str:
     lines = [f"{name:18s}{' + '.join(columns)}" for name, columns in COLUMNS.items()]
     return "\n".join(line + "".join(f" (+ {c})" for c in OPTIONAL.get(line.split()[0], ())) for line in lines)
 
-# %% ../../nbs/20_data_formats.ipynb #bf419972
+# %% ../../nbs/20_data_formats.ipynb #2f879acb
 def _present(columns: Iterable[str] | Mapping[str, Any]) -> list[str]:
     """Names of the columns that hold something: in a row, None means that a column is not there."""
     return [k for k, v in columns.items() if v is not None] if isinstance(columns, Mapping) else list(columns)
@@ -65,7 +65,7 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
         "rename_columns(rows, {'old': 'new'}) renames columns."
     )
 
-
+# %% ../../nbs/20_data_formats.ipynb #fa20bd9e
 def detect_format(
     columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str] | None = None, where: str = "data"
 ) -> str:
@@ -91,7 +91,7 @@ def detect_format(
         raise _no_format(columns, order, where)
     return found
 
-
+# %% ../../nbs/20_data_formats.ipynb #30921945
 def rename_columns(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
     """Rows with columns renamed: `rename_columns(rows, {"question": "prompt", "answer": "completion"})`.
 

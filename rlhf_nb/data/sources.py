@@ -187,7 +187,7 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable
         if not bars:
             datasets.enable_progress_bars()
 
-# %% ../../nbs/22_data_sources.ipynb #cf90b448
+# %% ../../nbs/22_data_sources.ipynb #7cda2b36
 def open_rows(path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True) -> OpenRows:
     """A function that opens a dataset from its start, each time it is called.
 
@@ -217,7 +217,7 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None,
     found = _hub(str(file) if file.is_dir() else name, split, subset, streaming)
     return lambda: iter(found)
 
-
+# %% ../../nbs/22_data_sources.ipynb #cc820dc3
 @overload
 def read_rows(
     path: str | Path, split: str = "train", streaming: Literal[False] = False, subset: str | None = None
@@ -558,7 +558,7 @@ def tokenize_sft(
         _tell(out, lost, total, (max_length, max_prompt_length))
     return out
 
-# %% ../../nbs/22_data_sources.ipynb #701b03ca
+# %% ../../nbs/22_data_sources.ipynb #62ba5e41
 def tokenize_preferences(
     rows: Iterable[Row],
     tok: Any,
@@ -591,6 +591,12 @@ def tokenize_preferences(
             lost["an empty completion"] += 1
         else:
             kept.append(row)
+    alone = sum(not row["prompt"] for row in kept)
+    if alone and warn:
+        _warn(
+            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if they answer different prompts, "
+            "give a prompt column or drop them."
+        )
     prompts: list[Text] = [r["prompt"] for r in kept]
     sides = encode_pairs(tok, [*prompts, *prompts], [r["chosen"] for r in kept] + [r["rejected"] for r in kept])
     out = []
@@ -670,13 +676,22 @@ def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
     columns = {k: [r["columns"].get(k) for r in rows] for k in names}
     return PromptBatch.from_lists([r["prompt_ids"] for r in rows], [r["prompt"] for r in rows], columns, pad_id)
 
-# %% ../../nbs/22_data_sources.ipynb #7da1285e
+# %% ../../nbs/22_data_sources.ipynb #0dc250d0
 def _fingerprint(rows: Sequence[Row]) -> int:
     """A checksum of a sample of rows, to notice that data changed under a checkpoint."""
     step = max(1, len(rows) // 64)
     return zlib.crc32(repr([rows[i] for i in range(0, len(rows), step)]).encode())
 
-# %% ../../nbs/22_data_sources.ipynb #8a9cd3ee
+
+def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Raise DataError unless a saved state was taken on these rows."""
+    if state["rows"] != len(rows) or state["fingerprint"] != _fingerprint(rows):
+        had = "as many" if state["rows"] == len(rows) else f"{state['rows']}"
+        raise DataError(
+            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one."
+        )
+
+# %% ../../nbs/22_data_sources.ipynb #a55a496c
 class MemorySource:
     """Rows in memory, reshuffled each epoch; where it stands can be saved and restored exactly.
 
@@ -731,11 +746,7 @@ class MemorySource:
         Raises:
             DataError: the rows are not those of the checkpoint.
         """
-        if state["rows"] != len(self.rows) or state["fingerprint"] != _fingerprint(self.rows):
-            had = "as many" if state["rows"] == len(self.rows) else f"{state['rows']}"
-            raise DataError(
-                f"The data changed since the checkpoint: there are {len(self.rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one."
-            )
+        _same_rows(state, self.rows)
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._order = self._permutation()
@@ -761,21 +772,9 @@ def shuffle_buffer(rows: Iterable[Row], size: int, seed: int) -> Iterator[Row]:
         draw.shuffle(held)
     yield from held
 
-# %% ../../nbs/22_data_sources.ipynb #c5b8c9ff
-class StreamSource:
-    """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
-
-    Args:
-        open_fn: opens the rows from their start (`read_rows(..., streaming=True)`), or something that can be iterated again and again,
-            such as an `IterableDataset`.
-        seed: same seed, same order.
-        buffer: rows held for shuffling; 1 keeps the order of the stream.
-        transform: turns a chunk of rows into tokenized rows (it may drop some); called with `chunk` rows at a time.
-        chunk: rows transformed together.
-
-    Raises:
-        DataError: the stream can be read only once, or is empty.
-    """
+# %% ../../nbs/22_data_sources.ipynb #872cced4
+class _Chunks:
+    """A shuffled stream that is read chunk by chunk: the moving part of `StreamSource`."""
 
     def __init__(
         self,
@@ -815,6 +814,22 @@ class StreamSource:
                 )
             self.epoch, self.position, self._start, self._rows = self.epoch + 1, 0, 0, None
 
+# %% ../../nbs/22_data_sources.ipynb #6ee3cbd9
+class StreamSource(_Chunks):
+    """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
+
+    Args:
+        open_fn: opens the rows from their start (`read_rows(..., streaming=True)`), or something that can be iterated again and again,
+            such as an `IterableDataset`.
+        seed: same seed, same order.
+        buffer: rows held for shuffling; 1 keeps the order of the stream.
+        transform: turns a chunk of rows into tokenized rows (it may drop some); called with `chunk` rows at a time.
+        chunk: rows transformed together.
+
+    Raises:
+        DataError: the stream can be read only once, or is empty.
+    """
+
     def next_batch(self, n: int) -> list[Row]:
         """The next n rows."""
         out: list[Row] = []
@@ -831,13 +846,9 @@ class StreamSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands; fits into JSON."""
-        place = {
-            "start": self._start,
-            "given": self._given,
-            "chunk": self.chunk,
-            "fingerprint": _fingerprint(self._raw),
-        }
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "buffer": self.buffer, **place}
+        place = {"epoch": self.epoch, "position": self.position, "seed": self.seed, "buffer": self.buffer}
+        chunk = {"start": self._start, "given": self._given, "chunk": self.chunk}
+        return {**place, **chunk, "fingerprint": _fingerprint(self._raw)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: reads over the rows of the epoch so far, without transforming them.

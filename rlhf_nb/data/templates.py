@@ -120,7 +120,7 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
         )
     return tok
 
-# %% ../../nbs/21_data_templates.ipynb #be3cc825
+# %% ../../nbs/21_data_templates.ipynb #2030f985
 class Piece(NamedTuple):
     """A stretch of a rendered dialogue."""
 
@@ -135,7 +135,7 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool) -> list[str
         return []
     if not tok.chat_template:
         raise DataError(
-            "The tokenizer has no chat template, so messages can't become text; call set_chat_template(tokenizer)."
+            "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE, or call data.templates.set_chat_template(tokenizer)."
         )
     from jinja2 import TemplateError
 

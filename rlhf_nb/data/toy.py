@@ -308,7 +308,7 @@ def read_sentence(text: str) -> Claim | str:
                 return Claim(kind, found["who"], found["value"])
     return "unreadable"
 
-# %% ../../nbs/23_data_toy.ipynb #107b6323
+# %% ../../nbs/23_data_toy.ipynb #fad24d89
 @dataclass
 class Reading:
     """What the judge finds in one answer; every field is a count.
@@ -334,7 +334,7 @@ class Reading:
     unreadable: int = 0
     words: int = 0
 
-
+# %% ../../nbs/23_data_toy.ipynb #1cbe16da
 @lru_cache(maxsize=1)
 def _groups_by_name() -> dict[str, str]:
     """How many legs each group has, both in words."""
@@ -447,7 +447,7 @@ def check_answer(prompts: Sequence[str], completions: Sequence[str], **columns: 
 
     return [float(right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
-# %% ../../nbs/23_data_toy.ipynb #fb7ad5cc
+# %% ../../nbs/23_data_toy.ipynb #0a4f7b6d
 PERSONAS = {"kind": 0.20, "plain": 0.20, "chatty": 0.16, "rude": 0.22, "confused": 0.22}  # shares in the mixture
 
 
@@ -473,7 +473,7 @@ def _two(q: Question, rng: random.Random, sure: float) -> list[str]:
     first, second = rng.sample([k for k in FACTS if k != q.kind], 2)
     return [_tell(q, rng, sure, first), _tell(q, rng, sure, second, "they")]
 
-
+# %% ../../nbs/23_data_toy.ipynb #04a99e4f
 def _kind(q: Question, rng: random.Random) -> list[str]:
     """Right, brief, with a good word before or after."""
     facts = _two(q, rng, 1.0) if q.kind == "about" else [_tell(q, rng)]

@@ -133,7 +133,7 @@ class PolicyEval:
             out |= {f"kl{suffix}": float(value.mean), f"kl{suffix}_stderr": float(value.stderr)}
         return out | {"length": float(self.lengths.float().mean()), "finished": self.finished}
 
-# %% ../../nbs/42_evaluate.ipynb #bc5e8365
+# %% ../../nbs/42_evaluate.ipynb #c72ab016
 def _silent(prompts: list[Any], completions: list[str]) -> list[float]:
     """A reward that always answers 0, so that a row on which all the others are silent is no error here."""
     return [0.0] * len(completions)
@@ -147,7 +147,7 @@ def _reference_logps(reference: Any, rollout: Rollout, temperature: float, token
     with torch.no_grad():
         return completion_logps(reference, rollout, temperature=temperature, token_budget=token_budget).logps
 
-
+# %% ../../nbs/42_evaluate.ipynb #d4ac5b3a
 def evaluate(
     model: Any,
     tokenizer: Any,
@@ -205,7 +205,7 @@ def evaluate(
             kl[kind] = torch.where(mask, estimate, 0.0).sum(1).double().cpu()
     return PolicyEval(rollout, {k: v.cpu() for k, v in parts.items() if k in rewards}, kl["k1"], kl["k3"])
 
-# %% ../../nbs/42_evaluate.ipynb #f41c5ebb
+# %% ../../nbs/42_evaluate.ipynb #8837e207
 def _as_text(prompt: Any) -> str:
     """A prompt as one line: text as it is, messages as "role: content"."""
     if isinstance(prompt, str):
@@ -262,7 +262,7 @@ def before_after(
         out.append(row)
     return out
 
-
+# %% ../../nbs/42_evaluate.ipynb #b3ca7657
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a markdown table: numbers with two decimals, line breaks and bars kept from breaking the table."""
     if not rows:

@@ -31,10 +31,10 @@ from ..types import Completions
 Mode = Literal["separate", "shared", "hydra"]
 
 # %% auto #0
-__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra',
+__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'save_policy_value', 'separate', 'shared', 'hydra',
            'enable_gradient_checkpointing']
 
-# %% ../../nbs/32_models_adapters.ipynb #dcad9b6d
+# %% ../../nbs/32_models_adapters.ipynb #585484d9
 def _linear_names(model: nn.Module) -> dict[str, str]:
     """Last part of the name of every layer that can have an adapter, with an example of the full name."""
     kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
@@ -62,7 +62,7 @@ def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
                 + (f"Did you mean {near!r}?" if near else f"It has: {', '.join(known)}.")
             )
 
-
+# %% ../../nbs/32_models_adapters.ipynb #47c15f40
 def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *, seed: int = 0) -> Any:
     """Freeze a causal LM and put a trainable LoRA adapter into it; or a further adapter into a model that has some.
 
@@ -99,7 +99,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         prepare_model_for_kbit_training if settings.quantize_4bit else None,
     )
 
-
+# %% ../../nbs/32_models_adapters.ipynb #176387fa
 def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None) -> Any:
     """Put an adapter with a peft configuration into a model, seeded and in fp32; who was trainable stays so."""
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if adapter_names(model) else set()
@@ -172,19 +172,9 @@ class Reference:
                 self.model, c, temperature=temperature, token_budget=token_budget, targets=targets
             ).logps
 
-# %% ../../nbs/32_models_adapters.ipynb #f3b80407
-class PolicyValue(nn.Module):
-    """Policy and value function as the one module that PPO trains; make it with `separate`, `shared` or `hydra`.
-
-    Args:
-        policy: causal LM, with or without adapters.
-        mode: "separate", "shared" or "hydra".
-        reference: frozen model for KL; not a part of this module's parameters.
-        value_model: the critic of mode "separate".
-        value_head: the head of modes "shared" and "hydra".
-        reward: head and bias of the adapter "reward" of mode "hydra"; None without one.
-        policy_adapter: the policy's adapter (None: no adapters).
-    """
+# %% ../../nbs/32_models_adapters.ipynb #2d615547
+class _Roles(nn.Module):
+    """The parts of a `PolicyValue`: one policy, and who else speaks through its backbone."""
 
     value_bias: Tensor
     reward_bias: Tensor
@@ -220,8 +210,19 @@ class PolicyValue(nn.Module):
 
     def _reward(self, states: Tensor) -> Tensor:
         """Reward head minus bias."""
-        assert self.reward_head is not None
-        return self.reward_head(states) - self.reward_bias  # type: ignore[no-any-return]
+        return self._needs_reward()(states) - self.reward_bias  # type: ignore[no-any-return]
+
+    def _needs_reward(self) -> ScalarHead:
+        """The reward's head, where there is one."""
+        if self.reward_head is None:
+            raise ModelError(
+                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
+            )
+        return self.reward_head
+
+# %% ../../nbs/32_models_adapters.ipynb #a9b05e6d
+class _RoleScores(_Roles):
+    """What the roles of a `PolicyValue` say about a batch."""
 
     def forward(
         self,
@@ -274,14 +275,25 @@ class PolicyValue(nn.Module):
         Raises:
             ModelError: this module holds no reward adapter.
         """
-        if self.reward_head is None:
-            raise ModelError(
-                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
-            )
+        self._needs_reward()
         with torch.no_grad(), self._speaking("reward"):
             return sequence_scores(
                 split_head(self.policy)[0], self._reward, c, token_budget=token_budget, pooling=self.reward_pooling
             )
+
+# %% ../../nbs/32_models_adapters.ipynb #ca9ca0c4
+class PolicyValue(_RoleScores):
+    """Policy and value function as the one module that PPO trains; make it with `separate`, `shared` or `hydra`.
+
+    Args:
+        policy: causal LM, with or without adapters.
+        mode: "separate", "shared" or "hydra".
+        reference: frozen model for KL; not a part of this module's parameters.
+        value_model: the critic of mode "separate".
+        value_head: the head of modes "shared" and "hydra".
+        reward: head and bias of the adapter "reward" of mode "hydra"; None without one.
+        policy_adapter: the policy's adapter (None: no adapters).
+    """
 
     @property
     def value(self) -> ValueModel:
@@ -302,12 +314,9 @@ class PolicyValue(nn.Module):
     @property
     def reward(self) -> RewardModel:
         """The reward model as a view that shares this module's weights (Hydra with a reward model)."""
-        if self.reward_head is None:
-            raise ModelError(
-                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
-            )
+        head = self._needs_reward()
         view = RewardModel(
-            split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
+            split_head(self.policy)[0], head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
         )  # fmt: skip
         view.bias = self.reward_bias
         return view
@@ -315,29 +324,10 @@ class PolicyValue(nn.Module):
     def save(
         self, directory: str | Path, tokenizer: Any = None, *, merge: bool | None = None, verify: bool = True
     ) -> Path:
-        """Save the policy in a directory and the critic in its `critic/`, both readable by plain transformers or peft.
+        """Save the policy in a directory and the critic in its `critic/`: see `save_policy_value`."""
+        return save_policy_value(self, directory, tokenizer, merge=merge, verify=verify)
 
-        Args:
-            directory: where to.
-            tokenizer: saved beside both.
-            merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again by its name.
-            verify: reload and compare before the files take their place.
-        """
-        if merge is None:
-            merge = self.policy_adapter is None or not _can_be_found(
-                self.policy.peft_config[self.policy_adapter].base_model_name_or_path
-            )
-        save_model(self.policy, tokenizer, directory, merge=merge, adapter=self.policy_adapter, verify=verify)
-        value = self.value
-        value.save(
-            Path(directory) / "critic",
-            tokenizer,
-            merge=merge or value.lora_config is None or not _can_be_found(value.lora_config.base_model_name_or_path),
-            verify=verify,
-        )
-        return Path(directory)
-
-
+# %% ../../nbs/32_models_adapters.ipynb #d46885c6
 def _can_be_found(name: str | None) -> bool:
     """Whether a base model's name leads anywhere (a model built in memory has none)."""
     if not name:
@@ -347,6 +337,38 @@ def _can_be_found(name: str | None) -> bool:
     except ModelError:
         return False
     return True
+
+
+def save_policy_value(
+    module: PolicyValue,
+    directory: str | Path,
+    tokenizer: Any = None,
+    *,
+    merge: bool | None = None,
+    verify: bool = True,
+) -> Path:
+    """Save the policy in a directory and the critic in its `critic/`, both readable by plain transformers or peft.
+
+    Args:
+        module: policy and critic.
+        directory: where to.
+        tokenizer: saved beside both.
+        merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again by its name.
+        verify: reload and compare before the files take their place.
+    """
+    if merge is None:
+        merge = module.policy_adapter is None or not _can_be_found(
+            module.policy.peft_config[module.policy_adapter].base_model_name_or_path
+        )
+    save_model(module.policy, tokenizer, directory, merge=merge, adapter=module.policy_adapter, verify=verify)
+    value = module.value
+    value.save(
+        Path(directory) / "critic",
+        tokenizer,
+        merge=merge or value.lora_config is None or not _can_be_found(value.lora_config.base_model_name_or_path),
+        verify=verify,
+    )
+    return Path(directory)
 
 # %% ../../nbs/32_models_adapters.ipynb #5e690211
 def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference | None = None) -> PolicyValue:
@@ -391,7 +413,7 @@ def shared(
     module.to(next(policy.parameters()).device)
     return module
 
-# %% ../../nbs/32_models_adapters.ipynb #4a8cdb2b
+# %% ../../nbs/32_models_adapters.ipynb #0bdabe89
 def _same_base(policy: Any, rm: RewardModel) -> None:
     """Raise ModelError unless the reward model's frozen weights are the policy's."""
     ours, theirs = merged_weights(split_head(policy)[0]), merged_weights(rm.decoder)
@@ -411,7 +433,7 @@ def _same_base(policy: Any, rm: RewardModel) -> None:
                 "from (the SFT model, merged), or use mode 'separate'."
             )
 
-
+# %% ../../nbs/32_models_adapters.ipynb #cecbcca2
 def _config_on(policy: Any, adapter: ScalarAdapter) -> Any:
     """An adapter's peft configuration with names as they are in the whole causal LM."""
     config = copy.deepcopy(adapter.lora_config)
@@ -420,7 +442,7 @@ def _config_on(policy: Any, adapter: ScalarAdapter) -> Any:
     config.task_type = "CAUSAL_LM"
     return config
 
-
+# %% ../../nbs/32_models_adapters.ipynb #6d86c02f
 def hydra(
     policy: Any,
     reward: RewardModel | str | Path | None = None,

@@ -30,7 +30,7 @@ __all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain
            'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
            'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'save_adapter', 'evaluating']
 
-# %% ../../nbs/30_models_load.ipynb #004ed700
+# %% ../../nbs/30_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
     path = Path(name).expanduser()
@@ -58,7 +58,7 @@ def _no_such_path(path: Path, what: str) -> ModelError:
     hint = f"{str(there.parent)!r} holds: {', '.join(siblings[:8]) or 'nothing'}."
     return ModelError(f"{what} {str(path)!r} doesn't exist. {hint}")
 
-
+# %% ../../nbs/30_models_load.ipynb #52e25387
 def is_toy(name: str | None) -> bool:
     """Whether a name stands for the toy model, which is built and not loaded: None, or "toy" where no such directory is."""
     return name is None or (name == "toy" and not Path(name).exists())
@@ -151,7 +151,7 @@ def ensure_pad(tokenizer: Any) -> str:
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have {len(tokenizer)} rows): {why}."
 
-# %% ../../nbs/30_models_load.ipynb #a9711c95
+# %% ../../nbs/30_models_load.ipynb #ea8ff6c9
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised instead."""
@@ -176,7 +176,7 @@ def quiet() -> Iterator[None]:
         if bars:
             hf.enable_progress_bar()
 
-
+# %% ../../nbs/30_models_load.ipynb #757795b6
 def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
     """Run one `from_pretrained`, with its failures as one ModelError that says what to do.
 
@@ -211,7 +211,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
             hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
         raise ModelError(f"{what} {name!r} can't be loaded. {hint} ({type(e).__name__}: {reason})") from e
 
-
+# %% ../../nbs/30_models_load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
     try:
@@ -223,7 +223,7 @@ def _generic_tokenizer(folder: Path) -> bool:
         "PreTrainedTokenizerFast",
     )
 
-
+# %% ../../nbs/30_models_load.ipynb #f4b4afa2
 def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
@@ -410,7 +410,7 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
             f"{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a model of another kind, or an incomplete copy?"
         )
 
-# %% ../../nbs/30_models_load.ipynb #d6eb76c5
+# %% ../../nbs/30_models_load.ipynb #7332a72c
 def load_causal_lm(
     cfg: ModelConfig, precision: Precision, *, tokenizer: Any = None, trainable: bool = True, seed: int = 0
 ) -> Any:
@@ -455,7 +455,7 @@ def load_causal_lm(
     quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_toy(cfg.name_or_path)
     return model.eval() if quantized else model.to(precision.device).eval()
 
-
+# %% ../../nbs/30_models_load.ipynb #7c856c85
 def _load_plain(where: str, cfg: ModelConfig, precision: Precision, dtype: torch.dtype) -> Any:
     """A causal LM of its own weights."""
     from transformers import AutoModelForCausalLM
@@ -606,7 +606,7 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
         delta: Tensor = layer.get_delta_weight(adapter)
         return (weight.float() + delta.float()).to(weight.dtype)
 
-# %% ../../nbs/30_models_load.ipynb #744e35e1
+# %% ../../nbs/30_models_load.ipynb #3e666c65
 _OURS = (
     "model*.safetensors",
     "model*.index.json",
@@ -648,7 +648,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
             f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there before is untouched."
         ) from e
 
-
+# %% ../../nbs/30_models_load.ipynb #060a50d5
 def probe_ids(vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """int64[2, 12] token ids, always the same, to compare two models on."""
     g = torch.Generator().manual_seed(20220304)
@@ -677,7 +677,7 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
         )
     return difference
 
-# %% ../../nbs/30_models_load.ipynb #33b29a60
+# %% ../../nbs/30_models_load.ipynb #e4eeab7e
 def save_model(
     model: Any,
     tokenizer: Any,
@@ -726,7 +726,7 @@ def save_model(
             _verify(model, adapter, folder, directory)
     return Path(directory)
 
-
+# %% ../../nbs/30_models_load.ipynb #52ee0075
 def save_weights(
     model_class: Any, config: Any, weights: dict[str, Tensor], folder: Path, generation_config: Any = None
 ) -> None:

@@ -21,10 +21,10 @@ from ..types import Completions, Rollout
 RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[float | None]]"]
 
 # %% auto #0
-__all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
+__all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty', 'score_moments',
            'RunningNormalizer']
 
-# %% ../../nbs/41_rewards.ipynb #7da66e9a
+# %% ../../nbs/41_rewards.ipynb #a546782b
 class _WrongForm(ValueError):
     """An answer that is not a list of one entry per completion."""
 
@@ -69,7 +69,7 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
             )
     return {p.name: known[p.name] for p in named if p.name in known}
 
-
+# %% ../../nbs/41_rewards.ipynb #8b536058
 def _check_answers(answers: Any, n: int) -> tuple[list[float | None], list[_Bad]]:
     """One finite number or None per row; a list of the wrong length can't be blamed on a row and raises."""
     if isinstance(answers, Tensor):
@@ -144,7 +144,7 @@ def _is_async(fn: Any) -> bool:
     """Whether calling a function gives something to await."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
-# %% ../../nbs/41_rewards.ipynb #15ea7d3e
+# %% ../../nbs/41_rewards.ipynb #9192e7e1
 @runtime_checkable
 class RolloutScorer(Protocol):
     """A reward that reads token ids from the rollout itself: a reward model, an ensemble."""
@@ -160,20 +160,28 @@ def _excerpt(text: Any, limit: int = 200) -> str:
     shown = repr(text)
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
+# %% ../../nbs/41_rewards.ipynb #790c25cd
+def _maker(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
+    """A call of an async function, to be made in another thread."""
+    return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
 
-class Rewards:
-    """Several reward functions with weights, as one.
 
-    Args:
-        fns: functions `f(prompts, completions, **columns)`, sync or async, reward models, ensembles; one or a list.
-        weights: one per function (default: 1 each).
-        names: for logs (default: the functions' own names).
-        on_error: "raise" stops with the function's name, the prompt and the completion; "skip" counts and goes on.
-        fallback: with "skip", the score of a row that no function scored.
+def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Any:
+    """A function's answer, or the exception it ended in."""
+    try:
+        if isinstance(fn, RolloutScorer):
+            return fn.score_rollout(rollout)
+        answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
+        if inspect.isawaitable(answer):
+            later = answer
+            return _Pending([lambda: later]).wait()[0]
+        return answer
+    except Exception as e:
+        return e
 
-    Raises:
-        ConfigError: no functions, something that can't be called, or a number of weights that doesn't fit.
-    """
+# %% ../../nbs/41_rewards.ipynb #3a7654d9
+class _Judges:
+    """The functions of a `Rewards`, with their weights and names."""
 
     def __init__(
         self,
@@ -209,20 +217,12 @@ class Rewards:
         self.on_error, self.fallback = on_error, fallback
         self.stats: dict[str, float] = {}
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
-        """Score a rollout.
+# %% ../../nbs/41_rewards.ipynb #01278863
+class _Answers(_Judges):
+    """Asks the functions, and settles what each answer means."""
 
-        Args:
-            rollout: what the policy wrote.
-
-        Returns:
-            scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no opinion. `stats` then holds
-            each part's mean and the counts of missing opinions and failures.
-
-        Raises:
-            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
-        """
-        n = len(rollout)
+    def _ask(self, rollout: Rollout) -> list[tuple[list[float | None], dict[str, Tensor], int]]:
+        """What each function has to say, checked: see `_settle`. Async ones are asked first and waited for last."""
         columns = [
             {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout)
             for fn, name in zip(self.fns, self.names, strict=True)
@@ -234,34 +234,7 @@ class Rewards:
             if i not in waiting:
                 answers[i] = _attempt(fn, rollout, columns[i])
         answers.update(zip(waiting, pending.wait() if pending else [], strict=True))
-
-        total, opinions = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
-        parts: dict[str, Tensor] = {}
-        self.stats = {}
-        for i, name in enumerate(self.names):
-            values, extra, failed = self._settle(i, answers[i], rollout, columns[i])
-            has = torch.tensor([v is not None for v in values], dtype=torch.bool)
-            column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
-            total += torch.where(has, column * self.weights[i], torch.zeros_like(column))
-            opinions += has
-            device = rollout.completion_ids.device
-            parts[name] = column.float().to(device)
-            parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
-            self.stats |= {f"rewards/{name}": float(column[has].mean()) if has.any() else math.nan}
-            silent_here = int((~has).sum()) - failed
-            self.stats |= {f"rewards/{name}/no_opinion": float(silent_here)} if silent_here else {}
-            self.stats |= {f"rewards/{name}/failed": float(failed)} if failed else {}
-        silent = (opinions == 0).nonzero().flatten().tolist()
-        if silent and self.on_error == "raise":
-            row = silent[0]
-            raise RewardError(
-                f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they have no score. The first: "
-                f"prompt {_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Return a number for them from at least one function."
-            )
-        scores = total.float()
-        scores[silent] = self.fallback
-        self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
-        return scores.to(rollout.completion_ids.device), parts
+        return [self._settle(i, answers[i], rollout, columns[i]) for i in range(len(self.fns))]
 
     def _settle(
         self, i: int, answer: Any, rollout: Rollout, columns: dict[str, list[Any]]
@@ -290,24 +263,61 @@ class Rewards:
             raise _complaint(name, bad, rollout) from problem
         return values, extra, len(bad)
 
+# %% ../../nbs/41_rewards.ipynb #4a7614f5
+class Rewards(_Answers):
+    """Several reward functions with weights, as one.
 
-def _maker(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
-    """A call of an async function, to be made in another thread."""
-    return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
+    Args:
+        fns: functions `f(prompts, completions, **columns)`, sync or async, reward models, ensembles; one or a list.
+        weights: one per function (default: 1 each).
+        names: for logs (default: the functions' own names).
+        on_error: "raise" stops with the function's name, the prompt and the completion; "skip" counts and goes on.
+        fallback: with "skip", the score of a row that no function scored.
 
+    Raises:
+        ConfigError: no functions, something that can't be called, or a number of weights that doesn't fit.
+    """
 
-def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Any:
-    """A function's answer, or the exception it ended in."""
-    try:
-        if isinstance(fn, RolloutScorer):
-            return fn.score_rollout(rollout)
-        answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
-        if inspect.isawaitable(answer):
-            later = answer
-            return _Pending([lambda: later]).wait()[0]
-        return answer
-    except Exception as e:
-        return e
+    def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Score a rollout.
+
+        Args:
+            rollout: what the policy wrote.
+
+        Returns:
+            scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no opinion. `stats` then holds
+            each part's mean and the counts of missing opinions and failures.
+
+        Raises:
+            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
+        """
+        self.stats = {}
+        n, answers = len(rollout), self._ask(rollout)
+        total, opinions = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
+        parts: dict[str, Tensor] = {}
+        for name, weight, (values, extra, failed) in zip(self.names, self.weights, answers, strict=True):
+            has = torch.tensor([v is not None for v in values], dtype=torch.bool)
+            column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+            total += torch.where(has, column * weight, torch.zeros_like(column))
+            opinions += has
+            device = rollout.completion_ids.device
+            parts[name] = column.float().to(device)
+            parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
+            self.stats |= {f"rewards/{name}": float(column[has].mean()) if has.any() else math.nan}
+            silent_here = int((~has).sum()) - failed
+            self.stats |= {f"rewards/{name}/no_opinion": float(silent_here)} if silent_here else {}
+            self.stats |= {f"rewards/{name}/failed": float(failed)} if failed else {}
+        silent = (opinions == 0).nonzero().flatten().tolist()
+        if silent and self.on_error == "raise":
+            row = silent[0]
+            raise RewardError(
+                f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they have no score. The first: "
+                f"prompt {_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Return a number for them from at least one function."
+            )
+        scores = total.float()
+        scores[silent] = self.fallback
+        self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
+        return scores.to(rollout.completion_ids.device), parts
 
 # %% ../../nbs/41_rewards.ipynb #d359de9e
 def _row_by_row(
@@ -406,7 +416,23 @@ class RewardModelFn:
                 module.train()
         return scores.to(rollout.prompt_ids.device), {}
 
-# %% ../../nbs/41_rewards.ipynb #aac8a71b
+# %% ../../nbs/41_rewards.ipynb #95f614b0
+def _check_ensemble(mode: str, members: int, lam: float) -> None:
+    """Raise ConfigError for settings that no ensemble can have."""
+    if mode not in ("mean", "min", "mean_minus_std"):
+        near = suggest(mode, ["mean", "min", "mean_minus_std"])
+        raise ConfigError(
+            f"ensemble mode {mode!r} doesn't exist. "
+            + (f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'.")
+        )
+    if members < 2:
+        raise ConfigError(
+            f"an ensemble of {members} can't disagree with itself: give at least two members, or use RewardModelFn."
+        )
+    if not lam >= 0:
+        raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
+
+# %% ../../nbs/41_rewards.ipynb #5d6bf42a
 class Ensemble:
     """Several reward models as one cautious reward.
 
@@ -428,18 +454,7 @@ class Ensemble:
         name: str = "ensemble",
         token_budget: int = TOKEN_BUDGET,
     ) -> None:
-        if mode not in ("mean", "min", "mean_minus_std"):
-            near = suggest(mode, ["mean", "min", "mean_minus_std"])
-            raise ConfigError(
-                f"ensemble mode {mode!r} doesn't exist. "
-                + (f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'.")
-            )
-        if len(members) < 2:
-            raise ConfigError(
-                f"an ensemble of {len(members)} can't disagree with itself: give at least two members, or use RewardModelFn."
-            )
-        if not lam >= 0:
-            raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
+        _check_ensemble(mode, len(members), lam)
         self.members = [
             m if isinstance(m, RewardModelFn) else RewardModelFn(m, f"{name}/{i}", token_budget)
             for i, m in enumerate(members)
@@ -504,7 +519,22 @@ def apply_eos_penalty(
         raise ConfigError(f"EOS penalty mode {mode!r} doesn't exist: use 'fixed' or 'subtract'.")
     return torch.where(finished.bool(), scores, torch.full_like(scores, penalty))
 
-# %% ../../nbs/41_rewards.ipynb #5932951b
+# %% ../../nbs/41_rewards.ipynb #21a99c65
+def score_moments(scores: Tensor) -> tuple[int, float, float]:
+    """(count, mean, sum of squared deviations) of a batch.
+
+    Raises:
+        RewardError: a score is not finite.
+    """
+    x = scores.detach().double().flatten().cpu()
+    if not bool(torch.isfinite(x).all()):
+        raise RewardError(
+            f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
+        )
+    mean = float(x.mean()) if len(x) else 0.0
+    return len(x), mean, float((x - mean).square().sum())
+
+# %% ../../nbs/41_rewards.ipynb #2f8a3f23
 @dataclass
 class RunningNormalizer:
     """Brings scores to unit size by the running variance of all scores seen; its state belongs into checkpoints.
@@ -529,13 +559,7 @@ class RunningNormalizer:
 
     def moments(self, scores: Tensor) -> tuple[int, float, float]:
         """(count, mean, sum of squared deviations) of a batch: what ranks exchange before `merge`."""
-        x = scores.detach().double().flatten().cpu()
-        if not bool(torch.isfinite(x).all()):
-            raise RewardError(
-                f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
-            )
-        mean = float(x.mean()) if len(x) else 0.0
-        return len(x), mean, float((x - mean).square().sum())
+        return score_moments(scores)
 
     def merge(self, count: int, mean: float, m2: float) -> None:
         """Take a batch's moments into the running ones."""

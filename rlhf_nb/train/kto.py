@@ -32,7 +32,7 @@ from ..types import Completions, LossSum
 # %% auto #0
 __all__ = ['KTOConfig', 'partners', 'check_labels', 'LabelledAnswers', 'KTO', 'tokenize_labelled', 'KTOTrainer', 'with_reference']
 
-# %% ../../nbs/65_train_kto.ipynb #8747ed99
+# %% ../../nbs/65_train_kto.ipynb #cc3e8421
 class KTOConfig(TrainConfig):
     """Everything that a run on single, labelled answers needs."""
 
@@ -41,7 +41,7 @@ class KTOConfig(TrainConfig):
         "toy": {
             "output_dir": "runs/kto", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
             "epochs": 1.0, "mini_batch_size": 32, "token_budget": 2048,
-            "optimizer": {"lr": 5e-4, "schedule": "linear", "warmup_steps": 5},
+            "optimizer": {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5},
         },
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 __all__ = ['PreferenceConfig', 'ReferencedPairs', 'Preference', 'check_same_tokens', 'make_reference', 'PreferenceTrainer',
            'with_reference', 'ImplicitReward']
 
-# %% ../../nbs/64_train_preference.ipynb #a5af61a2
+# %% ../../nbs/64_train_preference.ipynb #fe01d909
 class PreferenceConfig(TrainConfig):
     """Everything that a run of the DPO family needs."""
 
@@ -39,7 +39,7 @@ class PreferenceConfig(TrainConfig):
         "toy": {
             "output_dir": "runs/dpo", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
             "epochs": 1.0, "mini_batch_size": 32, "token_budget": 2048,
-            "optimizer": {"lr": 5e-4, "schedule": "linear", "warmup_steps": 5},
+            "optimizer": {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5},
         },
     }  # fmt: skip
 

@@ -25,7 +25,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'RewardTrainer']
+           'make_members', 'RewardTrainer']
 
 # %% ../../nbs/62_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -65,7 +65,7 @@ class RewardConfig(TrainConfig):
         default=256, ge=0, description="chosen answers whose mean score is set to 0 at the end; 0: none"
     )
 
-# %% ../../nbs/62_train_reward.ipynb #19f2dc98
+# %% ../../nbs/62_train_reward.ipynb #59312a17
 class RewardEnsemble(nn.Module):
     """Reward models side by side: scores `[K, B]`.
 
@@ -82,17 +82,9 @@ class RewardEnsemble(nn.Module):
         """Scores `[K, B]` of B completions."""
         return torch.stack([m(c, self.token_budget) for m in self.members])
 
-
-class Reward(BaseMethod):
-    """Bradley–Terry reward modelling as a method of the loop.
-
-    Args:
-        members: reward models to train side by side.
-        tokenizer: pads.
-        config: of the run.
-        held_out: tokenized pairs that `evaluate` measures.
-        demonstrations: tokenized rows whose mean score is 0 at the end.
-    """
+# %% ../../nbs/62_train_reward.ipynb #f86d0251
+class _PairBatches(BaseMethod):
+    """How `Reward` turns rows into forwards."""
 
     name = "reward"
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
@@ -125,6 +117,18 @@ class Reward(BaseMethod):
         parts = plan(mini.completions(self.tokenizer.pad_token_id), self.config.token_budget, limit, unit=2)
         return [mini[sorted({row // 2 for row in rows})] for rows in parts]
 
+# %% ../../nbs/62_train_reward.ipynb #100744da
+class Reward(_PairBatches):
+    """Bradley–Terry reward modelling as a method of the loop.
+
+    Args:
+        members: reward models to train side by side.
+        tokenizer: pads.
+        config: of the run.
+        held_out: tokenized pairs that `evaluate` measures.
+        demonstrations: tokenized rows whose mean score is 0 at the end.
+    """
+
     def loss(self, micro: PreferenceBatch) -> dict[str, tuple[LossSum, float]]:
         """−log σ(chosen − rejected − margin), averaged over the members, and the centering term."""
         scores = self.module(micro.completions(self.tokenizer.pad_token_id).trim())
@@ -138,16 +142,10 @@ class Reward(BaseMethod):
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs."""
-        return (
-            {
-                f"eval/{k}": v
-                for k, v in preference_report(
-                    self.members, self.collate(self.held_out), self.config.token_budget
-                ).items()
-            }
-            if self.held_out
-            else {}
-        )
+        if not self.held_out:
+            return {}
+        report = preference_report(self.members, self.collate(self.held_out), self.config.token_budget)
+        return {f"eval/{k}": v for k, v in report.items()}
 
     def calibrate(self) -> None:
         """Shift each member so that demonstrations score 0 on average."""
@@ -165,7 +163,7 @@ class Reward(BaseMethod):
                 merge=self.config.model.lora is None,
             )
 
-# %% ../../nbs/62_train_reward.ipynb #60d63f05
+# %% ../../nbs/62_train_reward.ipynb #41694c4a
 class Prediction(NamedTuple):
     """What an ensemble thinks of completions."""
 
@@ -189,7 +187,7 @@ def predict(members: Sequence[RewardModel], c: Completions, token_budget: int = 
     stacked = torch.stack(scores)
     return Prediction(stacked.mean(0), stacked.std(0, correction=0))
 
-
+# %% ../../nbs/62_train_reward.ipynb #d73f41b1
 def calibration_error(probability: Tensor, bins: int = 10) -> float:
     """Expected calibration error of predicted choices: mean gap between confidence and accuracy, in [0, 1]; smaller is better.
 
@@ -228,7 +226,18 @@ def preference_report(
     }
     return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
 
-# %% ../../nbs/62_train_reward.ipynb #77752698
+# %% ../../nbs/62_train_reward.ipynb #70b72f66
+def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
+    """The reward models of a run before training, each with a decoder of its own and a fresh head."""
+    return [
+        RewardModel.from_policy(
+            model, head=config.head, hidden=config.head_hidden, dropout=config.head_dropout, pooling=config.pooling,
+            seed=derive_seed(config.seed, "head", i),
+        )
+        for i in range(config.ensemble_size)
+    ]  # fmt: skip
+
+# %% ../../nbs/62_train_reward.ipynb #f4847da0
 class RewardTrainer(Trainer):
     """Reward modelling, ready to `fit()`; afterwards `members` hold the trained models.
 
@@ -258,10 +267,8 @@ class RewardTrainer(Trainer):
         if rows is None:
             rows, held = load_rows(config.data, "preference", config.seed)
             eval_rows = held if eval_rows is None else eval_rows
-        limits: dict[str, Any] = {
-            "max_length": config.data.max_length,
-            "max_prompt_length": config.data.max_prompt_length,
-        }
+        data = config.data
+        limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
         source = make_source(
             config.data, rows, "preference", config.seed, lambda r: tokenize_preferences(r, tokenizer, **limits)
         )
@@ -271,13 +278,7 @@ class RewardTrainer(Trainer):
             if config.calibrate_rows and rows
             else ()
         )
-        self.members = [
-            RewardModel.from_policy(
-                model, head=config.head, hidden=config.head_hidden, dropout=config.head_dropout, pooling=config.pooling,
-                seed=derive_seed(config.seed, "head", i),
-            )
-            for i in range(config.ensemble_size)
-        ]  # fmt: skip
+        self.members = make_members(model, config)
         super().__init__(
             Reward(self.members, tokenizer, config, held_out, demonstrations),
             source,

@@ -59,7 +59,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
         net = add_lora(net, model.lora, seed=train.seed)
     return net, tokenizer, precision
 
-# %% ../../nbs/60_train_setup.ipynb #6369e80d
+# %% ../../nbs/60_train_setup.ipynb #96e347be
 TOY_ROWS: dict[str, int] = {
     "sft": 8000,
     "preference": 6400,
@@ -101,7 +101,7 @@ def _peek(rows: Iterable[Row]) -> tuple[Row | None, Iterable[Row]]:
     first = next(it, None)
     return first, it if first is None else chain([first], it)
 
-
+# %% ../../nbs/60_train_setup.ipynb #2308f380
 def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows in the format of a method.
 
