@@ -68,7 +68,7 @@ def _pack_rows(c: Completions, real: Tensor, wanted: Tensor) -> Pack:
     layout = {"input_ids": ids, "position_ids": position, "token_mask": inside, "tree": row, "branch": branch}
     return _finish(c, wanted, places, flat[:, 0] - 1, attention_mask=None, **layout)
 
-# %% ../nbs/10_logprobs.ipynb #171a1df4
+# %% ../nbs/10_logprobs.ipynb #ae1afb01
 KEEP_LOGITS = (
     1 << 24
 )  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
@@ -84,9 +84,10 @@ class _How(NamedTuple):
     scale: float
     cap: float | None
     entropy: bool
-    chunk: int
-    keep: bool
-    dtype: torch.dtype
+    chunk: int  # rows at a time; 0: not decided yet
+    sum_sq: bool = False
+    keep: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def _scores(h: Tensor, w: Tensor, b: Tensor | None, how: _How) -> tuple[Tensor, Tensor | None]:
@@ -98,15 +99,17 @@ def _scores(h: Tensor, w: Tensor, b: Tensor | None, how: _How) -> tuple[Tensor, 
         return t * (how.cap / how.temperature), t
     return (z if how.scale == how.temperature else z * (how.scale / how.temperature)), None
 
-# %% ../nbs/10_logprobs.ipynb #b8397c5b
+# %% ../nbs/10_logprobs.ipynb #7ce18776
 class _HeadLogps(torch.autograd.Function):
-    """log π(target) and entropy from hidden states; the backward pass rebuilds what is too large to keep."""
+    """log π(target), entropy and log Σ p² from hidden states; the backward pass rebuilds what is too large to keep."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, how: _How
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if how.dtype == torch.float64 else torch.float32
         wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
-        logps, entropy = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(2))
+        logps, entropy, sum_sq = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(3))
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
@@ -114,13 +117,16 @@ class _HeadLogps(torch.autograd.Function):
                 logps[s] = lp.gather(1, targets[s, None])[:, 0]
                 if how.entropy:
                     entropy[s] = -(lp.exp() * lp).sum(-1)
+                if how.sum_sq:
+                    sum_sq[s] = (2 * lp).logsumexp(-1)
         ctx.how = how
+        ctx.mark_non_differentiable(sum_sq)
         ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else None)
-        return logps, entropy
+        return logps, entropy, sum_sq
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_logps: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_logps: Tensor, g_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         h, w, b, targets, entropy, kept = ctx.saved_tensors
         how, (want_h, want_w, want_b) = ctx.how, ctx.needs_input_grad[:3]
         wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
@@ -160,7 +166,7 @@ def _logit_gradient(
     g.scatter_add_(1, targets[:, None], g_logps[:, None])
     return (g if t is None else g.mul_(1 - t * t)).mul_(how.scale / how.temperature).to(how.dtype)
 
-# %% ../nbs/10_logprobs.ipynb #0cf5287b
+# %% ../nbs/10_logprobs.ipynb #85736859
 def head_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -192,51 +198,58 @@ def head_logps(
     Raises:
         ConfigError: the temperature isn't above 0.
     """
-    if not temperature > 0:
-        raise ConfigError(_TEMPERATURE.format(temperature))
-    n, v = len(targets), weight.shape[0]
-    kind = hidden.device.type
-    cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if cast else weight.dtype
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    keep = grad and chunk is None and softcap is None and 0 < n * v <= KEEP_LOGITS
-    how = _How(temperature, scale, softcap, entropy, n if keep else chunk or _chunk_rows(v, kind), keep, dtype)
-    logps, ent = _HeadLogps.apply(hidden, weight, bias, targets, how)  # type: ignore[no-untyped-call]
+    logps, ent, _ = _linear_head(hidden, weight, bias, targets, _How(temperature, scale, softcap, entropy, chunk or 0))
     return logps, ent if entropy else None
+
+
+def _linear_head(h: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """log-probs, entropy and log Σ p² (0 where not asked for), after deciding what is kept and in which format."""
+    if not how.temperature > 0:
+        raise ConfigError(_TEMPERATURE.format(how.temperature))
+    n, v, kind = len(targets), w.shape[0], h.device.type
+    cast = torch.is_autocast_enabled(kind) and h.dtype != torch.float64
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, w, b))
+    keep = grad and how.chunk == 0 and how.cap is None and 0 < n * v <= KEEP_LOGITS
+    how = how._replace(
+        chunk=n if keep else how.chunk or _chunk_rows(v, kind),
+        keep=keep,
+        dtype=torch.get_autocast_dtype(kind) if cast else w.dtype,
+    )
+    return _HeadLogps.apply(h, w, b, targets, how)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _chunk_rows(vocabulary: int, device: str) -> int:
     """Rows of logits that exist at a time."""
     return max(CHUNK_LOGITS.get(device, CHUNK_LOGITS["cpu"]) // vocabulary, CHUNK_ROWS)
 
-# %% ../nbs/10_logprobs.ipynb #ffa1407a
-def _module_logps(head: nn.Module, hidden: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor | None]:
+# %% ../nbs/10_logprobs.ipynb #e33a6547
+def _module_logps(head: nn.Module, hidden: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, ...]:
     """The same through any head module (a LoRA on the head, say): chunks under checkpointing."""
 
-    def one(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def one(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z = head(h)
         z = (z.float() if z.dtype in (torch.bfloat16, torch.float16) else z) * how.scale
         z = (z if how.cap is None else how.cap * torch.tanh(z / how.cap)) / how.temperature
         lp = torch.log_softmax(z, -1)
-        return lp.gather(1, t[:, None])[:, 0], -(lp.exp() * lp).sum(-1) if how.entropy else lp.new_zeros(len(t))
+        none = lp.new_zeros(len(t))
+        entropy = -(lp.exp() * lp).sum(-1) if how.entropy else none
+        return lp.gather(1, t[:, None])[:, 0], entropy, (2 * lp.detach()).logsumexp(-1) if how.sum_sq else none
 
     parts = []
     for i in range(0, max(len(targets), 1), how.chunk):
         h, t = hidden[i : i + how.chunk], targets[i : i + how.chunk]
         parts.append(checkpoint(one, h, t, use_reentrant=False) if torch.is_grad_enabled() else one(h, t))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if how.entropy else None
+    return tuple(torch.cat(p) for p in zip(*parts, strict=True))
 
 
-def _any_head(
-    head: nn.Module, h: Tensor, targets: Tensor, temperature: float, entropy: bool, scale: float, cap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs through a plain linear head's weights, or through the module when it is anything else."""
+def _any_head(head: nn.Module, h: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, ...]:
+    """log-probs, entropy, log Σ p² through a plain linear head's weights, or through the module when it is anything else."""
     if type(head) is nn.Linear:
-        return head_logps(h, head.weight, head.bias, targets, temperature, entropy, scale=scale, softcap=cap)
-    if not temperature > 0:
-        raise ConfigError(_TEMPERATURE.format(temperature))
+        return _linear_head(h, head.weight, head.bias, targets, how)
+    if not how.temperature > 0:
+        raise ConfigError(_TEMPERATURE.format(how.temperature))
     rows = _chunk_rows(int(getattr(head, "out_features", 0)) or 1 << 17, h.device.type)
-    return _module_logps(head, h, targets, _How(temperature, scale, cap, entropy, rows, False, h.dtype))
+    return _module_logps(head, h, targets, how._replace(chunk=rows))
 
 # %% ../nbs/10_logprobs.ipynb #765003d1
 def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) -> Pack:
@@ -612,15 +625,16 @@ def _everywhere(p: Pack) -> None:
     """All places of a batch."""
     return None
 
-# %% ../nbs/10_logprobs.ipynb #b341e251
+# %% ../nbs/10_logprobs.ipynb #17934aad
 class TokenScores(NamedTuple):
     """Per completion token, [B, C] each; 0 where no token was asked for."""
 
     logps: Tensor
     entropy: Tensor | None
     values: Tensor | None
+    log_sum_sq: Tensor | None = None
 
-# %% ../nbs/10_logprobs.ipynb #baa9efbf
+# %% ../nbs/10_logprobs.ipynb #7d867945
 def completion_logps(
     model: Any,
     c: Completions,
@@ -628,6 +642,7 @@ def completion_logps(
     temperature: float = 1.0,
     token_budget: int = TOKEN_BUDGET,
     entropy: bool = False,
+    log_sum_sq: bool = False,
     value_head: Callable[[Tensor], Tensor] | None = None,
     targets: Literal["mask", "all"] = "mask",
     share_prompts: Share = True,
@@ -640,31 +655,33 @@ def completion_logps(
         temperature: divides the logits.
         token_budget: tokens (padding included) of one forward pass at most.
         entropy: also return the entropy of each token's distribution, in nats.
+        log_sum_sq: also return log Σ p² of each token's distribution, without gradient: 0 where one token is certain.
         value_head: maps hidden states [N, H] to values [N]; read where the token is predicted, before it is seen.
         targets: "mask" scores the tokens that count in the loss, "all" every real completion token.
         share_prompts: True computes a shared prompt once where it saves time, "always" wherever it can, False never.
 
     Returns:
-        logps, entropy (or None) and values (or None), each [B, C] with 0 where no token was asked for.
+        logps, entropy, values and log_sum_sq (each None unless asked for), [B, C] with 0 where no token was asked for.
 
     Raises:
         DataError, ModelError, ConfigError: no rows; ids or positions the model doesn't have; a model that can't be split.
     """
     decoder, head = split_head(model)
     scale, cap = logit_transform(_config(decoder))
-    rows, cols, logps, ents, values = [], [], [], [], []
+    how = _How(temperature, scale, cap, entropy, 0, log_sum_sq)
+    rows, cols, values, scores = [], [], [], []
     for index, p, h in _forwards(decoder, c, token_budget, share_prompts, targets, _sources):
-        lp, ent = _any_head(head, h, p.targets, temperature, entropy, scale, cap)
+        scores.append(_any_head(head, h, p.targets, how))
         rows.append(index[p.rows])
         cols.append(p.cols)
-        logps.append(lp)
-        ents += [] if ent is None else [ent]
         values += [] if value_head is None else [_flat(value_head(h))]
+    logps, ents, squares = (list(x) for x in zip(*scores, strict=True)) if scores else ([], [], [])
     scored = _place(logps, rows, cols, c.completion_ids)
     return TokenScores(
         scored,
         _place(ents, rows, cols, scored) if entropy else None,
         _place(values, rows, cols, scored) if value_head is not None else None,
+        _place(squares, rows, cols, scored) if log_sum_sq else None,
     )
 
 # %% ../nbs/10_logprobs.ipynb #48ef1e0b

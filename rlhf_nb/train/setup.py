@@ -27,7 +27,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
            'make_source', 'fill_in', 'split_pairs']
 
-# %% ../../nbs/60_train_setup.ipynb #9b17f326
+# %% ../../nbs/60_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
     """A causal language model as a module from completions to per-token log-probs.
 
@@ -40,9 +40,9 @@ class CausalScorer(nn.Module):
         super().__init__()
         self.model, self.token_budget = model, token_budget
 
-    def forward(self, c: Completions, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Log-probs `[B, C]` (and entropy, nats) of the completions' tokens at a sampling temperature."""
-        return completion_logps(self.model, c, temperature=temperature, token_budget=self.token_budget, entropy=entropy)
+    def forward(self, c: Completions, **options: Any) -> TokenScores:
+        """Log-probs `[B, C]` of the completions' tokens; options as in `completion_logps`."""
+        return completion_logps(self.model, c, token_budget=self.token_budget, **options)
 
 # %% ../../nbs/60_train_setup.ipynb #0a44df26
 def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Precision]:
