@@ -13,7 +13,7 @@ from .core import CheckpointError, ConfigError, DataError, RunError, suggest
 from .types import LossSum
 
 # %% auto #0
-__all__ = ['KLKind', 'check_tokens', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss', 'FixedKL',
+__all__ = ['KLKind', 'check_tokens', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss', 'FixedKL',
            'AdaptiveKL']
 
 # %% ../nbs/11_kl.ipynb #9fefeca4
@@ -36,11 +36,11 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
     if mask.dtype is not torch.bool:
         raise DataError(f"the mask is {mask.dtype}, expected torch.bool (1 = the token counts). Use `mask.bool()`.")
 
-# %% ../nbs/11_kl.ipynb #1be78052
+# %% ../nbs/11_kl.ipynb #5f777987
 KLKind = Literal["k1", "k2", "k3"]
 
 
-def _kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
+def kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
     """k1, k2 or k3 from log π − log π_ref, differentiable."""
     if kind == "k1":
         return log_ratio
@@ -71,9 +71,9 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor
         raise DataError(
             f"logps has shape {list(logps.shape)} but ref_logps {list(ref_logps.shape)}: a KL compares the same tokens."
         )
-    return _kl_terms(logps.detach() - ref_logps.detach(), kind)
+    return kl_terms(logps.detach() - ref_logps.detach(), kind)
 
-# %% ../nbs/11_kl.ipynb #f083eaf0
+# %% ../nbs/11_kl.ipynb #723e9b1a
 class MeanError(NamedTuple):
     """A sample mean and how far it may be off."""
 
@@ -111,9 +111,9 @@ def kl_report(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> dict[str, MeanE
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
     log_ratio = torch.where(mask, logps.detach() - ref_logps.detach(), 0.0)
-    return {kind: mean_and_error(_kl_terms(log_ratio, kind).sum(1)) for kind in ("k1", "k2", "k3")}
+    return {kind: mean_and_error(kl_terms(log_ratio, kind).sum(1)) for kind in ("k1", "k2", "k3")}
 
-# %% ../nbs/11_kl.ipynb #877bfd47
+# %% ../nbs/11_kl.ipynb #50c847c5
 def kl_loss(
     logps: Tensor, ref_logps: Tensor, mask: Tensor, kind: KLKind = "k2", old_logps: Tensor | None = None
 ) -> LossSum:
@@ -137,7 +137,7 @@ def kl_loss(
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
     log_ratio = torch.where(mask, logps - ref_logps, 0.0)
-    terms = _kl_terms(log_ratio, kind)
+    terms = kl_terms(log_ratio, kind)
     if old_logps is not None:
         check_tokens(mask, old_logps=old_logps)
         terms = terms * torch.where(mask, logps.detach() - old_logps, 0.0).exp()

@@ -306,35 +306,34 @@ class PPO(Acting):
         if self.normalizer is not None:
             self.normalizer.load_state_dict(state["normalizer"])
 
-# %% ../../nbs/63_train_ppo.ipynb #2b6a4aaa
+# %% ../../nbs/63_train_ppo.ipynb #3b274448
 @torch.no_grad()
 def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
-    """The numbers of a scored rollout.
+    """The numbers of a scored rollout; those that need reference log-probs or values only where these were computed.
 
     Args:
-        r: with scores, old and reference log-probs.
+        r: with scores and old log-probs.
         kl_coef: price of a nat while it was made.
 
     Returns:
-        objective/* and completions/*; see the glossary at the end of this notebook.
+        objective/*, completions/*, val/*; see the glossary at the end of this notebook.
     """
-    old, ref, mask = r.need("old_logps"), r.need("ref_logps"), r.completion_mask
-    kl, lens, scores = kl_report(old, ref, mask), r.completion_lens.float(), r.need("scores")
-    surprise = torch.where(mask, -old, 0.0).sum(1).mean()
-    returns, error = (
-        x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.need("values"))
-    )
-    columns = [
-        scores.mean(), scores.std(correction=0), kl["k1"].mean, kl["k1"].stderr, kl["k2"].mean, kl["k3"].mean, kl["k3"].stderr, surprise,
-        lens.mean(), lens.min(), lens.max(), 1 - r.finished.float().mean(), 1 - error / returns,
-    ]  # fmt: skip
-    names = [
-        "objective/scores", "objective/scores_std", "objective/kl", "objective/kl_stderr", "objective/kl_k2", "objective/kl_k3",
-        "objective/kl_k3_stderr", "objective/entropy", "completions/mean_length", "completions/min_length", "completions/max_length",
-        "completions/clipped_ratio", "val/explained_variance",
-    ]  # fmt: skip
-    out = dict(zip(names, torch.stack([c.float() for c in columns]).tolist()))
-    out["objective/non_score_reward"] = -kl_coef * out["objective/kl"]
+    old, mask, lens, scores = r.need("old_logps"), r.completion_mask, r.completion_lens.float(), r.need("scores")
+    found = {
+        "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
+        "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
+        "completions/mean_length": lens.mean(), "completions/min_length": lens.min(), "completions/max_length": lens.max(),
+        "completions/clipped_ratio": 1 - r.finished.float().mean(),
+    }  # fmt: skip
+    if r.ref_logps is not None:
+        for kind, value in kl_report(old, r.ref_logps, mask).items():
+            suffix = "" if kind == "k1" else f"_{kind}"
+            found |= {f"objective/kl{suffix}": value.mean, f"objective/kl{suffix}_stderr": value.stderr}
+    if r.values is not None:
+        spread, error = (x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.values))
+        found["val/explained_variance"] = 1 - error / spread
+    out = dict(zip(found, torch.stack([c.float() for c in found.values()]).tolist()))
+    out["objective/non_score_reward"] = -kl_coef * out.get("objective/kl", 0.0)
     out["objective/rlhf_reward"] = out["objective/scores"] + out["objective/non_score_reward"]
     return out | {"objective/kl_coef": kl_coef}
 
@@ -353,16 +352,19 @@ def rollout_samples(r: Rollout, n: int) -> list[dict[str, Any]]:
         row["rewards"] = {k: float(v[i]) for k, v in r.reward_parts.items()}
         row["tokens"] = r.completion_ids[i, :length].tolist()
         for name in ("old_logps", "ref_logps", "values", "advantages"):
-            row[name] = [round(x, 4) for x in r.need(name)[i, :length].tolist()]
+            column = getattr(r, name)
+            if column is not None:
+                row[name] = [round(x, 4) for x in column[i, :length].tolist()]
         rows.append(row)
     return rows
 
-# %% ../../nbs/63_train_ppo.ipynb #fd7eb59f
-def load_reward(config: PPOConfig) -> tuple[Any, dict[str, Any]]:
+# %% ../../nbs/63_train_ppo.ipynb #9895aeee
+def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     """The reward that `config.reward` names, and rewards to watch beside it.
 
     Args:
-        config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or "gold" in the toy world.
+        config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in the toy world "gold" or "check"
+            (1 for a right answer).
 
     Raises:
         ConfigError: it names nothing.
@@ -372,8 +374,8 @@ def load_reward(config: PPOConfig) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to PPOTrainer."
         )
-    if config.reward == "gold" and gold:
-        return toy.gold_reward, {}
+    if config.reward in ("gold", "check") and gold:
+        return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
     if members:
         return Ensemble(
