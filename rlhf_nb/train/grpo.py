@@ -128,7 +128,7 @@ class GRPOConfig(GroupConfig):
         own = getattr(self, name)
         return VARIANTS[self.variant][name] if own is None else own
 
-# %% ../../nbs/66_train_grpo.ipynb #1e8bd07f
+# %% ../../nbs/66_train_grpo.ipynb #e8439a90
 class Group(BaseMethod):
     """Sampling and scoring groups of answers; a subclass says what makes an advantage, and what the loss is.
 
@@ -142,7 +142,14 @@ class Group(BaseMethod):
         watch: reward functions, by name, that `evaluate` reports and nothing learns from.
     """
 
-    columns = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")
+    columns: tuple[str, ...] = (
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "policy/clipfrac_avg",
+        "lr",
+    )
     config: GroupConfig
 
     def __init__(
@@ -221,7 +228,7 @@ class Group(BaseMethod):
     def _measure(self, r: Rollout) -> None:
         """The numbers of a rollout, and a few answers."""
         groups = r.need("scores").view(-1, self.config.num_generations)
-        spread = groups.std(1)
+        spread = groups.std(1, correction=min(1, groups.shape[1] - 1))
         dead = (spread < 1e-6).float()
         self._collected = rollout_metrics(r, self.config.kl_coef) | self.rewards.stats
         self._collected |= {
