@@ -235,7 +235,7 @@ def _gpt2_layer(block: Any, make: Make) -> Layer:
         down=make([f.c_proj]), act=f.act, gated=False, scale=a.scaling,
     )  # fmt: skip
 
-# %% ../nbs/18_decoder.ipynb #697523d6
+# %% ../nbs/18_decoder.ipynb #8d5b6091
 class Blocks:
     """A decoder as a short list of layers over its own modules; the sampler and the scorer both run it.
 
@@ -263,13 +263,14 @@ class Blocks:
             self.layers = [_llama_layer(block, make, dtype) for block in b.layers]
         self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype)
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[M, H]: what enters the first block."""
-        if self.learned_positions:
-            return self.body.wte(ids) + self.body.wpe(positions)  # type: ignore[no-any-return]
-        return self.body.embed_tokens(ids)  # type: ignore[no-any-return]
+    def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
+        """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one anyway."""
+        layer = self.body.wte if self.learned_positions else self.body.embed_tokens
+        plain = sparse and type(layer) is nn.Embedding and layer.max_norm is None
+        x: Tensor = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
+        return x + self.body.wpe(positions) if self.learned_positions else x
 
-# %% ../nbs/18_decoder.ipynb #289608ba
+# %% ../nbs/18_decoder.ipynb #e9384062
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
     """Attention within each row; what comes last in a row is never seen by what comes before, so right padding needs no mask.
 
@@ -291,7 +292,13 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | Non
 
 
 def decode_states(
-    body: nn.Module, ids: Tensor, positions: Tensor, mask: Tensor | None = None, wanted: Tensor | None = None
+    body: nn.Module,
+    ids: Tensor,
+    positions: Tensor,
+    mask: Tensor | None = None,
+    wanted: Tensor | None = None,
+    real: Tensor | None = None,
+    sparse: bool = False,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -299,19 +306,33 @@ def decode_states(
         body: a decoder for which `why_not_ours` has nothing to say.
         ids, positions: int64[R, L].
         mask: bool[R, 1, L, L], 1 = may look; None: causal, which is right where pads come last.
-        wanted: int64[N], flat indices into R·L; None: all of them.
+        wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `real`).
+        real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None: all of them.
+        sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
 
     Returns:
         [N, H], with gradient.
     """
     blocks = Blocks(body, body.dtype, fuse=False)  # type: ignore[arg-type]
-    x = blocks.embed(ids, positions).flatten(0, 1)
-    table = None if blocks.learned_positions else rotary_table(body, positions.flatten(), x.dtype)
+    (rows, length), tokens, at = ids.shape, ids.flatten(), positions.flatten()
+    if real is not None:
+        place = torch.zeros_like(tokens).index_copy_(0, real, torch.arange(len(real), device=ids.device))
+        wanted = None if wanted is None else place.index_select(0, wanted)
+        tokens, at = tokens.index_select(0, real), at.index_select(0, real)
+    x = blocks.embed(tokens, at, sparse)
+    table = (
+        None
+        if blocks.learned_positions
+        else [t.index_select(0, at) for t in rotary_table(body, torch.arange(length, device=ids.device), x.dtype)]
+    )
     for i, layer in enumerate(blocks.layers):
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        mixed = row_attention(q, k, v, len(ids), mask, layer.scale)
+        if real is not None:
+            q, k, v = (t.new_zeros(rows * length, *t.shape[1:]).index_copy(0, real, t) for t in (q, k, v))
+        mixed = row_attention(q, k, v, rows, mask, layer.scale)
+        mixed = mixed if real is None else mixed.index_select(0, real)
         if i == len(blocks.layers) - 1 and wanted is not None:
             x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
         x = layer.mlp(layer.out.add_to(x, mixed))

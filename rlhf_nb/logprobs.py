@@ -17,8 +17,8 @@ from .decoder import decode_states, why_not_ours
 from .types import Completions
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'Share', 'TREE_COST', 'WASTE', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'Pack',
-           'head_logps', 'pack', 'plan', 'PackingStats', 'packing_stats', 'logit_transform', 'split_head',
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'Share', 'TREE_COST', 'WASTE', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'FULL',
+           'Pack', 'head_logps', 'pack', 'plan', 'PackingStats', 'packing_stats', 'logit_transform', 'split_head',
            'why_no_trees', 'hidden_states', 'TokenScores', 'completion_logps', 'completion_values', 'sequence_scores']
 
 # %% ../nbs/10_logprobs.ipynb #a42f9052
@@ -99,7 +99,7 @@ def _scores(h: Tensor, w: Tensor, b: Tensor | None, how: _How) -> tuple[Tensor, 
         return t * (how.cap / how.temperature), t
     return (z if how.scale == how.temperature else z * (how.scale / how.temperature)), None
 
-# %% ../nbs/10_logprobs.ipynb #7ce18776
+# %% ../nbs/10_logprobs.ipynb #34f8528e
 class _HeadLogps(torch.autograd.Function):
     """log π(target), entropy and log Σ p² from hidden states; the backward pass rebuilds what is too large to keep."""
 
@@ -139,8 +139,12 @@ class _HeadLogps(torch.autograd.Function):
                 if dh is not None:
                     dh[s] = g @ wd
                 if want_w:  # chunks add up in fp32, one chunk needs no sum
-                    part = g.T @ h[s].to(how.dtype)
-                    dw = part if how.chunk >= len(h) else part.to(g_logps.dtype) if dw is None else dw.add_(part)
+                    x, wide = h[s].to(how.dtype), g_logps.dtype
+                    if dw is not None and dw.dtype == g.dtype:
+                        dw.addmm_(g.T, x)
+                    else:
+                        part = g.T @ x
+                        dw = part if how.chunk >= len(h) else part.to(wide) if dw is None else dw.add_(part)
                 if want_b:
                     db = g.sum(0, dtype=g_logps.dtype) if db is None else db.add_(g.sum(0))
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
@@ -349,8 +353,8 @@ def pack(
         return _pack_rows(c, real, wanted)
     return _pack_trees(c, real, wanted, starts.to(real.device))
 
-# %% ../nbs/10_logprobs.ipynb #e3c307db
-WASTE = 0.125  # padding of one forward pass, as a part of its budget, from which another pass is cheaper
+# %% ../nbs/10_logprobs.ipynb #c7c85ffc
+WASTE = 0.25  # padding of one forward pass, as a part of its budget, from which another pass is cheaper
 
 
 def _items(c: Completions, starts: Tensor, unit: int) -> list[tuple[int, int, int, int, bool]]:
@@ -485,7 +489,7 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
     cap = getattr(config, "final_logit_softcapping", None)
     return 1.0 if value is None else float(factor(value, config)), None if cap is None else float(cap)
 
-# %% ../nbs/10_logprobs.ipynb #841af126
+# %% ../nbs/10_logprobs.ipynb #241ee8de
 def split_head(model: Any) -> tuple[nn.Module, nn.Module]:
     """A causal language model as its two halves: decoder (tokens → hidden states) and head (hidden states → logits).
 
@@ -511,6 +515,12 @@ def _config(decoder: nn.Module) -> Any:
     """Configuration of a decoder (of its text part, when it has several)."""
     config: Any = getattr(decoder, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _embedding(decoder: Any) -> Tensor | None:
+    """The weight of a decoder's token embedding."""
+    layer = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
+    return getattr(layer, "weight", None)
 
 
 def _width(decoder: nn.Module) -> int:
@@ -543,14 +553,15 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
         return f"its sliding window of {window} tokens is shorter than the longest sequence ({longest})"
     return None
 
-# %% ../nbs/10_logprobs.ipynb #274092fd
-def hidden_states(decoder: nn.Module, p: Pack, wanted: Tensor | None = None) -> Tensor:
+# %% ../nbs/10_logprobs.ipynb #2942d309
+def hidden_states(decoder: nn.Module, p: Pack, wanted: Tensor | None = None, tied: bool = False) -> Tensor:
     """[N, H] last hidden states of a packed batch, at the wanted places.
 
     Args:
         decoder: returns last_hidden_state.
         p: as `pack` lays it out.
         wanted: int64[N], flat indices into R·L; None: all of them. In the families of notebook 18 the last layer computes no others.
+        tied: the embedding is also the head's weight and the head's gradient is taken along: the embedding's own then needs no matrix of its own.
 
     Raises:
         DataError: a token id or a position that the model has no embedding for.
@@ -558,7 +569,7 @@ def hidden_states(decoder: nn.Module, p: Pack, wanted: Tensor | None = None) -> 
     """
     try:
         if why_not_ours(decoder, p.input_ids.shape[1]) is None:
-            return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted)
+            return _ours(decoder, p, wanted, tied)
         out = decoder(input_ids=p.input_ids, use_cache=False, **_mask_arguments(decoder, p))
     except IndexError as e:
         config = _config(decoder)
@@ -576,6 +587,17 @@ def hidden_states(decoder: nn.Module, p: Pack, wanted: Tensor | None = None) -> 
     return h if wanted is None else h.index_select(0, wanted)
 
 
+def _ours(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
+    """Notebook 18's forward pass; where much is padding, only real tokens go through the layers."""
+    real = p.token_mask.flatten().nonzero()[:, 0] if wanted is not None else None
+    if real is not None and len(real) > FULL * p.token_mask.numel():
+        real = None
+    return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied)
+
+
+FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
+
+
 def _mask_arguments(decoder: nn.Module, p: Pack) -> dict[str, Any]:
     """Mask and positions of trees for transformers' own forward pass; plain rows need neither."""
     if p.attention_mask is None:
@@ -586,7 +608,7 @@ def _mask_arguments(decoder: nn.Module, p: Pack) -> dict[str, Any]:
         mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
     return {"attention_mask": mask, "position_ids": p.position_ids}
 
-# %% ../nbs/10_logprobs.ipynb #2c2dce97
+# %% ../nbs/10_logprobs.ipynb #2dd8ac9e
 def _forwards(
     decoder: nn.Module,
     c: Completions,
@@ -594,6 +616,7 @@ def _forwards(
     share: Share,
     targets: Literal["mask", "all"],
     places: Callable[[Pack], Tensor | None],
+    tied: bool = False,
 ) -> Iterator[tuple[Tensor, Pack, Tensor]]:
     """One (row indices, pack, hidden states at its places) per forward pass."""
     width, device = _width(decoder), c.prompt_ids.device
@@ -608,7 +631,7 @@ def _forwards(
         columns = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens, c.completion_mask)
         part = Completions(*(x.index_select(0, index) for x in columns))
         packed = pack(part, share if branched else False, targets, width=width, limit=budget)
-        yield index, packed, hidden_states(decoder, packed, places(packed))
+        yield index, packed, hidden_states(decoder, packed, places(packed), tied)
 
 # %% ../nbs/10_logprobs.ipynb #3ea34d5c
 def _sources(p: Pack) -> Tensor:
@@ -634,7 +657,7 @@ class TokenScores(NamedTuple):
     values: Tensor | None
     log_sum_sq: Tensor | None = None
 
-# %% ../nbs/10_logprobs.ipynb #7d867945
+# %% ../nbs/10_logprobs.ipynb #197cc73a
 def completion_logps(
     model: Any,
     c: Completions,
@@ -669,8 +692,9 @@ def completion_logps(
     decoder, head = split_head(model)
     scale, cap = logit_transform(_config(decoder))
     how = _How(temperature, scale, cap, entropy, 0, log_sum_sq)
+    tied = type(head) is nn.Linear and head.weight.requires_grad and _embedding(decoder) is head.weight
     rows, cols, values, scores = [], [], [], []
-    for index, p, h in _forwards(decoder, c, token_budget, share_prompts, targets, _sources):
+    for index, p, h in _forwards(decoder, c, token_budget, share_prompts, targets, _sources, tied):
         scores.append(_any_head(head, h, p.targets, how))
         rows.append(index[p.rows])
         cols.append(p.cols)
