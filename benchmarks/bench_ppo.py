@@ -1,6 +1,6 @@
 """PPO: episodes per second against TRL 1.12.0's `trl.experimental.ppo`, the last one there was.
 
-    python benchmarks/bench_ppo.py [--quick] [--steps 12] [--threads 2] [--size small] [--fixed-length]
+    python benchmarks/bench_ppo.py [--quick] [--steps 12] [--threads 1] [--size small] [--fixed-length]
 
 Both sides: the same toy policy (fine-tuned for a moment, so that answers end where they should), critic and reward model of the
 same shape with the same weights, the same 128 prompts in each rollout, at most 32 new tokens, 2 passes over a rollout in mini-batches
@@ -292,14 +292,14 @@ def prepare(folder: Path, rollout: int, steps: int, size: str, sft_epochs: float
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, steps=12)
+    parser = harness.arguments(__doc__, steps=12, threads=1)  # models this small lose by a second thread, on both sides
     parser.add_argument("--rollout", type=int, default=128, help="episodes a step")
     parser.add_argument("--mini", type=int, default=32, help="episodes an update")
     parser.add_argument("--epochs", type=int, default=2, help="passes over a rollout")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--size", default="small", help="of the toy model")
     parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
-    parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
+    parser.add_argument("--token-budget", type=int, default=2048, help="ours: tokens in a forward")
     args = parser.parse_args()
     if args.worker:
         job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ from rlhf_nb.train.reward import RewardConfig, RewardTrainer
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
 SCALES = (0.3, 1.0, 3.0)  # of each loss's default β
-POINTS = 4  # measurements a run, the last one at its end
+POINTS = 3  # measurements a run, the last one at its end
 KL_COEFS = (0.05, 0.2, 0.5)
 
 

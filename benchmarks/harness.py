@@ -196,7 +196,7 @@ def arguments(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=defaults["steps"], help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=defaults.get("threads", 2))
     parser.add_argument("--quick", action="store_true", help="about two minutes")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "JOB"), help=argparse.SUPPRESS)
     return parser

@@ -84,9 +84,10 @@ def _note(
     """A warning as a note to the user."""
     _tell(f"Note: {message}")
 
-# %% ../nbs/91_cli.ipynb #0dff0947
+# %% ../nbs/91_cli.ipynb #9d4ab6cc
 CONFIGS = {
     "sft": ("train.sft", "SFTConfig"), "reward": ("train.reward", "RewardConfig"), "ppo": ("train.ppo", "PPOConfig"),
+    "grpo": ("train.grpo", "GRPOConfig"), "rloo": ("train.rloo", "RLOOConfig"),
     "dpo": ("train.preference", "PreferenceConfig"), "kto": ("train.kto", "KTOConfig"), "run": ("pipeline", "PipelineConfig"),
 }  # fmt: skip
 
@@ -167,11 +168,13 @@ def _train(
         numbers = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k.startswith("eval/"))
         _tell(f"Done in {result.seconds:.0f} s. {numbers + '. ' if numbers else ''}Model: {result.model}", err=False)
 
-# %% ../nbs/91_cli.ipynb #94267042
+# %% ../nbs/91_cli.ipynb #da529ee2
 COMMANDS = {
     "sft": "Fine-tune a model on demonstrations.",
     "reward": "Learn a reward model from preferences.",
     "ppo": "Improve a model with PPO, by a reward model.",
+    "grpo": "Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
+    "rloo": "Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
     "dpo": "Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
     "kto": "Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 }
