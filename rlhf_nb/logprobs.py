@@ -68,12 +68,12 @@ def _pack_rows(c: Completions, real: Tensor, wanted: Tensor) -> Pack:
     layout = {"input_ids": ids, "position_ids": position, "token_mask": inside, "tree": row, "branch": branch}
     return _finish(c, wanted, places, flat[:, 0] - 1, attention_mask=None, **layout)
 
-# %% ../nbs/10_logprobs.ipynb #ae1afb01
+# %% ../nbs/10_logprobs.ipynb #20b01249
 KEEP_LOGITS = (
     1 << 24
 )  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers in one chunk's logits
-CHUNK_ROWS = 256  # but never fewer rows than this: each chunk reads the whole head
+CHUNK_ROWS = 64  # but never fewer rows than this: each chunk reads the whole head
 _TEMPERATURE = "temperature is {}, but logits are divided by it: use a number above 0 (1.0 leaves them alone)."
 
 
@@ -149,7 +149,7 @@ class _HeadLogps(torch.autograd.Function):
                     db = g.sum(0, dtype=g_logps.dtype) if db is None else db.add_(g.sum(0))
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
 
-# %% ../nbs/10_logprobs.ipynb #3738c64c
+# %% ../nbs/10_logprobs.ipynb #df32471b
 def _logit_gradient(
     h: Tensor,
     w: Tensor,
@@ -162,11 +162,18 @@ def _logit_gradient(
     how: _How,
 ) -> Tensor:
     """∂loss / ∂(W h) of one chunk: ∂logp/∂z = 1[target] − p and ∂H/∂z = −p (log p + H), back through cap and scale."""
-    z, t = (None, None) if kept is not None else _scores(h, w, b, how)
-    lp = torch.log_softmax(z, -1) if z is not None else kept
-    assert lp is not None  # one of the two is there
-    g = lp.exp()
-    g *= -g_logps[:, None] - g_entropy[:, None] * (lp + entropy[:, None]) if how.entropy else -g_logps[:, None]
+    t = None
+    if kept is None:
+        lp, t = _scores(h, w, b, how)
+        lp -= lp.logsumexp(-1, keepdim=True)
+    else:
+        lp = kept
+    if how.entropy:
+        g = lp.exp()
+        g *= -g_logps[:, None] - g_entropy[:, None] * (lp + entropy[:, None])
+    else:  # one matrix of logits is all there ever is
+        g = lp.exp() if kept is not None else lp.exp_()
+        g *= -g_logps[:, None]
     g.scatter_add_(1, targets[:, None], g_logps[:, None])
     return (g if t is None else g.mul_(1 - t * t)).mul_(how.scale / how.temperature).to(how.dtype)
 
