@@ -61,14 +61,19 @@ def main() -> None:
                     )  # fmt: skip
                     model = copy.deepcopy(base)
                     before = accuracy(model, tokenizer, kind, config.sampling)
-                    trainer = trainer_class(config, model, tokenizer, toy.check_answer, toy.train_prompts(2048, seed, [kind]), [])
+                    trainer = trainer_class(
+                        config, model, tokenizer, toy.check_answer, toy.train_prompts(2048, seed, [kind]), []
+                    )
                     begin = time.process_time()
                     for _ in range(steps):
                         trainer.train_step()
                     spent = time.process_time() - begin
                     after = accuracy(model, tokenizer, kind, config.sampling)
                     found.setdefault((name, kind), []).append((before, after, spent))
-                    print(f"seed {seed} {name:5s} {TASKS[kind]:13s}: {before:4.0%} → {after:4.0%} in {spent:.0f} CPU s", flush=True)
+                    print(
+                        f"seed {seed} {name:5s} {TASKS[kind]:13s}: {before:4.0%} → {after:4.0%} in {spent:.0f} CPU s",
+                        flush=True,
+                    )
     for (name, kind), runs in found.items():
         gains = [100 * (after - before) for before, after, _ in runs]
         print(

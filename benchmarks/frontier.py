@@ -1,10 +1,11 @@
 """What does each preference loss buy, and for how much KL? Gold reward against KL on the toy world, PPO beside it.
 
 For each seed: SFT with the toy preset, then every loss at several β on the same noisy pairs (single answers for KTO and BCO), and
-PPO at several prices of KL. Gold (the judge that no model sees) and KL to the SFT model are measured on 512 held-out prompts a few
-times during each run.
+PPO at several prices of KL. Gold (the judge that no model sees) and KL to the SFT model are measured on 384 held-out prompts, half-way
+and at the end of each run.
 
-    python benchmarks/frontier.py --seeds 0 1 2 --out docs/figures        # everything, about half an hour
+    python benchmarks/frontier.py --seeds 0 1 2 --out docs/figures        # about half an hour; --all-betas: three times as long
+    python benchmarks/frontier.py --read A.json B.json --out docs/figures # table and figure of seeds that were run apart
     python benchmarks/frontier.py --quick --seeds 0                       # DPO, KTO and SimPO at their default β
 
 CPU seconds are those of this process, with one thread.
@@ -37,8 +38,9 @@ from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
 from rlhf_nb.train.reward import RewardConfig, RewardTrainer
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
-SCALES = (0.3, 1.0, 3.0)  # of each loss's default β
-POINTS = 3  # measurements a run, the last one at its end
+SCALES = (0.3, 1.0, 3.0)  # of a loss's default β
+SEVERAL = ("sigmoid", "ipo", "apo_zero", "simpo", "orpo", "kto")  # run at all of these; the others at their default
+POINTS = 2  # measurements a run, the last one at its end
 KL_COEFS = (0.05, 0.2, 0.5)
 
 
@@ -55,7 +57,7 @@ def default_beta(name: str) -> float:
 class World:
     """One seed's SFT model, and the measure that all runs share."""
 
-    def __init__(self, seed: int, folder: str, prompts: int = 512) -> None:
+    def __init__(self, seed: int, folder: str, prompts: int = 384) -> None:
         self.seed, self.folder = seed, folder
         sft = SFTTrainer(SFTConfig.preset("toy", output_dir=f"{folder}/sft", seed=seed, console=False))
         sft.fit()
@@ -127,7 +129,7 @@ def one_seed(seed: int, args: argparse.Namespace) -> dict[str, Any]:
         world = World(seed, folder)
         print(f"seed {seed}: SFT gold {world.start['gold']:.2f} ± {world.start['gold_std']:.2f}", flush=True)
         for name in args.methods:
-            for scale in args.scales:
+            for scale in args.scales if name in SEVERAL or args.all_betas else (1.0,):
                 runs.append(world.preference(name, scale * default_beta(name), args.epochs, **args.over))
                 print("  " + show(runs[-1]), flush=True)
         if args.ppo:
@@ -205,6 +207,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=method_names(), choices=method_names(), metavar="LOSS")
     parser.add_argument("--scales", type=float, nargs="+", default=list(SCALES), help="of each loss's default β")
+    parser.add_argument("--all-betas", action="store_true", help="every loss at all scales, not only the common ones")
+    parser.add_argument("--read", type=Path, nargs="+", default=[], help="results of earlier runs instead of new ones")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=None, help="instead of the preset's")
     parser.add_argument("--no-ppo", dest="ppo", action="store_false")
@@ -215,7 +219,8 @@ def main() -> None:
     if args.quick:
         args.methods, args.scales, args.ppo = ["sigmoid", "kto", "simpo"], [1.0], False
     torch.set_num_threads(1)
-    results = [one_seed(seed, args) for seed in args.seeds]
+    results: list[dict[str, Any]] = [r for path in args.read for r in json.loads(path.read_text(encoding="utf-8"))]
+    results = results or [one_seed(seed, args) for seed in args.seeds]
     print(table(results))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

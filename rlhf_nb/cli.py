@@ -84,10 +84,11 @@ def _note(
     """A warning as a note to the user."""
     _tell(f"Note: {message}")
 
-# %% ../nbs/91_cli.ipynb #9d4ab6cc
+# %% ../nbs/91_cli.ipynb #9fbd0831
 CONFIGS = {
     "sft": ("train.sft", "SFTConfig"), "reward": ("train.reward", "RewardConfig"), "ppo": ("train.ppo", "PPOConfig"),
     "grpo": ("train.grpo", "GRPOConfig"), "rloo": ("train.rloo", "RLOOConfig"),
+    "online": ("train.online", "OnlineDPOConfig"),
     "dpo": ("train.preference", "PreferenceConfig"), "kto": ("train.kto", "KTOConfig"), "run": ("pipeline", "PipelineConfig"),
 }  # fmt: skip
 
@@ -168,13 +169,14 @@ def _train(
         numbers = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k.startswith("eval/"))
         _tell(f"Done in {result.seconds:.0f} s. {numbers + '. ' if numbers else ''}Model: {result.model}", err=False)
 
-# %% ../nbs/91_cli.ipynb #da529ee2
+# %% ../nbs/91_cli.ipynb #ba3ccc07
 COMMANDS = {
     "sft": "Fine-tune a model on demonstrations.",
     "reward": "Learn a reward model from preferences.",
     "ppo": "Improve a model with PPO, by a reward model.",
     "grpo": "Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
     "rloo": "Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
+    "online-dpo": "Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
     "dpo": "Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
     "kto": "Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 }
@@ -192,7 +194,7 @@ def _stage_command(kind: str, about: str) -> None:
         overwrite: bool = Overwrite,
         debug: bool = Debug,
     ) -> None:
-        _train(kind, config, overrides, toy, resume, overwrite, debug)
+        _train(kind.split("-")[0], config, overrides, toy, resume, overwrite, debug)
 
 
 for _kind, _about in COMMANDS.items():

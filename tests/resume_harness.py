@@ -40,6 +40,8 @@ CASES: dict[str, str] = {
     "ppo": "resume_harness:ppo",
     "dpo": "resume_harness:dpo",
     "kto": "resume_harness:kto",
+    "grpo": "resume_harness:grpo",
+    "rloo": "resume_harness:rloo",
 }
 
 
@@ -204,6 +206,34 @@ def kto(run_dir: Path) -> Trainer:
     return KTOTrainer(config, *_toy_model(), rows=rows, eval_rows=held, run_dir=run_dir)
 
 
+def grpo(run_dir: Path) -> Trainer:
+    """With further prompts for dead groups: the source moves on by more than a batch a step."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig.preset("toy", **_toy(**_GROUPS, resample=2, kl_coef=0.05, num_inner_epochs=2))
+    rows, held = toy.train_prompts(64), toy.test_prompts(4)
+    return GRPOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
+
+
+def rloo(run_dir: Path) -> Trainer:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.rloo import RLOOConfig, RLOOTrainer
+
+    config = RLOOConfig.preset("toy", **_toy(**_GROUPS, baseline="remax"))
+    rows, held = toy.train_prompts(64), toy.test_prompts(4)
+    return RLOOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
+
+
+_GROUPS: dict[str, Any] = {
+    "steps": 10,
+    "rollout_batch_size": 16,
+    "mini_batch_size": 8,
+    "num_generations": 4,
+    "sampling": {"max_new_tokens": 12},
+}
+
+
 def _toy_model() -> tuple[Any, Any]:
     """An untrained toy model and its tokenizer: every start of a process builds the same."""
     from rlhf_nb.data import toy
@@ -251,7 +281,14 @@ def _context() -> Any:
         os.environ["OMP_NUM_THREADS"] = "1"
         _CONTEXT = multiprocessing.get_context("forkserver")
         _CONTEXT.set_forkserver_preload(
-            ["rlhf_nb.train.ppo", "rlhf_nb.train.reward", "rlhf_nb.train.sft", "rlhf_nb.train.kto", "resume_harness"]
+            [
+                "rlhf_nb.train.ppo",
+                "rlhf_nb.train.reward",
+                "rlhf_nb.train.sft",
+                "rlhf_nb.train.kto",
+                "rlhf_nb.train.rloo",
+                "resume_harness",
+            ]
         )
     return _CONTEXT
 

@@ -118,7 +118,7 @@ def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, pre
             p.data = p.data.float()
     return model
 
-# %% ../../nbs/32_models_adapters.ipynb #c4b33bbe
+# %% ../../nbs/32_models_adapters.ipynb #d0dbf710
 class Reference:
     """The frozen model that KL is measured against: a copy, or the policy with its adapters off.
 
@@ -151,6 +151,10 @@ class Reference:
         if dtype is not None:
             self.model.to(dtype)
 
+    def speaking(self) -> AbstractContextManager[None]:
+        """A context in which `model` is the reference: with its adapters off, if it has any."""
+        return using_adapter(self.model, None) if self.adapters_off else nullcontext()
+
     def logps(
         self,
         c: Completions,
@@ -167,7 +171,7 @@ class Reference:
             token_budget: tokens of one forward pass at most.
             targets: "mask" scores tokens that count in the loss, "all" every real one.
         """
-        with torch.no_grad(), using_adapter(self.model, None) if self.adapters_off else nullcontext():
+        with torch.no_grad(), self.speaking():
             return completion_logps(
                 self.model, c, temperature=temperature, token_budget=token_budget, targets=targets
             ).logps

@@ -384,7 +384,7 @@ class GRPO(Group):
             terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), cfg.kl_coef)
         return terms
 
-# %% ../../nbs/66_train_grpo.ipynb #28767de3
+# %% ../../nbs/66_train_grpo.ipynb #f901a945
 class PromptsOf:
     """A source of prompts, asked in numbers of answers.
 
@@ -434,6 +434,7 @@ class GroupTrainer(Trainer):
 
     method: Group
     kind: ClassVar[type[Group]]
+    keeps_reference: ClassVar[bool] = False  # even where drift has no price in the reward
 
     def __init__(
         self,
@@ -459,7 +460,7 @@ class GroupTrainer(Trainer):
         if isinstance(reward, RewardModel):
             reward = RewardModelFn(reward, token_budget=config.token_budget)
         rewards = reward if isinstance(reward, Rewards) else Rewards(reward)
-        reference = Reference(model) if config.kl_coef else None
+        reference = Reference(model) if config.kl_coef or self.keeps_reference else None
         held_out = tokens(eval_rows, warn=False) if eval_rows else ()
         method = self.kind(model, tokenizer, rewards, config, reference, held_out, watch)
         source: Any = PromptsOf(make_source(config.data, rows, "prompt", config.seed, tokens), config.num_generations)
