@@ -84,7 +84,7 @@ def _note(
     """A warning as a note to the user."""
     _tell(f"Note: {message}")
 
-# %% ../nbs/91_cli.ipynb #9fbd0831
+# %% ../nbs/91_cli.ipynb #0ca0dcba
 CONFIGS = {
     "sft": ("train.sft", "SFTConfig"), "reward": ("train.reward", "RewardConfig"), "ppo": ("train.ppo", "PPOConfig"),
     "grpo": ("train.grpo", "GRPOConfig"), "rloo": ("train.rloo", "RLOOConfig"),
@@ -96,7 +96,7 @@ CONFIGS = {
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
     folder = Path(str(resources.files("rlhf_nb") / "recipes"))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if p.stem != "principles"}  # those are of notebook 45
 
 
 def find_config(name: str | None) -> Path | None:

@@ -126,7 +126,7 @@ class ModelWriter:
                 texts[i] = text
         return texts
 
-# %% ../../nbs/45_rewards_constitution.ipynb #d8b4434e
+# %% ../../nbs/45_rewards_constitution.ipynb #7979640f
 def drawn_principle(constitution: Constitution, seed: int, row: int, round: int = 0) -> Principle:
     """The principle a row draws: a function of (seed, row, round).
 
@@ -159,7 +159,7 @@ def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     for i, row in enumerate(rows):
         if row.get("prompt") is None:
             near = suggest("prompt", row)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = f" Rename {near!r} to 'prompt'." if near else ""
             raise DataError(f"row {i} has no 'prompt'; its columns are {', '.join(row) or 'none'}.{hint}")
         if not plain(row["prompt"] or "").strip():
             raise DataError(f"row {i}: the prompt is empty, so there is nothing to answer. Drop the row.")

@@ -383,7 +383,7 @@ def label_ids(tokenizer: Any, labels: Sequence[str], chat: bool, glue: str = " "
                 )
     return ids
 
-# %% ../../nbs/44_rewards_judge.ipynb #dcaa6312
+# %% ../../nbs/44_rewards_judge.ipynb #7f5e87f9
 class _LabelReader(WordJudge):
     """Reads log-probs of labels from a causal language model."""
 
@@ -404,11 +404,21 @@ class _LabelReader(WordJudge):
         turns = [{"role": "system", "content": self.template.system}] if self.template.system else []
         asked = [[*turns, {"role": "user", "content": q}] if self.chat else q for q in questions]
         prompts, replies = encode_prompts(self.tokenizer, asked), self.ids[labels]
+        self._check_window(max(map(len, prompts)) + max(map(len, replies)))
         c = Completions.from_lists([p for p in prompts for _ in replies], replies * len(prompts))
         device = self.model.get_input_embeddings().weight.device
         with torch.no_grad(), eval_mode(self.model):
             logps = completion_logps(self.model, c.to(device), token_budget=self.token_budget).logps
         return logps.sum(1).double().cpu().view(len(prompts), len(replies))
+
+    def _check_window(self, longest: int) -> None:
+        """Refuse what the model was not made to read: many models answer all the same, and answer nonsense."""
+        window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        if window is not None and longest > window:
+            raise DataError(
+                f"a question to judge {self.name!r} is {longest} tokens long, but the model reads {window}: shorten prompts or "
+                "answers, or take a judge with a wider window."
+            )
 
 # %% ../../nbs/44_rewards_judge.ipynb #879770eb
 class ModelJudge(_LabelReader):
