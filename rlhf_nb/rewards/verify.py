@@ -913,7 +913,7 @@ def _enclose(job: dict[str, Any]) -> list[str]:
     _audit(folder, job["readable"])
     return [*up, "audit hook"]
 
-# %% ../../nbs/43_rewards_verify.ipynb #87a2148b
+# %% ../../nbs/43_rewards_verify.ipynb #c142d88a
 def _examine(job: dict[str, Any], secret: int, say: int) -> None:
     """(in the child) Run the program, then its tests; for each that passes, send its secret, and one more at the end."""
     import builtins
@@ -923,11 +923,12 @@ def _examine(job: dict[str, Any], secret: int, say: int) -> None:
     # bound before the program runs, which may replace whatever it can reach
     read, read_at, write, leave, run, update = os.read, os.pread, os.write, os._exit, exec, vars(builtins).update
     no_trace, no_profile, flushes = sys.settrace, sys.setprofile, (sys.stdout.flush, sys.stderr.flush)
-    anything, exits, kept = BaseException, SystemExit, dict(vars(builtins))
+    anything, exits = BaseException, SystemExit
     tests = [compile(test, f"<test {i}>", "exec", dont_inherit=True) for i, test in enumerate(job["tests"])]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # only `site` defines them, and programs use them
     module = type(sys)(job["name"])
     sys.modules["__main__"] = sys.modules[job["name"]] = module
-    space = vars(module)
+    space, kept = vars(module), dict(vars(builtins))
 
     def attempt(code: Any, filename: str) -> bool:
         try:
@@ -1270,7 +1271,7 @@ def _warn_if_open(name: str, results: Sequence[SandboxResult]) -> bool:
         )
     return is_open
 
-# %% ../../nbs/43_rewards_verify.ipynb #ab1d38ef
+# %% ../../nbs/43_rewards_verify.ipynb #cca25fad
 class PythonTests(AnswerReward):
     """The share of a row's tests that the completion's Python passes, each program in a sandbox of its own.
 
@@ -1281,8 +1282,7 @@ class PythonTests(AnswerReward):
         name: for logs.
         limits: of the sandbox: timeout_s, wall_s, memory_mb, output_kb, disk_mb, fences (see `Sandbox`).
 
-    After a call, `results` holds how each program ended, in the order of the rows that have tests (`passed`: scripts first,
-    then pairs), and `outcomes` counts the endings.
+    After a call, `results` holds how each program ended, for the rows that have tests, and `outcomes` counts the endings.
     """
 
     def __init__(
@@ -1310,18 +1310,25 @@ class PythonTests(AnswerReward):
 
     def score_all(self, texts: list[str], answers: list[CodeTests]) -> list[float]:
         """Shares in [0, 1]; a program that occurs twice with the same tests runs once."""
-        box, strict = self.sandbox, self.all_or_nothing
         jobs = [(extract_code(text), tests) for text, tests in zip(texts, answers, strict=True)]
-        unique = list(dict.fromkeys(jobs))
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox") as pool:
-            ended = dict(zip(unique, pool.map(lambda job: _grade(box, job[0], job[1], strict), unique), strict=True))
-        self.results = [ended[job] for job in jobs]
+        self.results = _grade_all(self.sandbox, jobs, self.all_or_nothing, self.workers)
         self.outcomes = dict(Counter(r.outcome for r in self.results))
         self._warned = self._warned or _warn_if_open(self.name, self.results)
         shares = (sum(r.passed) / len(r.passed) for r in self.results)
         return [float(share == 1) if self.all_or_nothing else share for share in shares]
 
-# %% ../../nbs/43_rewards_verify.ipynb #9e5f41b4
+# %% ../../nbs/43_rewards_verify.ipynb #7059c11b
+def _grade_all(
+    box: Sandbox, jobs: Sequence[tuple[str, CodeTests]], all_or_nothing: bool, workers: int
+) -> list[SandboxResult]:
+    """Results in order, several programs at a time; what occurs twice runs once."""
+    unique = list(dict.fromkeys(jobs))
+    with ThreadPoolExecutor(workers, thread_name_prefix="sandbox") as pool:
+        ended = pool.map(lambda job: _grade(box, job[0], job[1], all_or_nothing), unique)
+        known = dict(zip(unique, ended, strict=True))
+    return [known[job] for job in jobs]
+
+
 def _grade(box: Sandbox, code: str, tests: CodeTests, all_or_nothing: bool) -> SandboxResult:
     """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest fails."""
     runs = [box.run(code, tests.scripts)] if tests.scripts else []
