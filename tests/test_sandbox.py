@@ -66,7 +66,7 @@ def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_child_source", lambda: source.replace(call, ""))
 
 
-MODES = ["all", "hook", "kernel"]
+MODES = ["all", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hook", "kernel"))]
 
 
 @pytest.fixture(params=MODES)
