@@ -1,0 +1,497 @@
+"""GRPO: completions per second of whole training steps against TRL's GRPOTrainer; and decoding alone against `generate`.
+
+    python benchmarks/bench_grpo.py [--quick] [--steps 8] [--threads 1] [--task toy hh] [--against full group continuous] [--data FILE]
+    python benchmarks/bench_grpo.py --decode [--threads 1]
+
+Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group
+advantages, no reference model (the default of both), fp32, AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing.
+A tiny learning rate keeps the lengths of the answers equal throughout. Tasks:
+
+    toy     the toy world's policy (fine-tuned for a moment), at most 48 new tokens
+    hh      a Qwen2 of 12M parameters, fine-tuned for a moment on HH-RLHF so that answers end; prompts of about 125 tokens, at most 64 new ones
+
+TRL generates with transformers (vLLM needs a GPU) and runs
+
+    full        64 answers in a forward
+    group       8 answers in a forward, 8 accumulated (TRL shuffles them, so they aren't those of one prompt)
+    continuous  `full` with transformers' continuous batching (paged cache)
+
+The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our
+functions: log-probs of all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early
+(and then most), first checks that both write the same tokens when greedy, and counts how many decoding slots work on a token that is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import harness
+import peers
+
+WAYS = ("full", "group", "continuous")
+GROUP, PROMPTS = 8, 8
+NEW_TOKENS = {"toy": 48, "hh": 64}
+DECODED = {"toy": (48, 96), "hh": (64, 128)}
+BUDGET = {"toy": 2048, "hh": 1024}
+
+
+def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """Different letters, less a little for each repeated word: cheap, deterministic, different within a group."""
+    out = []
+    for text in completions:
+        words = text.split()
+        out.append(len(set(text)) / 10 - 0.05 * (len(words) - len(set(words))))
+    return out
+
+
+def timed(owner: Any, name: str, seconds: Counter[str], label: str) -> None:
+    """Add the time spent in a method to `seconds`."""
+    inner = getattr(owner, name)
+
+    def outer(*args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        out = inner(*args, **options)
+        seconds[label] += time.perf_counter() - begin
+        return out
+
+    setattr(owner, name, outer)
+
+
+def run_ours(job: dict[str, Any]) -> None:
+    """GRPO with rlhf_nb, a step at each turn."""
+    from rlhf_nb.callbacks import Callback
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.data.sources import MemorySource
+    from rlhf_nb.loop import Trainer
+    from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
+    from rlhf_nb.rewards.base import Rewards
+    from rlhf_nb.train.grpo import GRPO, GRPOConfig, PromptsOf
+
+    gate, seconds = harness.Gate(), Counter[str]()
+
+    class Turns(Callback):
+        def on_start(self, run: Any) -> None:
+            gate.ready()
+
+        def on_step(self, run: Any, event: dict[str, Any]) -> None:
+            parts = {**seconds, "update": event["perf/update_s"]}
+            seconds.clear()
+            gate.step_done(
+                completions=job["completions"],
+                length=event["completions/mean_length"],
+                reward=event["reward"],
+                parts=parts,
+            )
+
+    config = GRPOConfig(
+        output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["completions"], num_generations=GROUP,
+        token_budget=job["token_budget"], device="cpu", precision="fp32", console=False, sampling={"max_new_tokens": job["new_tokens"]},
+        optimizer={"lr": job["lr"], "eps": 1e-8, "schedule": "constant", "max_grad_norm": 1.0},
+    )  # fmt: skip
+    where = ModelConfig(name_or_path=job["policy"])
+    tokenizer = load_tokenizer(where)
+    model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer))
+    method = GRPO(model, tokenizer, Rewards(reward), config)
+    timed(method, "rollout", seconds, "generate")
+    timed(method, "score", seconds, "score")
+    source = PromptsOf(MemorySource(job["rows"], shuffle=False), GROUP)
+    Trainer(method, source, config, callbacks=[Turns()]).fit()
+
+
+def record_first_batch(trainer: Any, path: str) -> None:
+    """Keep what TRL computes in its first step; the norm of its gradient is in its log."""
+    import torch
+
+    seen: dict[str, Any] = {"parts": []}
+    generate, rewards = trainer._generate_and_score_completions, trainer._calculate_rewards
+    loss, logps = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    names = ("generate_and_score_completions", "calculate_rewards", "compute_loss", "get_per_token_logps_and_entropies")
+
+    def generated(*args: Any) -> Any:
+        out = generate(*args)
+        seen["advantages"] = out["advantages"].clone()
+        return out
+
+    def scored(*args: Any) -> Any:
+        out = rewards(*args)
+        seen["scores"] = out.sum(1).clone()
+        return out
+
+    def scoring(*args: Any, **options: Any) -> Any:
+        out = logps(*args, **options)
+        seen["logps"] = out[0].detach().clone()
+        return out
+
+    def lost(model: Any, inputs: dict[str, Any]) -> Any:
+        out = loss(model, inputs)
+        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+        seen["parts"].append(
+            {"loss": out.detach().clone(), "logps": seen["logps"], **{k: inputs[k].clone() for k in keys}}
+        )
+        if len(seen["parts"]) == trainer.args.gradient_accumulation_steps:
+            torch.save({k: seen[k] for k in ("advantages", "scores", "parts")}, path)
+            for name in names:
+                delattr(trainer, f"_{name}")
+        return out
+
+    for name, function in zip(names, (generated, scored, lost, scoring)):
+        setattr(trainer, f"_{name}", function)
+
+
+def run_trl(job: dict[str, Any]) -> None:
+    """GRPO with TRL, a step at each turn."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    gate, seconds, logged = harness.Gate(), Counter[str](), []
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gate.ready()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            if "completions/mean_length" not in logs:
+                return
+            logged.append(logs)
+            parts = dict(seconds)
+            seconds.clear()
+            gate.step_done(
+                completions=job["completions"], length=logs["completions/mean_length"], reward=logs["reward"],
+                grad_norm=logs["grad_norm"], parts=parts,
+            )  # fmt: skip
+
+    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(job["policy"], dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokens = {r["prompt"]: r["prompt_ids"] for r in job["rows"]}
+    accumulate = PROMPTS if job["way"] == "group" else 1
+    more: dict[str, Any] = {}
+    if job["way"] == "continuous":
+        more = {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": job["continuous"],
+        }
+    args = GRPOConfig(
+        output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=job["completions"] // accumulate,
+        gradient_accumulation_steps=accumulate, num_generations=GROUP, max_completion_length=job["new_tokens"], temperature=1.0, top_p=1.0,
+        top_k=0, beta=0.0, loss_type="grpo", learning_rate=job["lr"], lr_scheduler_type="constant", max_grad_norm=1.0, shuffle_dataset=False,
+        bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, **more,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": r["prompt"]} for r in job["rows"]])
+    trainer = GRPOTrainer(
+        model=model, args=args, reward_funcs=reward, processing_class=tokenizer, train_dataset=rows, callbacks=[Turns()]
+    )
+    trainer._tokenize_prompts = lambda prompts: (
+        [tokens[p] for p in prompts],
+        None,
+        {},
+    )  # the same tokens on both sides
+    timed(trainer, "_generate_single_turn", seconds, "generate")
+    record_first_batch(trainer, job["record"])
+    trainer.train()
+
+
+def check(job: dict[str, Any], grad_norm: float, tolerance: float = 1e-4) -> None:
+    """Compute TRL's first batch again with our functions.
+
+    Raises:
+        SystemExit: something differs.
+    """
+    import torch
+
+    from rlhf_nb.advantages import group_advantages
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.logprobs import completion_logps
+    from rlhf_nb.losses.group import group_surrogate
+    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+    from rlhf_nb.types import Completions
+
+    trl = torch.load(job["record"], weights_only=True)
+    where = ModelConfig(name_or_path=job["policy"])
+    tokenizer = load_tokenizer(where)
+    model = load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer)
+    worst = {"advantages": float((group_advantages(trl["scores"], GROUP) - trl["advantages"]).abs().max())}
+    worst |= {"log-probs": 0.0, "loss": 0.0}
+
+    def gradient_norm(shift: int) -> float:
+        """Norm of the step's gradient, with each answer given the advantage of another; 0: its own."""
+        model.zero_grad()
+        for part in trl["parts"]:
+            pairs = [zip(part[f"{k}_ids"], part[f"{k}_mask"].bool()) for k in ("prompt", "completion")]
+            lists = [[row[mask].tolist() for row, mask in pair] for pair in pairs]
+            c = Completions.from_lists(*lists, tokenizer.pad_token_id)
+            logps = completion_logps(model, c, token_budget=job["token_budget"]).logps
+            loss = group_surrogate(logps, logps.detach(), part["advantages"].roll(shift), c.completion_mask)
+            mean = loss.total / loss.count / len(trl["parts"])
+            mean.backward()
+            if not shift:
+                theirs = torch.where(c.completion_mask, part["logps"][:, : logps.shape[1]], 0.0)
+                worst["log-probs"] = max(worst["log-probs"], float((logps.detach() - theirs).abs().max()))
+                worst["loss"] = max(worst["loss"], abs(float(mean.detach() - part["loss"])))
+        return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+
+    worst["gradient norm (relative)"] = abs(gradient_norm(0) / grad_norm - 1)
+    exchanged = abs(gradient_norm(1) / grad_norm - 1)
+    shown = ", ".join(f"{k} {x:.0e}" for k, x in worst.items())
+    print(
+        f"  TRL's first batch computed again, largest differences: {shown} (with advantages exchanged: {exchanged:.0e})"
+    )
+    if not max(worst.values()) <= tolerance < exchanged:
+        raise SystemExit(
+            f"the two sides don't compute the same thing: a difference above {tolerance:.0e}, or none where one is due"
+        )
+
+
+def fine_tune(model: Any, tokenizer: Any, pairs: list[dict[str, str]], steps: int = 30, batch: int = 16) -> float:
+    """A moment of training on the chosen answers, so that answers end; returns the last loss."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model.train()
+    for i in range(steps):
+        rows = [
+            tokenizer(p["prompt"][-200:] + p["chosen"])["input_ids"][:160] + [1]
+            for p in pairs[i * batch : (i + 1) * batch]
+        ]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], batch_first=True)
+        loss = model(ids, labels=ids.masked_fill(ids == 0, -100)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, Any]]:
+    """Write the policy unless it is there; return tokenized prompts in the order of the steps."""
+    import torch
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    need, new = PROMPTS * steps, not (folder / "policy").exists()
+    if task == "toy":
+        tokenizer, model = toy.build_tokenizer(), toy.build_model(0, "small")
+        asked = {r["prompt"]: r for r in toy.train_prompts(2 * need, 0)}.values()
+        kept = {r["prompt"]: r["prompt_ids"] for r in tokenize_prompts(asked, tokenizer, 64)}
+        if new:
+            config = SFTConfig.preset("toy", output_dir=str(folder / "sft"), epochs=1.0, console=False)
+            trainer = SFTTrainer(config, model, tokenizer, toy.sft_rows(4000, 0))
+            loss = trainer.fit()[-1]["loss"]
+            trainer.method.save_model(folder / "policy")
+    else:
+        pairs = harness.hh_pairs(data)
+        tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
+        model = harness.qwen2(tokenizer)
+        kept = {p["prompt"]: tokenizer(p["prompt"])["input_ids"] for p in pairs}
+        kept = {k: ids for k, ids in kept.items() if 64 <= len(ids) <= 256}
+        if new:
+            loss = fine_tune(model, tokenizer, pairs)
+            model.save_pretrained(folder / "policy")
+            tokenizer.save_pretrained(folder / "policy")
+    if new:
+        print(
+            f"{task}: policy of {sum(p.numel() for p in model.parameters()):,} parameters, fine-tuned to loss {loss:.2f}",
+            flush=True,
+        )
+    kept = dict(list(kept.items())[:need])
+    print(
+        f"{task}: {len(kept)} prompts of {sum(map(len, kept.values())) / len(kept):.0f} tokens on average", flush=True
+    )
+    return [{"prompt_ids": ids, "prompt": prompt, "columns": {}} for prompt, ids in kept.items()]
+
+
+def shares(worker: harness.Worker, warmup: int) -> str:
+    """Where a step's time goes."""
+    steps = worker.steps[warmup:]
+    total = sum(s["seconds"] for s in steps)
+    spent = {k: sum(s["parts"].get(k, 0.0) for s in steps) / total for k in steps[0]["parts"]}
+    rest = 1 - sum(spent.values())
+    return ", ".join(f"{k} {v:.0%}" for k, v in {**spent, "rest": rest}.items())
+
+
+def compare(
+    task: str, way: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], steps: int
+) -> None:
+    """One way of TRL against ours."""
+    new = args.new_tokens or NEW_TOKENS[task]
+    job = {
+        "policy": str(folder / "policy"), "record": str(folder / f"record-{way}.pt"), "rows": rows, "completions": GROUP * PROMPTS, "way": way,
+        "new_tokens": new, "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget or BUDGET[task], "lr": 1e-9,
+        "continuous": {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 1024, "max_requests_per_batch": GROUP * PROMPTS},
+    }  # fmt: skip
+    sides = {
+        side: (python, job | {"side": side, "output": str(folder / f"run-{side}-{way}")})
+        for side, python in (("ours", harness.sys.executable), ("trl", peers.ensure("trl-1.16")))
+    }
+    print(
+        f"{task} against {way}: {PROMPTS} prompts × {GROUP}, at most {new} new tokens, {args.threads} threads, {steps} steps each, in turn",
+        flush=True,
+    )
+    with harness.workers(__file__, sides, args.threads) as (ours, trl):
+        harness.alternate([ours, trl], args.warmup, steps)
+    check(job, trl.steps[0]["grad_norm"])
+    for worker in (ours, trl):
+        mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "reward")]
+        print(
+            f"  {worker.name}: answers of {mean[0]:.2f} tokens, reward {mean[1]:.3f} on average; time: {shares(worker, args.warmup)}"
+        )
+    harness.show(ours, trl, args.warmup, "completions", "completions")
+
+
+# --- decoding alone ---------------------------------------------------------------------------------------------------------
+
+
+def with_bias(model: Any) -> Any:
+    """The model with a head that has a bias, so that EOS can be made likelier."""
+    import torch
+
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    with torch.no_grad():
+        head.weight.copy_(model.lm_head.weight)
+        head.bias.zero_()
+    model.lm_head = head
+    return model.eval().requires_grad_(False)
+
+
+def decode_case(
+    task: str, share: float, rows: list[dict[str, Any]], model: Any, tokenizer: Any, new: int, repeats: int
+) -> None:
+    """Time sampling against `generate` where about `share` of the rows end early."""
+    import torch
+    from transformers import GenerationConfig
+
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.rollout import sampler
+    from rlhf_nb.types import PromptBatch
+
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    prompts = PromptBatch.from_lists(
+        [r["prompt_ids"] for r in rows[:PROMPTS]], prompts=[r["prompt"] for r in rows[:PROMPTS]]
+    )
+    settings, used = SamplingConfig(max_new_tokens=new), []
+    inner = sampler.decode
+
+    def counted(*args: Any, **options: Any) -> Any:
+        used.append(inner(*args, **options))
+        return used[-1]
+
+    def ours(seed: int, greedy: bool = False) -> Any:
+        return sampler.sample_tokens(
+            model, prompts, settings, eos=[eos], pad=pad, seed=seed, num_samples=GROUP, greedy=greedy
+        )
+
+    for seed in range(5):  # make EOS as likely as it must be
+        lens, done = ours(seed)[2:]
+        rate = float(done.sum() / lens.sum())
+        with torch.no_grad():
+            model.lm_head.bias[eos] += math.log((1 - (1 - share) ** (1 / new)) / max(rate, 1e-4))
+    ids = prompts.prompt_ids.repeat_interleave(GROUP, 0)
+    mask = prompts.prompt_mask.long().repeat_interleave(GROUP, 0)
+
+    def theirs(greedy: bool = False) -> Any:
+        how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "top_p": 1.0}
+        config = GenerationConfig(max_new_tokens=new, eos_token_id=eos, pad_token_id=pad, **how)
+        return model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+
+    a, b = theirs(greedy=True), ours(0, greedy=True)[0]
+    if not torch.equal(a, b):
+        raise SystemExit(f"{task}: greedy answers differ from generate's, so the times would mean nothing.")
+    sampler.decode = counted
+    speeds, fill, ended = ([], []), ([], []), []
+    for seed in range(repeats + 1):
+        begin = time.process_time(), time.perf_counter()
+        out = ours(seed)
+        middle = time.process_time(), time.perf_counter()
+        answers = theirs()
+        end = time.process_time(), time.perf_counter()
+        tokens = [int(out[2].sum()), int((answers != pad).sum())]
+        if not seed:
+            used.clear()
+            continue
+        speeds[0].append([tokens[0] / (m - x) for x, m in zip(begin, middle)])
+        speeds[1].append([tokens[1] / (e - m) for m, e in zip(middle, end)])
+        fill[0].append(tokens[0] / sum(used.pop()))
+        fill[1].append(tokens[1] / answers.numel())
+        ended.append(float((out[2] < new).float().mean()))
+    sampler.decode = inner
+    cpu, wall = (
+        statistics.median(s[i] for s in speeds[0]) / statistics.median(s[i] for s in speeds[1]) for i in (0, 1)
+    )
+    ratios = sorted(x[1] / y[1] for x, y in zip(*speeds))
+    print(
+        f"  {task}, {new} new tokens, {statistics.mean(ended):.0%} end early: {statistics.median(s[1] for s in speeds[0]):.0f} / {statistics.median(s[1] for s in speeds[1]):.0f} tokens/s "
+        f"= {wall:.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x); slots in use {statistics.mean(fill[0]):.1%} / {statistics.mean(fill[1]):.1%}",
+        flush=True,
+    )
+
+
+def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Decoding alone, in this process."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    print(
+        f"{task}: decoding alone, ours / generate, {PROMPTS} prompts × {GROUP}, {args.threads} threads, in turn",
+        flush=True,
+    )
+    for share in args.ended:
+        for new in [args.new_tokens] if args.new_tokens else DECODED[task]:
+            model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32))
+            torch.manual_seed(0)
+            decode_case(task, share, rows, model, tokenizer, new, 3 if args.quick else 5)
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, steps=8, threads=1)
+    parser.add_argument("--task", nargs="+", choices=tuple(NEW_TOKENS), default=list(NEW_TOKENS))
+    parser.add_argument("--against", nargs="+", choices=WAYS, default=["full", "group"], help="ways to run TRL")
+    parser.add_argument("--new-tokens", type=int, help="most new tokens (default: the task's)")
+    parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: the task's)")
+    parser.add_argument("--decode", action="store_true", help="decoding alone")
+    parser.add_argument(
+        "--ended", type=float, nargs="+", default=[0.25, 0.8], help="share of rows that end early, for --decode"
+    )
+    parser.add_argument("--keep", type=Path, help="folder in which policies are kept for the next call")
+    parser.add_argument("--data", type=Path, default=harness.HH)
+    args = parser.parse_args()
+    if args.worker:
+        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
+        harness.set_threads(job)
+        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+        return
+    steps = min(args.steps, 4) if args.quick else args.steps
+    with tempfile.TemporaryDirectory() as name:
+        for task in args.task:
+            folder = (args.keep or Path(name)).resolve() / task
+            folder.mkdir(parents=True, exist_ok=True)
+            rows = prepare(task, folder, args.warmup + steps + 1, args.data)
+            if args.decode:
+                decoding(task, args, folder, rows)
+                continue
+            for way in args.against:
+                with tempfile.TemporaryDirectory() as runs:
+                    (Path(runs) / "policy").symlink_to(folder / "policy")
+                    compare(task, way, args, Path(runs), rows, steps)
+
+
+if __name__ == "__main__":
+    main()
