@@ -343,14 +343,17 @@ def test_a_slow_pair_ends_the_row() -> None:
 @pytest.mark.skipif(not LINUX, reason="the death signal is Linux's")
 def test_nothing_outlives_a_killed_training(tmp_path: Path) -> None:
     code = "from rlhf_nb.rewards.verify import Sandbox; Sandbox(timeout_s=100, wall_s=100).run('import time; print(1, flush=True); time.sleep(100)')"  # fmt: skip
-    before = sandboxed()
     training = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+
+    def children() -> set[int]:
+        return {p.pid for p in psutil.Process(training.pid).children(recursive=True)}
+
     deadline = time.monotonic() + 60
-    while not (running := sandboxed() - before) and time.monotonic() < deadline:
+    while not children() & sandboxed() and time.monotonic() < deadline:  # others may be running sandboxes of their own
         time.sleep(0.05)
     time.sleep(0.3)
-    mine = {p.pid for p in psutil.Process(training.pid).children(recursive=True)}
-    assert running and mine
+    mine = children()
+    assert mine
     training.send_signal(signal.SIGKILL)
     training.wait()
     deadline = time.monotonic() + 5
