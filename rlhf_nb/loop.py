@@ -164,7 +164,7 @@ class BaseMethod(ABC):
         """Write the trained model so that `from_pretrained` can read it."""
         return None
 
-# %% ../nbs/54_loop.ipynb #a7b563a1
+# %% ../nbs/54_loop.ipynb #7a2cf941
 class History(list[dict[str, Any]]):
     """The steps of a run, oldest first; `evals` holds its evaluations.
 
@@ -175,6 +175,12 @@ class History(list[dict[str, Any]]):
         super().__init__(steps)
         self.evals = list(evals)
         self.stopped: str | None = None
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows the last value of a cell, and hundreds of events are no sight."""
+        first, last = (e.get("loss", math.nan) for e in (self[0], self[-1])) if self else (math.nan, math.nan)
+        ended = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"History of {len(self)} steps (loss {first:.4g} → {last:.4g}), {len(self.evals)} evaluations{ended}"
 
     def series(self, key: str) -> list[float]:
         """All values of a metric, in order; from the evaluations when it is an `eval/...`."""
