@@ -22,6 +22,7 @@ def readme() -> str:
     text, resources = MarkdownExporter().from_notebook_node(nb)
     if resources.get("outputs"):
         raise SystemExit("index.ipynb holds pictures: keep them in docs/ and link them, README.md must stand alone")
+    text = text.replace("](../", "](")  # the notebook lies one folder deeper than README.md
     return "<!-- generated from nbs/index.ipynb: edit the notebook -->\n\n" + text.strip() + "\n"
 
 
