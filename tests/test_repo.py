@@ -19,12 +19,12 @@ BIN = Path(sys.executable).parent
 
 # Layer of every module: imports point down only. `loop` and `losses` never import each other.
 LAYERS = {
-    "core": 0, "config": 0, "types": 0,
+    "core": 0, "config": 0, "types": 0, "workers": 0,
     "decoder": 1, "logprobs": 1, "kl": 1, "advantages": 1, "losses": 1,
     "data": 2, "models": 3,
     "rollout": 4, "rewards": 4, "evaluate": 4,
-    "engine": 5, "checkpoint": 5, "callbacks": 5, "loop": 5, "telemetry": 5,
-    "train": 6, "launch": 7, "topology": 7, "widgets": 8, "report": 8,
+    "engine": 5, "sharded": 5, "checkpoint": 5, "callbacks": 5, "loop": 5, "telemetry": 5,
+    "train": 6, "launch": 7, "topology": 7, "cluster": 7, "widgets": 8, "report": 8,
     "cli": 9, "pipeline": 9, "serve": 9, "export": 9, "doctor": 9, "__main__": 9,
 }  # fmt: skip
 

@@ -1,0 +1,143 @@
+"""Cores that take micro-batches of their own: the same training as one thread's, the same bits at each run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_nb import workers
+from rlhf_nb.logprobs import completion_logps, in_pieces, plan
+from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+from rlhf_nb.types import Completions
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(workers, "SMALL", 1)  # a test's model is tiny
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Tokenizer:
+    pad_token_id, eos_token_id = 0, 1
+
+    def save_pretrained(self, *_: Any) -> None: ...
+
+
+def model(dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    if dropout:
+        return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, resid_pdrop=dropout))
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def pairs(n: int) -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(1)
+    ids = lambda low, high: torch.randint(2, 60, (int(torch.randint(low, high, (1,), generator=g)),), generator=g)
+    return [
+        {"prompt_ids": ids(4, 20).tolist(), "chosen_ids": ids(3, 12).tolist(), "rejected_ids": ids(3, 12).tolist(), "margin": None}
+        for _ in range(n)
+    ]  # fmt: skip
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    import rlhf_nb.train.preference as module
+
+    monkeypatch.setattr(module, "tokenize_preferences", lambda rows, *_, **__: rows)
+    config = PreferenceConfig(
+        output_dir=str(folder), mini_batch_size=8, rollout_batch_size=8, steps=4, epochs=None, device="cpu", token_budget=64,
+        console=False, optimizer={"lr": 1e-3},
+    )  # fmt: skip
+    net = model()
+    trainer = PreferenceTrainer(config, net, Tokenizer(), rows=pairs(32), eval_rows=[])
+    trainer.method.save_model = lambda folder: None  # type: ignore[method-assign]
+    history = trainer.fit()
+    return [e["loss"] for e in history], {k: v.clone() for k, v in net.state_dict().items()}, trainer
+
+
+def test_a_crew_trains_as_one_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    losses, weights, trainer = trained(tmp_path / "two", monkeypatch)
+    assert trainer._team is not None and trainer._team.workers == 2
+    again, same, _ = trained(tmp_path / "again", monkeypatch)
+    assert losses == again and all(torch.equal(weights[k], same[k]) for k in weights)
+    torch.set_num_threads(1)
+    alone, expected, trainer = trained(tmp_path / "one", monkeypatch)
+    assert trainer._team is None
+    assert losses == pytest.approx(alone, rel=1e-5)
+    for k in weights:
+        torch.testing.assert_close(weights[k], expected[k], rtol=1e-4, atol=1e-5)
+
+
+def test_scores_do_not_depend_on_cores(two_threads: None) -> None:
+    net = model().double().eval()
+    rows = pairs(16)
+    c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
+    seen = set()
+    spread = workers.spread
+
+    def watch(run: Any, items: Any, n: int) -> Any:
+        def noted(x: Any) -> Any:
+            seen.add(threading.get_ident())
+            return run(x)
+
+        return spread(noted, items, n)
+
+    import rlhf_nb.logprobs as logprobs
+
+    logprobs.spread, before = watch, logprobs.spread
+    try:
+        with torch.no_grad():
+            for _ in range(20):  # on a busy machine one thread may do it all
+                two = completion_logps(net, c, entropy=True, token_budget=64)
+    finally:
+        logprobs.spread = before
+    assert len(seen) == 2
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        one = completion_logps(net, c, entropy=True, token_budget=64)
+    torch.testing.assert_close(two.logps, one.logps, rtol=0, atol=1e-12)
+    torch.testing.assert_close(two.entropy, one.entropy, rtol=0, atol=1e-12)
+
+
+def test_pieces_lower_the_budget_only() -> None:
+    rows = pairs(16)
+    c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
+    whole = plan(c, 4096)
+    with in_pieces(4):
+        cut = plan(c, 4096)
+    assert len(whole) == 1 and len(cut) >= 4
+    assert sorted(i for part in cut for i in part) == list(range(16))
+
+
+def test_dropout_keeps_one_thread(two_threads: None) -> None:
+    assert workers.draws_numbers(model(0.1).train()) and not workers.draws_numbers(model(0.1).eval())
+
+
+def test_an_error_in_a_thread_reaches_the_caller_and_leaves_no_gradients(two_threads: None) -> None:
+    net = torch.nn.Linear(2, 2)
+    crew = workers.Crew(net, 2)
+
+    def work(module: torch.nn.Module, x: int) -> None:
+        module(torch.ones(2)).sum().backward()
+        if x == 1:
+            raise ValueError("a bad row")
+
+    with pytest.raises(ValueError, match="a bad row"):
+        crew.run(work, [0, 1, 2])
+    assert all(p.grad is None for p in crew.twins[0].parameters())
+    assert torch.get_num_threads() == 2
