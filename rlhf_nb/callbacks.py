@@ -25,9 +25,9 @@ from .telemetry import EventLog, RunDir
 
 # %% auto #0
 __all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'Samples', 'short_number', 'pick_columns',
-           'step_line', 'steps_table', 'Progress', 'Trackers']
+           'where_time_goes', 'step_line', 'steps_table', 'Progress', 'Trackers']
 
-# %% ../nbs/53_callbacks.ipynb #b04f8250
+# %% ../nbs/53_callbacks.ipynb #7b4e7a54
 @dataclass
 class Flags:
     """What an observer asks for; `|` joins the wishes of several."""
@@ -35,6 +35,7 @@ class Flags:
     stop: bool = False
     save: bool = False
     evaluate: bool = False
+    control: bool = False  # somebody outside has written a request
     reason: str = ""
 
     def __or__(self, other: Flags) -> Flags:
@@ -42,6 +43,7 @@ class Flags:
             self.stop or other.stop,
             self.save or other.save,
             self.evaluate or other.evaluate,
+            self.control or other.control,
             self.reason or other.reason,
         )
 
@@ -49,13 +51,13 @@ class Flags:
         """A wish of any rank is a wish of all."""
         if engine.world_size == 1:
             return self
-        wishes = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate")}
+        wishes = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate", "control")}
         total = engine.reduce_sum(wishes)
         reason = self.reason or ("asked for by another rank" if float(total["stop"]) else "")
-        stop, save, evaluate = (bool(float(total[k])) for k in ("stop", "save", "evaluate"))
-        return Flags(stop, save, evaluate, reason)
+        stop, save, evaluate, control = (bool(float(total[k])) for k in ("stop", "save", "evaluate", "control"))
+        return Flags(stop, save, evaluate, control, reason)
 
-# %% ../nbs/53_callbacks.ipynb #4b158037
+# %% ../nbs/53_callbacks.ipynb #d714d666
 class RunView(Protocol):
     """What a callback may look at."""
 
@@ -90,6 +92,9 @@ class Callback:
 
     def on_save(self, run: RunView, path: Path) -> Flags | None:
         """When a checkpoint has been handed to the writer."""
+
+    def on_wait(self, run: RunView) -> Flags | None:
+        """Some five times a second while the run is paused; what it returns is not looked at."""
 
     def on_end(self, run: RunView) -> Flags | None:
         """When the run is over, whatever the reason."""
@@ -223,10 +228,19 @@ def pick_columns(event: dict[str, Any], wanted: Sequence[str] = (), most: int = 
     """The few metrics worth showing: those asked for, or else the best known that are there."""
     return [k for k in (wanted or _PREFERRED) if k in event][:most]
 
-# %% ../nbs/53_callbacks.ipynb #c26a1b9f
+# %% ../nbs/53_callbacks.ipynb #6d521f95
 def _columns(run: RunView, event: dict[str, Any]) -> list[str]:
     """Names of the metrics shown."""
     return pick_columns(event, getattr(run.method, "columns", ()))
+
+
+def where_time_goes(event: dict[str, Any]) -> str:
+    """Generate / score / update in % of the step, and the slots in use, of a method that samples; empty for others."""
+    if "perf/generate_share" not in event:
+        return ""
+    shares = "/".join(f"{100 * event.get(f'perf/{k}_share', 0.0):.0f}" for k in ("generate", "score", "update"))
+    slots = event.get("perf/slots_in_use")
+    return f"gen/score/upd {shares} %" + ("" if slots is None else f", slots {100 * slots:.0f} %")
 
 
 def step_line(run: RunView, event: dict[str, Any]) -> str:
@@ -236,18 +250,20 @@ def step_line(run: RunView, event: dict[str, Any]) -> str:
     parts += [f"{name} {short_number(event[name])}" for name in _columns(run, event)]
     if event.get("perf/tokens_per_s"):
         parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
-    return "  ".join(parts)
+    return "  ".join([*parts, *filter(None, [where_time_goes(event)])])
 
 
 def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
     """The last logged steps."""
     table = Table(box=None, pad_edge=False)
     columns = _columns(run, events[-1]) if events else []
-    for name in ["step", *columns, "tokens/s"]:
+    clock = [where_time_goes(e) for e in events]
+    for name in ["step", *columns, "tokens/s", *(["time"] if any(clock) else [])]:
         table.add_column(name, justify="right")
-    for e in events:
+    for e, spent in zip(events, clock):
         shown = [short_number(e.get(c)) for c in columns]
-        table.add_row(str(e["step"]), *shown, short_number(round(e.get("perf/tokens_per_s", 0))))
+        shown += [short_number(round(e.get("perf/tokens_per_s", 0))), *([spent] if any(clock) else [])]
+        table.add_row(str(e["step"]), *shown)
     return table
 
 # %% ../nbs/53_callbacks.ipynb #31bcc7ee

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # children find this module by i
 
 CASES: dict[str, str] = {
     "regression": "resume_harness:regression",
+    "steered": "test_control:steered",
     "sft": "resume_harness:sft",
     "reward": "resume_harness:reward",
     "ppo": "resume_harness:ppo",
@@ -42,6 +43,8 @@ CASES: dict[str, str] = {
     "kto": "resume_harness:kto",
     "grpo": "resume_harness:grpo",
     "rloo": "resume_harness:rloo",
+    "online": "resume_harness:online",
+    "nash": "resume_harness:nash",
 }
 
 
@@ -225,6 +228,27 @@ def rloo(run_dir: Path) -> Trainer:
     return RLOOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
 
 
+def online(run_dir: Path) -> Trainer:
+    """Against the reference's answers, with XPO's bonus; several updates a batch."""
+    return _pairs(run_dir, opponent="reference", xpo_alpha=1e-3, num_inner_epochs=2)
+
+
+def nash(run_dir: Path) -> Trainer:
+    """Against a mixture of two models, token by token; a judge compares."""
+    return _pairs(run_dir, loss="nash_md", beta=0.05, mixture=0.25)
+
+
+def _pairs(run_dir: Path, **over: Any) -> Trainer:
+    from rlhf_nb.data import toy
+    from rlhf_nb.rewards.judge import FunctionJudge
+    from rlhf_nb.train.online import OnlineDPOConfig, OnlineDPOTrainer
+
+    config = OnlineDPOConfig.preset("toy", **_toy(**_GROUPS | {"num_generations": 2}, **over))
+    rows, held = toy.train_prompts(64), toy.test_prompts(4)
+    judge = FunctionJudge(toy.gold_reward, noise=0.5, position_bias=0.5)
+    return OnlineDPOTrainer(config, *_toy_model(), judge, rows, held, run_dir=run_dir)
+
+
 _GROUPS: dict[str, Any] = {
     "steps": 10,
     "rollout_batch_size": 16,
@@ -287,6 +311,7 @@ def _context() -> Any:
                 "rlhf_nb.train.sft",
                 "rlhf_nb.train.kto",
                 "rlhf_nb.train.rloo",
+                "rlhf_nb.train.online",
                 "resume_harness",
             ]
         )

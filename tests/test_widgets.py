@@ -1,0 +1,462 @@
+"""Reader, charts, dashboard and report without a browser: damaged logs, other versions, no front end, one that is faked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rlhf_nb.core import RunError
+from rlhf_nb.report import prometheus, report, serve_metrics, watch
+from rlhf_nb.telemetry import EventLog, RunDir, read_metrics
+from rlhf_nb.widgets import reader as reader_module
+from rlhf_nb.widgets.charts import Axes, Line, Panel, line_chart, to_png
+from rlhf_nb.widgets.dashboard import Board, Dashboard, front_end, group_panels, health_of, still
+from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write(path: Path, steps: int = 20, begin: int = 1, **over: Any) -> EventLog:
+    """A run that goes on."""
+    RunDir(path).open({"steps": 100, "kl_budget": 6.0}, resume=True)
+    log = EventLog(path / "metrics.jsonl")
+    if begin == 1:
+        offered = {
+            "kl_coef": {"value": 0.05, "low": 0.0, "high": 10.0},
+            "lr": {"value": 3e-4, "low": 0.0, "high": 0.03},
+        }
+        log.append("start", 0, method="ppo", total_steps=100, controls=offered, format=1)
+    for s in range(begin, begin + steps):
+        values = {
+            "objective/scores": s / 50,
+            "objective/kl": s / 20,
+            "objective/kl_stderr": 0.1,
+            "loss": 1 / s,
+            "perf/step_s": 0.1,
+        }
+        log.append("step", s, **(values | over))
+    return log
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the reader, and what may be wrong with a folder
+
+
+def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "run"
+    reader = RunReader(path)
+    assert not reader.poll() and reader.status.state == "waiting" and "there is no run in" in str(reader.status)
+    assert reader.series("loss")[0].size == 0 and reader.config == {} and reader.samples() == [] and reader.events == []
+    board = Board(path)
+    assert "waiting" in board.refresh()[1]  # type: ignore[index]
+    board.ask("stop")
+    assert "nobody would hear" in board.refresh()[1]  # type: ignore[index]
+    write(path)
+    assert reader.poll() and reader.status.state == "running" and "20 of 100" in str(board.refresh()[1])  # type: ignore[index]
+
+
+def test_torn_last_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, 5).close()
+    whole = b'{"time": 1.0, "rank": 0, "step": 6, "type": "step", "loss": 0.25, "note": "\xc3\xa9"}\n'
+    reader = RunReader(tmp_path)
+    for cut in range(1, len(whole) - 1, 7):
+        with open(tmp_path / "metrics.jsonl", "ab") as f:
+            f.write(whole[:cut])
+        reader.poll()
+        assert reader.step == 5 and reader.damaged == 0
+        os.truncate(tmp_path / "metrics.jsonl", os.path.getsize(tmp_path / "metrics.jsonl") - cut)
+    with open(tmp_path / "metrics.jsonl", "ab") as f:
+        f.write(whole)
+    assert reader.poll() and reader.last("loss") == 0.25 and reader.generation == 0
+
+
+def test_cut_log_is_read_again(tmp_path: Path) -> None:
+    log, reader = write(tmp_path, 30), RunReader(tmp_path)
+    reader.poll()
+    log.truncate_after(20)
+    assert reader.poll() and reader.step == 20 and reader.generation == 1
+    log.append("resume", 20)
+    for s in range(21, 60):  # now it is longer than it was
+        log.append("step", s, loss=-1.0)
+    assert reader.poll() and reader.series("loss")[1].tolist() == [
+        e["loss"] for e in read_metrics(tmp_path) if e["type"] == "step"
+    ]
+    log.truncate_after(40)
+    for s in range(41, 90):
+        log.append("step", s, loss=-2.0)
+    assert reader.poll() and reader.generation == 2  # cut and grown beyond the old length between two looks
+    assert reader.series("loss")[1][-1] == -2.0 and len(reader.series("loss")[0]) == 89
+
+
+def test_folder_that_is_removed_and_made_anew(tmp_path: Path) -> None:
+    import shutil
+
+    path = tmp_path / "run"
+    write(path, 30).close()
+    reader = RunReader(path)
+    reader.poll()
+    shutil.rmtree(path)
+    assert reader.poll() and reader.status.state == "waiting"
+    write(path, 3).close()
+    assert reader.poll() and reader.step == 3
+
+
+def test_a_run_of_another_version(tmp_path: Path) -> None:
+    log = write(tmp_path, 5)
+    log.append("resume", 5, format=7, controls=None)
+    log.append("holiday", 5, mood={"nested": [1, None]})  # an event this version does not know
+    log.append(
+        "step", 6, **{"new/metric": 1.0, "list": [1.0, 2.0], "text": "x", "flag": True, "loss": None, "nothing": None}
+    )
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 7, "loss": 0.5}\n{"loss": 1}\n{"step": null, "type": "step", "loss": 2}\n42\n{"type": 3}\n')
+    (tmp_path / "config.yaml").write_text("a: [1, 2\nb: }")
+    reader = RunReader(tmp_path)
+    reader.poll()
+    assert "format 7, this reads 1" in reader.note and "1 line(s)" in reader.note
+    assert reader.last("new/metric") == 1.0 and reader.last("loss") == 0.5 and "list" not in reader.keys
+    assert reader.config == {} and any(e["type"] == "holiday" for e in reader.events)
+    assert "format 7" in Board(tmp_path).refresh()[1]  # type: ignore[index]
+    report(tmp_path, tmp_path / "r.html")
+
+
+def test_damaged_middle_and_non_finite(tmp_path: Path) -> None:
+    log = write(tmp_path, 3)
+    log.append("step", 4, loss=float("nan"), **{"objective/kl": float("inf")})
+    log.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as f:
+        f.write(b'{"step": 5, "lo\n\xff\xfe\n')
+    write(tmp_path, 2, begin=6)
+    reader = RunReader(tmp_path)
+    reader.poll()
+    assert reader.damaged == 2 and reader.series("loss")[0].tolist() == [1, 2, 3, 6, 7] and reader.step == 7
+    ET.fromstring(line_chart(*group_panels([reader], "all")))
+
+
+def test_written_by_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock is a day ahead or behind; a network file system shows a hole before the data."""
+    log = write(tmp_path, 5)
+    log.close()
+    for shift in (86400, -5):
+        os.utime(tmp_path / "metrics.jsonl", (time.time() + shift,) * 2)
+        reader = RunReader(tmp_path)
+        reader.poll()
+        assert reader.status.state == "running" and reader.status.silent_s < 60
+    line = b'{"rank": 0, "step": 6, "type": "step", "loss": 0.125}\n'
+    size = os.path.getsize(tmp_path / "metrics.jsonl")
+    with open(tmp_path / "metrics.jsonl", "ab") as f:
+        f.write(b"\0" * len(line) + line.replace(b"6", b"7"))
+    reader.poll()
+    assert reader.step == 5 and reader.damaged == 0
+    with open(tmp_path / "metrics.jsonl", "r+b") as f:
+        f.seek(size)
+        f.write(line)
+    reader.poll()
+    assert reader.step == 7 and reader.damaged == 0
+    clock = time.monotonic
+    monkeypatch.setattr(reader_module.time, "monotonic", lambda: clock() + 300)
+    assert reader.status.state == "silent" and "5 min" in str(reader.status)
+
+
+def test_reading_while_somebody_writes(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def work() -> None:
+        log = write(tmp_path, 1)
+        for s in range(2, 1500):
+            log.append("step", s, loss=float(s), **{f"m/{i}": 0.1 * s for i in range(20)})
+        done.set()
+
+    threading.Thread(target=work).start()
+    reader = RunReader(tmp_path)
+    while not done.is_set():
+        reader.poll()
+    reader.poll()
+    s, v = reader.series("loss")
+    assert reader.damaged == 0 and reader.generation == 0 and s[-1] == 1499 and reader._series["loss"].count == 1499
+    assert np.all(np.diff(s) >= 0)
+
+
+def test_fast_and_slow_parsing_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, rng = write(tmp_path, 2), np.random.default_rng(0)
+    for s in range(3, 9000):
+        extra = {"skipped": 1} if s % 97 == 0 else {}
+        log.append(
+            "step",
+            s,
+            count=s,
+            **{f"m/{i}": float(x) for i, x in enumerate(rng.normal(size=25) * 10.0 ** rng.integers(-9, 9))},
+            **extra,
+        )
+        if s % 500 == 0:
+            log.append("eval", s, **{"eval/gold": float(s)})
+    log.append("end", 8999, reason=None)
+    assert os.path.getsize(tmp_path / "metrics.jsonl") > 4 << 20
+    fast = RunReader(tmp_path)
+    fast.poll()
+    monkeypatch.setattr(reader_module, "columns_at_once", lambda block: None)
+    slow = RunReader(tmp_path)
+    slow.poll()
+    assert set(fast.keys) == set(slow.keys) and fast.status.state == "ended" and len(fast.events) == len(slow.events)
+    for key in fast.keys:
+        np.testing.assert_array_equal(fast.series(key)[1], slow.series(key)[1], err_msg=key)
+    assert fast.last("m/3") == slow.last("m/3") and fast._series["skipped"].count == slow._series["skipped"].count
+
+
+def test_series_is_bounded_and_keeps_extremes() -> None:
+    rng, series = np.random.default_rng(1), Series(200)
+    values = rng.normal(size=100_000)
+    for part in np.array_split(np.arange(100_000), 313):
+        series.extend(part.astype(float), values[part])
+    s, v = series.points()
+    assert len(s) <= 201 and v.max() == values.max() and v.min() == values.min() and v[-1] == values[-1]
+    assert np.all(np.diff(s) >= 0)
+    np.testing.assert_allclose(np.average(series.means()[1], weights=series._rows[5]), values.mean())
+
+
+def test_samples_are_read_as_they_come(tmp_path: Path) -> None:
+    log, reader = EventLog(tmp_path / "samples.jsonl"), RunReader(tmp_path)
+    assert reader.samples() == [] and reader.sample_steps == []
+    for s in (1, 1, 4):
+        log.append("sample", s, prompt="p", completion=f"c{s}", score=float("nan"))
+    assert reader.sample_steps == [1, 4] and len(reader.samples(step=1)) == 2 and len(reader.samples(last=1)) == 1
+    assert np.isnan(reader.samples()[0]["score"])
+    log.truncate_after(1)
+    log.append("sample", 2, completion="again")
+    assert reader.sample_steps == [1, 2]
+
+
+def test_runs_in_every_form(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b" / "a")
+    assert [r.label for r in open_runs([tmp_path / "a", str(tmp_path / "b" / "a")])] == [f"{tmp_path.name}/a", "b/a"]
+    assert {p.name for p in find_runs(tmp_path)} == {"a"} and len(find_runs(tmp_path)) == 2
+    with pytest.raises(RunError, match="int is no run"):
+        open_runs(3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# charts
+
+
+def test_charts_survive_odd_data() -> None:
+    t = np.arange(5.0)
+    odd = [
+        np.full(5, np.nan),
+        np.array([np.inf, 1, -np.inf, 2, np.nan]),
+        np.full(5, 1e300),
+        np.full(5, -1e-300),
+        np.zeros(5),
+        t * 1e12,
+    ]
+    panels = [Panel(f"p{i}{log}", [Line("x", t, v)], log=log) for i, v in enumerate(odd) for log in (False, True)]
+    ET.fromstring(line_chart(*panels))
+    assert to_png(*panels)[:4] == b"\x89PNG"
+    ET.fromstring(line_chart())
+
+
+def test_axes_never_shrink_and_move_rarely() -> None:
+    axes, rng, seen = Axes(), np.random.default_rng(0), []
+    for n in range(2, 400):
+        t = np.arange(float(n))
+        line_chart(Panel("x", [Line("x", t, np.cumsum(rng.normal(size=n)))]), axes=axes)
+        seen.append((axes.x, axes.y["x"]))
+    assert all(a[0][1] <= b[0][1] and a[1][1] <= b[1][1] and a[1][0] >= b[1][0] for a, b in zip(seen, seen[1:]))  # type: ignore[index]
+    assert len(set(seen)) < 40
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the dashboard without a front end, and with one that is faked
+
+
+def test_no_front_end_leaves_a_picture_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(tmp_path)
+    assert not front_end()
+    with Dashboard(tmp_path).live():
+        log.append("end", 20, reason="done")
+    assert "ended: done" in capsys.readouterr().out  # in a plain script: one line
+    png, table = still(open_runs(tmp_path))
+    assert png[:4] == b"\x89PNG" and "objective/kl" in table
+
+
+def test_widgets_close_and_leave_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+    from ipywidgets import Widget
+
+    shown: list[Any] = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, **k: shown.append((set(data), k.get("update", False))))
+    log, before = write(tmp_path), threading.active_count()
+    board = Dashboard(tmp_path, widgets=True)
+    with pytest.raises(KeyError), board.live():
+        for s in range(21, 60):
+            log.append("step", s, loss=1.0)
+            time.sleep(0.02)
+        assert board.knobs is not None and "<svg" in board.knobs.curves.value
+        raise KeyError("the cell fails")
+    assert board.failure == "" and board.knobs is None and threading.active_count() == before
+    assert [u for _, u in shown] == [False, False, True, True]
+    assert (
+        "application/vnd.jupyter.widget-view+json" in shown[0][0]
+        and "image/png" in shown[2][0]
+        and "text/html" in shown[3][0]
+    )
+    widgets = getattr(Widget, "widgets", None) or {}
+    assert not [w for w in dict(widgets).values() if type(w).__name__ == "Button"]
+
+
+def test_a_refused_number_is_said_and_the_slider_jumps_back(tmp_path: Path) -> None:
+    from rlhf_nb.widgets.dashboard import _Knobs
+
+    log, board = write(tmp_path), Dashboard(tmp_path, widgets=True)
+    board.knobs = _Knobs(board)
+    board.draw(force=True)
+    slider = board.knobs.sliders["kl_coef"]
+    slider.value = 3.0
+    board.draw()
+    (asked,) = [json.loads(x) for x in (tmp_path / "control.jsonl").read_text().splitlines()]
+    assert (asked["request"], asked["key"], asked["value"]) == ("set", "kl_coef", 3.0)
+    log.append(
+        "control",
+        21,
+        request="set",
+        key="kl_coef",
+        old=0.05,
+        new=0.05,
+        ok=False,
+        why="kl_coef must be a number from 0 to 1, not 3.0; it stays 0.05",
+    )
+    board.draw()
+    assert "refused: kl_coef must be a number" in board.knobs.words.value and slider.value == 0.05
+    log.append("end", 21, reason=None)
+    board.draw()
+    board.ask("stop")
+    board.draw()
+    assert "the run is over" in board.knobs.words.value
+    assert len((tmp_path / "control.jsonl").read_text().splitlines()) == 1
+
+
+def test_labels_of_a_run_are_never_html(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    log = write(tmp_path / "x")
+    log.append("step", 21, **{evil: 1.0})
+    log.append("control", 21, request="set", key=evil, ok=False, why=evil)
+    log.append("end", 21, reason=evil)
+    EventLog(tmp_path / "x" / "samples.jsonl").append("sample", 1, prompt=evil, completion=evil)
+    board = Board(tmp_path / "x", group="all")
+    page = "".join(board.refresh() or ()) + report(tmp_path / "x").read_text()
+    assert "<img" not in page and "onerror=alert" in page
+
+
+def test_a_run_in_another_process_is_followed_and_stopped(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT / "tests")!r}]
+from pathlib import Path
+from resume_harness import *
+Trainer(Regression(pause=0.05), Numbers(), regression_config(steps=400), run_dir=Path({str(tmp_path / "run")!r})).fit()
+"""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        board = Board(tmp_path / "run")
+        begin, asked = time.monotonic(), False
+        while not board.target.status.over and time.monotonic() - begin < 60:
+            board.refresh()
+            if board.target.step >= 3 and not asked:
+                board.ask("stop")
+                asked_at, asked = board.target.step, True
+            time.sleep(0.02)
+        assert board.target.status.over and board.target.step <= asked_at + 2
+        assert (tmp_path / "run" / "checkpoints" / f"step-{board.target.step:010d}").is_dir()
+    finally:
+        child.wait(30)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ipykernel") is None, reason="no ipykernel")
+def test_clicks_reach_a_busy_kernel() -> None:
+    from fake_front_end import click_stop
+
+    found = click_stop()
+    assert found["clicked"] and "GOT ['set', 'stop']" in found["out"] and "NEXT 2" in found["out"], found["out"]
+    stays = sorted(found["updated"].values())
+    assert stays == [["image/png", "text/plain"], ["text/html", "text/plain"]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="no nbclient")
+def test_headless_notebook_holds_picture_and_table_and_no_widget_state(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+
+    write(tmp_path / "run").append("end", 20, reason=None)
+    cells = [
+        f"from rlhf_nb.widgets.dashboard import Dashboard\nDashboard({str(tmp_path / 'run')!r})",
+        f"with Dashboard({str(tmp_path / 'run')!r}).live():\n    pass",
+    ]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    NotebookClient(nb, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert "widgets" not in nb.metadata
+    for cell in nb.cells:
+        kinds = {k for o in cell.outputs for k in o.get("data", {})}
+        assert "image/png" in kinds and "text/html" in kinds and not any("widget" in k for k in kinds)
+    page, _ = HTMLExporter().from_notebook_node(nb)
+    assert page.count('src="data:image/png;base64') == 2 and page.count("objective/kl") >= 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# report, terminal, Prometheus
+
+
+def test_report_stands_alone(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no run in"):
+        report(tmp_path / "nothing")
+    write(tmp_path / "run")
+    path = report([tmp_path / "run"], tmp_path / "out" / "r.html", pngs=False)
+    text = path.read_text()
+    assert not re.search(r"""(src|href)=["']?(http|//)|<script|<link""", text) and "kl_budget: 6.0" in text
+    assert not (tmp_path / "out" / "figures").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        report(tmp_path / "run", tmp_path / "file" / "r.html", pngs=False)
+
+
+def test_watch_in_a_pipe_ends_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+
+    def work() -> None:
+        time.sleep(0.3)
+        write(path, 50).append("end", 50, reason="asked to stop")
+
+    threading.Thread(target=work).start()
+    console = Console(width=100, record=True, force_terminal=False, file=open(os.devnull, "w"))
+    watch(path, every=0.05, console=console)
+    text = console.export_text()
+    assert "waiting" in text and "ended: asked to stop" in text and "objective/kl" in text
+
+
+def test_prometheus_waits_and_answers(tmp_path: Path) -> None:
+    server = serve_metrics(tmp_path / "run", port=0, block=False)
+    try:
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        assert 'state="waiting"} 1.0' in urlopen(f"{address}/metrics").read().decode()
+        write(tmp_path / "run", 7, loss=float("nan"))
+        text = urlopen(f"{address}/metrics").read().decode()
+        assert 'rlhf_nb_step{run="run"} 7.0' in text and 'rlhf_nb_loss{run="run"} NaN' in text
+        with pytest.raises(RunError, match="choose another port"):
+            serve_metrics(tmp_path / "run", port=server.server_address[1], block=False)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert prometheus([tmp_path / "run"]).endswith("\n") and health_of(open_runs(tmp_path / "run")[0]) == []
