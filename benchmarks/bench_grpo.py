@@ -1,7 +1,8 @@
 """GRPO: completions per second of whole training steps against TRL's GRPOTrainer; and decoding alone against `generate`.
 
     python benchmarks/bench_grpo.py [--quick] [--steps 8] [--threads 1] [--task toy hh] [--against full group continuous] [--data FILE]
-    python benchmarks/bench_grpo.py --decode [--threads 1]
+    python benchmarks/bench_grpo.py --task hh --steps 4 --results FILE    # call it again for further steps, on further prompts
+    python benchmarks/bench_grpo.py --decode [--threads 1] [--prompts 8 32]
 
 Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group
 advantages, no reference model (the default of both), fp32, AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing.
@@ -19,6 +20,9 @@ TRL generates with transformers (vLLM needs a GPU) and runs
 The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our
 functions: log-probs of all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early
 (and then most), first checks that both write the same tokens when greedy, and counts how many decoding slots work on a token that is kept.
+At most 64 rows decode at the same time; with more, waiting rows enter ours, and `generate` is called again for each 64.
+
+A step of the larger task takes TRL half a minute on one thread. With `--results` the steps of all calls are kept in a file and reported together.
 """
 
 from __future__ import annotations
@@ -324,6 +328,14 @@ def shares(worker: harness.Worker, warmup: int) -> str:
     return ", ".join(f"{k} {v:.0%}" for k, v in {**spent, "rest": rest}.items())
 
 
+def earlier(args: argparse.Namespace, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """What earlier calls with the same settings measured."""
+    if not args.results or not args.results.exists():
+        return []
+    lines = [json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()]
+    return [x for x in lines if x["key"] == key]
+
+
 def compare(
     task: str, way: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], steps: int
 ) -> None:
@@ -345,6 +357,22 @@ def compare(
     with harness.workers(__file__, sides, args.threads) as (ours, trl):
         harness.alternate([ours, trl], args.warmup, steps)
     check(job, trl.steps[0]["grad_norm"])
+    key = {
+        "task": task,
+        "way": way,
+        "new_tokens": new,
+        "threads": args.threads,
+        "token_budget": job["token_budget"],
+        "warmup": args.warmup,
+    }
+    before = earlier(args, key)
+    if args.results:
+        with args.results.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({"key": key, "ours": ours.steps[args.warmup :], "trl": trl.steps[args.warmup :]}) + "\n")
+    for worker in (ours, trl):
+        worker.steps[args.warmup : args.warmup] = [s for call in before for s in call[worker.name]]
+    if before:
+        print(f"  with {len(before)} earlier calls: {len(ours.steps) - args.warmup} steps of each side", flush=True)
     for worker in (ours, trl):
         mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "reward")]
         print(
@@ -376,65 +404,61 @@ def decode_case(
     from transformers import GenerationConfig
 
     from rlhf_nb.config import SamplingConfig
-    from rlhf_nb.rollout import sampler
+    from rlhf_nb.rollout.sampler import sample_tokens
     from rlhf_nb.types import PromptBatch
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    prompts = PromptBatch.from_lists(
-        [r["prompt_ids"] for r in rows[:PROMPTS]], prompts=[r["prompt"] for r in rows[:PROMPTS]]
-    )
+    prompts = PromptBatch.from_lists([r["prompt_ids"] for r in rows], prompts=[r["prompt"] for r in rows])
     settings, used = SamplingConfig(max_new_tokens=new), []
-    inner = sampler.decode
-
-    def counted(*args: Any, **options: Any) -> Any:
-        used.append(inner(*args, **options))
-        return used[-1]
 
     def ours(seed: int, greedy: bool = False) -> Any:
-        return sampler.sample_tokens(
-            model, prompts, settings, eos=[eos], pad=pad, seed=seed, num_samples=GROUP, greedy=greedy
-        )
+        return sample_tokens(
+            model, prompts, settings, eos=[eos], pad=pad, seed=seed, num_samples=GROUP, greedy=greedy,
+            batch_size=GROUP * PROMPTS, used=used,
+        )  # fmt: skip
 
     for seed in range(5):  # make EOS as likely as it must be
         lens, done = ours(seed)[2:]
         rate = float(done.sum() / lens.sum())
         with torch.no_grad():
             model.lm_head.bias[eos] += math.log((1 - (1 - share) ** (1 / new)) / max(rate, 1e-4))
-    ids = prompts.prompt_ids.repeat_interleave(GROUP, 0)
-    mask = prompts.prompt_mask.long().repeat_interleave(GROUP, 0)
 
-    def theirs(greedy: bool = False) -> Any:
+    def theirs(greedy: bool = False) -> list[Any]:
         how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(max_new_tokens=new, eos_token_id=eos, pad_token_id=pad, **how)
-        return model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+        out = []
+        for i in range(0, len(prompts), PROMPTS):
+            part = PromptBatch.from_lists([r["prompt_ids"] for r in rows[i : i + PROMPTS]])
+            ids, mask = (x.repeat_interleave(GROUP, 0) for x in (part.prompt_ids, part.prompt_mask.long()))
+            out.append(model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :])
+        return out
 
-    a, b = theirs(greedy=True), ours(0, greedy=True)[0]
-    if not torch.equal(a, b):
+    same, a = ours(0, greedy=True)[0], theirs(greedy=True)
+    wide = [torch.nn.functional.pad(x, (0, same.shape[1] - x.shape[1]), value=pad) for x in a]
+    if not torch.equal(torch.cat(wide), same):
         raise SystemExit(f"{task}: greedy answers differ from generate's, so the times would mean nothing.")
-    sampler.decode = counted
     speeds, fill, ended = ([], []), ([], []), []
     for seed in range(repeats + 1):
+        used.clear()
         begin = time.process_time(), time.perf_counter()
         out = ours(seed)
         middle = time.process_time(), time.perf_counter()
         answers = theirs()
         end = time.process_time(), time.perf_counter()
-        tokens = [int(out[2].sum()), int((answers != pad).sum())]
+        tokens = [int(out[2].sum()), sum(int((x != pad).sum()) for x in answers)]
         if not seed:
-            used.clear()
             continue
         speeds[0].append([tokens[0] / (m - x) for x, m in zip(begin, middle)])
         speeds[1].append([tokens[1] / (e - m) for m, e in zip(middle, end)])
-        fill[0].append(tokens[0] / sum(used.pop()))
-        fill[1].append(tokens[1] / answers.numel())
+        fill[0].append(tokens[0] / sum(used))
+        fill[1].append(tokens[1] / sum(x.numel() for x in answers))
         ended.append(float((out[2] < new).float().mean()))
-    sampler.decode = inner
     cpu, wall = (
         statistics.median(s[i] for s in speeds[0]) / statistics.median(s[i] for s in speeds[1]) for i in (0, 1)
     )
     ratios = sorted(x[1] / y[1] for x, y in zip(*speeds))
     print(
-        f"  {task}, {new} new tokens, {statistics.mean(ended):.0%} end early: {statistics.median(s[1] for s in speeds[0]):.0f} / {statistics.median(s[1] for s in speeds[1]):.0f} tokens/s "
+        f"  {task}, {len(prompts)} prompts × {GROUP}, {new} new tokens, {statistics.mean(ended):.0%} end early: {statistics.median(s[1] for s in speeds[0]):.0f} / {statistics.median(s[1] for s in speeds[1]):.0f} tokens/s "
         f"= {wall:.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x); slots in use {statistics.mean(fill[0]):.1%} / {statistics.mean(fill[1]):.1%}",
         flush=True,
     )
@@ -449,15 +473,15 @@ def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    print(
-        f"{task}: decoding alone, ours / generate, {PROMPTS} prompts × {GROUP}, {args.threads} threads, in turn",
-        flush=True,
-    )
-    for share in args.ended:
-        for new in [args.new_tokens] if args.new_tokens else DECODED[task]:
-            model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32))
-            torch.manual_seed(0)
-            decode_case(task, share, rows, model, tokenizer, new, 3 if args.quick else 5)
+    print(f"{task}: decoding alone, ours / generate, {args.threads} threads, in turn", flush=True)
+    for prompts in args.prompts:
+        for share in args.ended:
+            for new in [args.new_tokens] if args.new_tokens else DECODED[task]:
+                model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32))
+                torch.manual_seed(0)
+                decode_case(
+                    task, share, rows[:prompts], model, tokenizer, new, args.repeats or (3 if args.quick else 5)
+                )
 
 
 def main() -> None:
@@ -470,6 +494,9 @@ def main() -> None:
     parser.add_argument(
         "--ended", type=float, nargs="+", default=[0.25, 0.8], help="share of rows that end early, for --decode"
     )
+    parser.add_argument("--prompts", type=int, nargs="+", default=[PROMPTS], help="prompts, for --decode")
+    parser.add_argument("--repeats", type=int, help="measured calls, for --decode")
+    parser.add_argument("--results", type=Path, help="file to which steps are added, and from which all are reported")
     parser.add_argument("--keep", type=Path, help="folder in which policies are kept for the next call")
     parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
@@ -483,7 +510,13 @@ def main() -> None:
         for task in args.task:
             folder = (args.keep or Path(name)).resolve() / task
             folder.mkdir(parents=True, exist_ok=True)
-            rows = prepare(task, folder, args.warmup + steps + 1, args.data)
+            own = max(args.prompts) // PROMPTS if args.decode else args.warmup + steps + 1
+            calls = (
+                len(args.results.read_text(encoding="utf-8").splitlines())
+                if args.results and args.results.exists()
+                else 0
+            )
+            rows = prepare(task, folder, own * (calls + 1), args.data)[-own * PROMPTS :]
             if args.decode:
                 decoding(task, args, folder, rows)
                 continue

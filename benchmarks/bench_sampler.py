@@ -9,7 +9,8 @@ checked before anything is timed: greedy, both write the same tokens. Cases:
 - fixed: no EOS, every row has all new tokens;
 - varying: a bias on EOS makes answers as long as a toy policy's (mean about 15 of 48), both stop at EOS.
 
-`--extras` also times: moving rows when some finish (against selecting the survivors), bf16, and decoded texts.
+`--extras` also times: a quarter as many slots as rows, in chunks and with waiting rows entering (and how full the slots are); moving rows when some
+finish (against selecting the survivors); bf16; and decoded texts.
 """
 
 from __future__ import annotations
@@ -164,6 +165,28 @@ def extras(args: argparse.Namespace, tokenizer: Any) -> None:
             lambda: sample_tokens(model, prompts, settings, **go),
         ),
     ]
+    eos, varying = tokenizer.eos_token_id, make_model(args.size)
+    let_it_end(varying, prompts, settings, eos, go["pad"], args.mean_length)
+    used: tuple[list[int], list[int]] = ([], [])
+    kept = [0, 0]
+
+    def few_slots(parts: list[PromptBatch], side: int) -> None:
+        used[side].clear()
+        done = [
+            sample_tokens(varying, p, settings, **go | {"eos": [eos]}, batch_size=n // 4, used=used[side])
+            for p in parts
+        ]
+        kept[side] = sum(int(d[2].sum()) for d in done)
+
+    chunks = [prompts[i : i + n // 4] for i in range(0, n, n // 4)]
+    pairs.insert(
+        0,
+        (
+            f"{n} rows, {n // 4} slots: in chunks / waiting rows enter",
+            lambda: few_slots(chunks, 0),
+            lambda: few_slots([prompts], 1),
+        ),
+    )
     rows = []
     for name, first, second in pairs:
         times = alternate([first, second], args.repeats)
@@ -171,6 +194,8 @@ def extras(args: argparse.Namespace, tokenizer: Any) -> None:
         rows.append([name, f"{a * 1e3:.2f} ms", f"{b * 1e3:.2f} ms", f"{a / b:.2f}×"])
     print()
     print_table(["choice", "first", "second", "first / second"], rows)
+    for name, u, k in zip(("in chunks", "waiting rows enter"), used, kept):
+        print(f"{name}: {len(u)} steps, {k / sum(u):.1%} of the slots in use")
 
 
 def main() -> None:

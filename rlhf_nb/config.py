@@ -618,7 +618,7 @@ class DataConfig(StrictConfig):
             )
         return self
 
-# %% ../nbs/01_config.ipynb #601b6b74
+# %% ../nbs/01_config.ipynb #c458c348
 class OptimizerConfig(StrictConfig):
     """AdamW and its learning-rate schedule."""
 
@@ -648,6 +648,9 @@ class SamplingConfig(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens of this total mass; 1: off")
     min_p: float = Field(
         default=0.0, ge=0, lt=1, description="drop tokens below this fraction of the likeliest; 0: off"
+    )
+    sampler: Literal["auto", "ours", "generate", "continuous"] = Field(
+        default="auto", description="who draws: our decoder, or transformers' generate or continuous batching"
     )
 
     @model_validator(mode="after")

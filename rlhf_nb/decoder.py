@@ -15,16 +15,21 @@ from torch import Tensor, nn
 __all__ = ['Make', 'KNOWN', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'Projection', 'Layer', 'Blocks',
            'row_attention', 'decode_states', 'why_not_ours']
 
-# %% ../nbs/18_decoder.ipynb #92977658
+# %% ../nbs/18_decoder.ipynb #bbea6e03
+def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """w · x · r, and r = 1 / √(mean(x²) + ε) of each row."""
+    r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).mul_(w), r
+
+
 class _RMSNorm(torch.autograd.Function):
     """w · x / √(mean(x²) + ε) with a backward pass that keeps only x and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, r = _normalised(x, w, eps)
         ctx.save_for_backward(x, w, r)
-        y: Tensor = x * r
-        return y.mul_(w)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -49,6 +54,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if x.device.type != "cpu":  # elsewhere PyTorch has a kernel of its own
         return F.rms_norm(x, weight.shape, weight, eps)
+    if not torch.is_grad_enabled():
+        return _normalised(x, weight, eps)[0]
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 # %% ../nbs/18_decoder.ipynb #73e40c58

@@ -24,7 +24,7 @@ RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[f
 __all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty', 'score_moments',
            'RunningNormalizer']
 
-# %% ../../nbs/41_rewards.ipynb #a546782b
+# %% ../../nbs/41_rewards.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
     """An answer that is not a list of one entry per completion."""
 
@@ -54,12 +54,9 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
         known["completion_ids"] = [
             ids[:n].tolist() for ids, n in zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)
         ]
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return known
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for i, p in enumerate(parameters) if i >= 2 or p.kind is inspect.Parameter.KEYWORD_ONLY]
-    named = [
-        p for p in named if p.name not in ("prompts", "completions") and p.kind is not inspect.Parameter.VAR_POSITIONAL
-    ]
+    named = [p for p in named if p.name not in ("prompts", "completions") and p.kind not in variadic]
     for p in named:
         if p.name not in known and p.default is inspect.Parameter.empty:
             near = suggest(p.name, known)
@@ -67,7 +64,8 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
                 f"reward function {name!r} needs the column {p.name!r}, which the data doesn't have. "
                 + (f"Did you mean {near!r}?" if near else f"Columns are: {', '.join(known) or 'none'}.")
             )
-    return {p.name: known[p.name] for p in named if p.name in known}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return known if takes_all else {p.name: known[p.name] for p in named if p.name in known}
 
 # %% ../../nbs/41_rewards.ipynb #8b536058
 def _check_answers(answers: Any, n: int) -> tuple[list[float | None], list[_Bad]]:
