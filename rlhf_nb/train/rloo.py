@@ -15,7 +15,6 @@ from ..kl import KLKind
 from ..losses.group import group_surrogate
 from ..rollout.sampler import sample
 from .grpo import Group, GroupConfig, GroupTrainer
-from .setup import global_moments
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -90,12 +89,12 @@ class RLOO(Group):
         )
         if self.by_token:
             each = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]
-            each = whiten(each, mask, stats=global_moments(self.engine, each, mask))
+            each = whiten(each, mask)
         else:
             whole = rewards.sum(1) - self._baseline(rewards.sum(1), r)
             if cfg.whiten_advantages:
                 row = torch.ones_like(whole, dtype=torch.bool)
-                whole = whiten(whole, row, stats=global_moments(self.engine, whole, row))
+                whole = whiten(whole, row)
             each = torch.where(mask, whole[:, None], 0.0)
         r.token_rewards, r.advantages = rewards, each
         return r
@@ -110,7 +109,7 @@ class RLOO(Group):
             best = sample(
                 self.model, batch, self.config.sampling, tokenizer=self.tokenizer, seed=self.config.seed, greedy=True
             )
-            self._greedy = self.score(best).need("scores").repeat_interleave(self.config.num_generations)
+            self._greedy = self.score(best, 1).need("scores").repeat_interleave(self.config.num_generations)
         return super().collect(batch, step)
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:

@@ -1,0 +1,259 @@
+"""Several processes: scaling, sampling under ZeRO-3, the cost of asynchronous checkpoints, gradient compression.
+
+    python benchmarks/bench_processes.py scaling        # DPO, 1 and 2 processes with one thread each: tokens/s
+    python benchmarks/bench_processes.py generation     # 100 steps of sampling under ZeRO-3: gathered once, and once per token
+    python benchmarks/bench_processes.py checkpoint     # step time with and without a checkpoint being written
+    python benchmarks/bench_processes.py torn           # kill -9 during writes: is there ever half a checkpoint?
+    python benchmarks/bench_processes.py compression    # DDP's exchange as it is, in bf16, by PowerSGD
+
+Each line is printed with the bar it is to meet. Ranks are processes of this machine, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+
+def model_of(width: int, layers: int) -> tuple[Any, Any]:
+    """An untrained Llama of the toy vocabulary, large enough that the exchange is not all there is."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhf_nb.data import toy
+
+    tokenizer = toy.build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=width // 32,
+        max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def dpo_rank(folder: str, width: int = 256, steps: int = 12, **over: Any) -> None:
+    """One rank of a DPO run."""
+    import torch
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+
+    torch.set_num_threads(1)
+    settings = {
+        "console": False,
+        "device": "cpu",
+        "epochs": None,
+        "steps": steps,
+        "mini_batch_size": 64,
+        "token_budget": 2048,
+        "output_dir": folder,
+    }
+    config = PreferenceConfig.preset("toy", **(settings | over))
+    PreferenceTrainer(config, *model_of(width, 4), rows=toy.preference_rows(64 * 8)).fit(overwrite=True)
+
+
+def generation_rank(folder: str, width: int = 256, tokens: int = 100) -> None:
+    """Sample under ZeRO-3, gathered once and gathered per layer and token."""
+    import torch
+    from transformers import GenerationConfig
+
+    from rlhf_nb.config import OptimizerConfig, SamplingConfig
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.sources import collate_prompts, tokenize_prompts
+    from rlhf_nb.engine import Engine
+    from rlhf_nb.rollout.sampler import sample
+    from rlhf_nb.train.setup import CausalScorer
+
+    torch.set_num_threads(1)
+    model, tokenizer = model_of(width, 4)
+    engine = Engine()
+    engine.prepare(CausalScorer(model, 4096), OptimizerConfig())
+    rows = tokenize_prompts(toy.train_prompts(16), tokenizer, 64, warn=False)
+    prompts = collate_prompts(rows[engine.rank :: engine.world_size], tokenizer.pad_token_id)
+    times: dict[str, list[float]] = {"gather_once": [], "synced_gpus": []}
+    fixed = SamplingConfig(max_new_tokens=tokens, min_new_tokens=tokens)
+    for _ in range(3):
+        engine.barrier()
+        begin = time.perf_counter()
+        with torch.no_grad(), engine.generation_mode():
+            sample(model, prompts, fixed, tokenizer=tokenizer, seed=0)
+        engine.barrier()
+        times["gather_once"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        settings = GenerationConfig(
+            max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, pad_token_id=tokenizer.pad_token_id
+        )
+        with torch.no_grad():
+            model.generate(
+                prompts.prompt_ids,
+                attention_mask=prompts.prompt_mask.long(),
+                generation_config=settings,
+                synced_gpus=True,
+            )
+        engine.barrier()
+        times["synced_gpus"].append(time.perf_counter() - begin)
+    if engine.is_main:
+        (Path(folder) / "times.json").write_text(json.dumps(times))
+
+
+RANKS = {"dpo": dpo_rank, "generation": generation_rank}
+
+
+def ranks(what: str, world: int, strategy: str = "", env: dict[str, str] | None = None, **options: Any) -> Path:
+    """Run all ranks of something; returns its folder."""
+    from process_cases import SHARD_ALL, free_port
+
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    base = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "RLHF_NB_DEEPSPEED": SHARD_ALL,
+        **(env or {}),
+    }
+    if strategy:
+        base["RLHF_NB_STRATEGY"] = strategy
+    if world > 1:
+        base |= {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        base |= {} if strategy.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, __file__, "--rank", what, str(folder), json.dumps(options)]
+    started = []
+    for rank in range(world):
+        own = base | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+        started.append(subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    for p in started:
+        _, err = p.communicate()
+        assert p.returncode == 0, err[-2000:]
+    return folder
+
+
+def step_times(folder: Path, key: str = "perf/step_s", skip: int = 3) -> list[float]:
+    """Seconds of each step after the first few."""
+    from rlhf_nb.telemetry import read_metrics
+
+    return [float(e[key]) for e in read_metrics(folder) if e["type"] == "step"][skip:]
+
+
+def scaling() -> None:
+    """The same global batch on one and on two processes."""
+    one, two = (statistics.median(step_times(ranks("dpo", n))) for n in (1, 2))
+    print(
+        f"DPO, global batch 64 pairs, one thread a process: {one:.2f} s a step on one, {two:.2f} s on two: {one / two:.2f} times (bar 1.7)"
+    )
+
+
+def generation() -> None:
+    """Gather once against once per token."""
+    found = json.loads((ranks("generation", 2, "zero3") / "times.json").read_text())
+    once, per = (statistics.median(found[k]) for k in ("gather_once", "synced_gpus"))
+    print(
+        f"100 tokens under ZeRO-3 on two processes: {once:.2f} s gathered once, {per:.2f} s with synced_gpus: {per / once:.1f} times (bar 5)"
+    )
+
+
+def checkpoint() -> None:
+    """Steps while a checkpoint is written, against steps without."""
+    quiet = statistics.median(step_times(ranks("dpo", 2, "zero3", steps=12, width=128)))
+    busy = statistics.median(step_times(ranks("dpo", 2, "zero3", steps=12, width=128, save_every=1)))
+    print(f"DPO under ZeRO-3, a checkpoint every step: {busy / quiet:.3f} times the step time without (bar 1.1)")
+
+
+def torn(kills: int = 200) -> None:
+    """A process that writes checkpoints all the time is killed at random moments; what is there is always whole."""
+    import torch
+
+    from rlhf_nb.checkpoint import clean_leftovers, latest_complete, problem_of
+
+    torch.set_num_threads(1)
+    root, rng, newest = Path(tempfile.mkdtemp(prefix="torn-")), random.Random(0), -1
+    during = 0
+    for _ in range(kills):
+        ready, tell = os.pipe()
+        child = os.fork()  # before any thread is started here; a fresh interpreter would need seconds for each kill
+        if child == 0:
+            write_for_ever(root, tell)
+        os.read(ready, 1)
+        time.sleep(rng.random() * 0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+        during += any(x.name.startswith((".tmp-", ".old-", ".trash-")) for x in root.iterdir())
+        clean_leftovers(root)
+        for folder in root.glob("step-*"):
+            assert problem_of(folder) is None, f"torn: {folder}"
+        last = latest_complete(root)
+        assert last is not None and int(last.name[5:]) >= newest, "a complete checkpoint was lost"
+        newest = int(last.name[5:])
+    print(f"{kills} kills, {during} of them in the middle of a write: 0 torn checkpoints (bar 0)")
+
+
+def write_for_ever(root: Path, tell: int) -> None:
+    """Two threads write the parts of two ranks, again and again."""
+    import threading
+
+    import torch
+
+    from rlhf_nb.checkpoint import Part, clean_leftovers, latest_complete, save_part
+
+    clean_leftovers(root)
+    last = latest_complete(root)
+    step = int(last.name[5:]) if last else 0
+    whole = torch.randn(200_000)
+    os.write(tell, b"!")
+    while True:
+        step += 1
+
+        def part(rank: int, step: int = step) -> None:
+            half = whole[rank * 100_000 : (rank + 1) * 100_000]
+            where = Part(
+                rank, 2, f"{os.getpid()}-{step}", {"model": {"w": ([200_000], rank * 100_000)}, "optimizer": {}}
+            )
+            save_part(root, step, {"model": {"w": half}, "optimizer": {}}, {"world_size": 2}, where)
+
+        other = threading.Thread(target=part, args=(1,))
+        other.start()
+        part(0)
+        other.join()
+
+
+def compression() -> None:
+    """What smaller gradients cost in accuracy and gain in time, over loopback."""
+    from rlhf_nb.telemetry import read_metrics
+
+    for kind in ("", "bf16", "powersgd"):
+        folder = ranks("dpo", 2, env={"RLHF_NB_COMPRESS": kind}, steps=24, width=384)
+        losses = [e["loss"] for e in read_metrics(folder) if e["type"] == "step"]
+        print(
+            f"{kind or 'exact':9} {statistics.median(step_times(folder, skip=14)):.2f} s a step, loss at step 24 {losses[-1]:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        RANKS[sys.argv[2]](sys.argv[3], **json.loads(sys.argv[4]))
+    else:
+        for name in sys.argv[1:]:
+            {
+                "scaling": scaling,
+                "generation": generation,
+                "checkpoint": checkpoint,
+                "torn": torn,
+                "compression": compression,
+            }[name]()

@@ -1,0 +1,185 @@
+"""Small runs of every method, to be compared between one process, several, and the ways of sharing a model among them.
+
+`python tests/process_cases.py CASE FOLDER [--steps N] [--resume]` runs one rank of one case; `run_ranks` starts all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARD_ALL = '{"stage3_param_persistence_threshold": 0}'  # at toy size DeepSpeed would leave every parameter whole
+
+
+def common(**over: Any) -> dict[str, Any]:
+    plain = {
+        "console": False,
+        "device": "cpu",
+        "epochs": None,
+        "seed": 1,
+        "steps": 10,
+        "mini_batch_size": 8,
+        "token_budget": 160,
+    }
+    return plain | {"optimizer": {"lr": 1e-3, "schedule": "constant", "weight_decay": 0.01}} | over
+
+
+def toy_model(lora: bool = False) -> tuple[Any, Any]:
+    from rlhf_nb.config import LoraSettings
+    from rlhf_nb.data import toy
+    from rlhf_nb.models.adapters import add_lora
+
+    model = toy.build_model(0)
+    return (add_lora(model, LoraSettings(r=4), seed=0) if lora else model), toy.build_tokenizer()
+
+
+def sft(lora: bool = False, **over: Any) -> Any:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    return SFTTrainer(SFTConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.sft_rows(80))
+
+
+def sft_lora(**over: Any) -> Any:
+    return sft(lora=True, **over)
+
+
+def reward(**over: Any) -> Any:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.reward import RewardConfig, RewardTrainer
+
+    return RewardTrainer(RewardConfig.preset("toy", **common(**over)), *toy_model(), rows=toy.preference_rows(80))
+
+
+def dpo(**over: Any) -> Any:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+
+    return PreferenceTrainer(
+        PreferenceConfig.preset("toy", **common(**over)), *toy_model(), rows=toy.preference_rows(80)
+    )
+
+
+def kto(**over: Any) -> Any:
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.convert import to_unpaired
+    from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+
+    rows = list(to_unpaired(toy.preference_rows(40)))
+    return KTOTrainer(KTOConfig.preset("toy", **common(**over)), *toy_model(), rows=rows)
+
+
+def ppo(**over: Any) -> Any:
+    """With a reward model, a moving KL price, normalised scores, and two mini-batches of each rollout, twice."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.models.heads import RewardModel
+    from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+
+    settings = common(
+        rollout_batch_size=16, num_inner_epochs=2, kl_target=1.0, normalize_scores=True, missing_eos=None, samples_per_step=4,
+        sampling={"max_new_tokens": 10}, optimizer={"lr": 3e-4, "schedule": "constant"},
+    )  # fmt: skip
+    model, tokenizer = toy_model()
+    rm = RewardModel.from_policy(model, seed=5)
+    return PPOTrainer(
+        PPOConfig.preset("toy", **(settings | over)), model, tokenizer, reward=rm, rows=toy.train_prompts(64)
+    )
+
+
+def grpo(**over: Any) -> Any:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    settings = common(
+        rollout_batch_size=16,
+        num_generations=4,
+        kl_coef=0.05,
+        num_inner_epochs=2,
+        samples_per_step=4,
+        sampling={"max_new_tokens": 10},
+    )
+    return GRPOTrainer(
+        GRPOConfig.preset("toy", **(settings | over)), *toy_model(), reward=toy.gold_reward, rows=toy.train_prompts(64)
+    )
+
+
+CASES = {f.__name__: f for f in (sft, sft_lora, reward, dpo, kto, ppo, grpo)}
+
+
+def rank_main(case: str, folder: Path, resume: bool, **over: Any) -> None:
+    """One rank: train, then leave losses, weights and rollouts."""
+    import torch
+
+    torch.set_num_threads(1)
+    trainer = CASES[case](output_dir=str(folder), **over)
+    trainer.fit(resume=resume)
+    engine = trainer.engine
+    with engine.generation_mode():
+        weights = {
+            k: v.detach().clone() for k, v in engine.unwrap(trainer.method.module).named_parameters() if v.requires_grad
+        }
+        if engine.is_main:
+            trainer.method.save_model(folder / "model")
+    engine.barrier()
+    if engine.is_main:
+        from safetensors.torch import save_file
+
+        save_file(weights, str(folder / "weights.safetensors"))
+        keep = ("step", "loss", "grad_norm", "objective/kl", "objective/scores", "reward", "objective/kl_coef")
+        steps = [{k: e[k] for k in keep if k in e} for e in trainer.history]
+        (folder / "steps.json").write_text(json.dumps(steps))
+    if engine.world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeout: float = 280, **over: Any) -> None:
+    """Start all ranks of a case and wait for them; the output of one that fails is in the error."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    env["RLHF_NB_DEEPSPEED"] = SHARD_ALL
+    if strategy:
+        env["RLHF_NB_STRATEGY"] = strategy
+    if world > 1:
+        env |= {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        env |= {"ACCELERATE_USE_CPU": "true"} if strategy in ("", "ddp", "fsdp2") else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, case, str(folder), json.dumps(over)]
+    ranks = []
+    for rank in range(world):
+        own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+        with open(folder / f"out-{rank}.txt", "w") as out:
+            ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        for rank, process in enumerate(ranks):
+            code = process.wait(timeout)
+            assert code == 0, f"{case}, {strategy}, rank {rank}: {(folder / f'out-{rank}.txt').read_text()[-3000:]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    rank_main(sys.argv[1], Path(sys.argv[2]), settings.pop("resume", False), **settings)
