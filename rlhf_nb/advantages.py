@@ -148,7 +148,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, stats: Moments | No
     white = (x - mean) * torch.rsqrt(var + eps)
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
-# %% ../nbs/12_advantages.ipynb #649a5130
+# %% ../nbs/12_advantages.ipynb #f33b32fe
 def _groups(scores: Tensor, group_size: int, at_least: int) -> tuple[Tensor, Tensor]:
     """Scores as [prompts, G], relative to the first of each group (so that equal scores give exact zeros), and those firsts."""
     if group_size < at_least:
@@ -182,7 +182,9 @@ def rloo_baseline(scores: Tensor, group_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def group_advantages(scores: Tensor, group_size: int, scale_std: bool = True, eps: float = 1e-4) -> Tensor:
+def group_advantages(
+    scores: Tensor, group_size: int, scale_std: bool = True, eps: float = 1e-4, *, std: Tensor | None = None
+) -> Tensor:
     """Scores relative to the mean of their group, divided by the group's standard deviation unless told not to.
 
     Args:
@@ -190,12 +192,16 @@ def group_advantages(scores: Tensor, group_size: int, scale_std: bool = True, ep
         group_size: ≥ 2, completions per prompt.
         scale_std: True as in GRPO (every prompt weighs the same, easy and hard); False as in Dr. GRPO.
         eps: added to the standard deviation.
+        std: scalar, divide by this instead: the standard deviation of all scores of the *global* batch, from `moments`.
 
     Returns:
         [B]; exactly 0 for a group whose scores are all equal.
 
-    Source: Shao et al., arXiv 2402.03300, section 4.1.2; Liu et al., arXiv 2503.20783 (without scaling).
+    Source: Shao et al., arXiv 2402.03300, section 4.1.2; Liu et al., arXiv 2503.20783 (without scaling); Liu et al.,
+        arXiv 2508.08221, section 4 (the group's mean, the batch's standard deviation).
     """
     x, _ = _groups(scores, group_size, 2)
     centered = x - x.mean(1, keepdim=True)
+    if std is not None:
+        return (centered / (std + eps)).flatten()
     return (centered / (x.std(1, keepdim=True) + eps) if scale_std else centered).flatten()

@@ -627,7 +627,7 @@ class OptimizerConfig(StrictConfig):
     betas: Betas = Field(default=(0.9, 0.999), description="decay of the running averages of gradient and square")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the averaged square; 1e-5 in PPO")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="lr after the warm-up")
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps from 0 to lr")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of the run (collects, in RL) from 0 to lr")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradients are cut to this norm; null: never")
 
     @model_validator(mode="after")

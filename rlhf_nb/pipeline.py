@@ -246,7 +246,7 @@ def finish_training(
     """Train to the end, save the model into `model/` of the run directory, and mark the stage as finished.
 
     Args:
-        trainer: with `fit`, and a method with `save_model`.
+        trainer: with `fit` and `save_model`.
         name: of the stage.
         config: remembered in the marker, so that a resumed run can be compared with it.
         resume, overwrite: as in `Trainer.fit`.
@@ -265,14 +265,13 @@ def finish_training(
     finish = getattr(trainer.method, "finish", None)
     if finish is not None:
         finish()
-    trainer.method.save_model(folder / "model")
+    trainer.save_model(folder / "model")
     last = (history.evals or history or [{}])[-1]
     metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}
     seconds = round(time.perf_counter() - begin, 2)
-    write_json(
-        folder / "stage.json",
-        {"stage": name, "config": config, "metrics": metrics, "seconds": seconds, "stopped": history.stopped},
-    )
+    if trainer.engine.is_main:
+        marker = {"stage": name, "config": config, "metrics": metrics, "seconds": seconds, "stopped": history.stopped}
+        write_json(folder / "stage.json", marker)
     return StageResult(name, folder / "model", metrics, seconds, False)
 
 # %% ../nbs/90_pipeline.ipynb #f7983a4c
@@ -394,9 +393,15 @@ def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
     Args:
         config: with `then`.
     """
-    kinds = {"dpo": {"dpo": PreferenceConfig}, "reward": {"reward": RewardConfig, "ppo": PPOConfig}}[str(config.then)]
+    ways: dict[str, dict[str, Any]] = {
+        "dpo": {"dpo": PreferenceConfig},
+        "reward": {"reward": RewardConfig, "ppo": PPOConfig},
+    }
+    kinds = ways[str(config.then)]
     own = {"model": config.model.to_dict(), "precision": config.precision}
-    stages = {s: own | (_toy(kind, 20) if is_toy(config.data.path) else {}) for s, kind in kinds.items()}
+    stages: dict[str, Any] = {
+        s: own | (_toy(kind, 20) if is_toy(config.data.path) else {}) for s, kind in kinds.items()
+    }
     if "ppo" in stages:
         stages["ppo"]["sampling"] = config.sampling.to_dict()
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}

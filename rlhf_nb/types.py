@@ -373,7 +373,9 @@ class PromptBatch(Batch):
     uid: Tensor  # int64[B], id of the prompt, from its tokens
     prompts: list[Any]  # B texts or message lists, as given
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
-    before: Tensor | None = None  # int64[B], how often the same prompt stands earlier, in a batch that several ranks share
+    before: Tensor | None = (
+        None  # int64[B], how often the same prompt stands earlier, in a batch that several ranks share
+    )
 
     @property
     def prompt_lens(self) -> Tensor:

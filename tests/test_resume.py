@@ -20,9 +20,16 @@ def test_two_straight_runs_agree_and_differ_from_another_seed(tmp_path: Path) ->
     assert a != b
 
 
-@pytest.mark.parametrize("case", ["sft", "reward", "ppo", "dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("case", ["sft", "reward", "ppo", "dpo", "kto", "grpo", "rloo", "online", "nash"])
 def test_methods_survive_two_kills(case: str, tmp_path: Path) -> None:
     assert campaign(case, tmp_path, kills=2, seed=1, most_steps=4) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "rloo", "online", "nash"])
+def test_ten_kills(case: str, tmp_path: Path) -> None:
+    """At random moments, every other one while a checkpoint is being written."""
+    assert campaign(case, tmp_path, kills=10, seed=3, most_steps=4) >= 1
 
 
 @pytest.mark.slow

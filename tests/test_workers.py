@@ -68,9 +68,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
     return [e["loss"] for e in history], {k: v.clone() for k, v in net.state_dict().items()}, trainer
 
 
-def test_a_crew_trains_as_one_thread_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None
-) -> None:
+def test_a_crew_trains_as_one_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     losses, weights, trainer = trained(tmp_path / "two", monkeypatch)
     assert trainer._team is not None and trainer._team.workers == 2
     again, same, _ = trained(tmp_path / "again", monkeypatch)

@@ -18,34 +18,37 @@ Level = Literal["token", "sequence", "answer"]
 # %% auto #0
 __all__ = ['Per', 'Level', 'token_weights', 'group_surrogate', 'group_kl', 'truncated_weights']
 
-# %% ../../nbs/19_losses_group.ipynb #2688a718
-def token_weights(mask: Tensor, per: Per, max_length: int | None = None) -> tuple[Tensor, Tensor]:
+# %% ../../nbs/19_losses_group.ipynb #51065f50
+def token_weights(
+    mask: Tensor, per: Per, max_length: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """What each token weighs in a loss, and what the weighted sum is divided by.
 
     Args:
         mask: bool[B, C], 1 = the token counts.
         per: "sequence" (each answer weighs 1), "token" (each token weighs 1), "length" (a token weighs 1 / max_length).
         max_length: longest answer that sampling allows, for "length".
+        dtype: of the weights; that of the loss they multiply, at least float32.
 
     Returns:
-        float[B, C], 0 where the mask is 0; and the denominator of these rows, a scalar.
+        [B, C], 0 where the mask is 0; and the denominator of these rows, a scalar.
 
     Raises:
         ConfigError: "length" without max_length.
 
     Source: arXiv 2402.03300 eq. 3 (sequence), arXiv 2503.14476 eq. 8 (token), arXiv 2503.20783 (length).
     """
-    real = mask.float() if mask.dtype is torch.bool else mask
+    real = mask.to(torch.promote_types(dtype, torch.float32))
     if per == "token":
         return real, real.sum()
-    rows = torch.tensor(float(len(mask)), device=mask.device)
+    rows = torch.tensor(float(len(mask)), dtype=real.dtype, device=mask.device)
     if per == "sequence":
         return real / real.sum(1, keepdim=True).clamp(min=1), rows
     if not max_length:
         raise ConfigError("per='length' divides by the longest answer that sampling allows: give max_length.")
     return real / max_length, rows
 
-# %% ../../nbs/19_losses_group.ipynb #6cbd4fcf
+# %% ../../nbs/19_losses_group.ipynb #23865b15
 def group_surrogate(
     logps: Tensor,
     old_logps: Tensor,
@@ -82,7 +85,7 @@ def group_surrogate(
         Zheng et al., arXiv 2507.18071 (GSPO, eq. 5); MiniMax, arXiv 2506.13585 (CISPO, eq. 4).
     """
     check_tokens(mask, logps=logps, old_logps=old_logps)
-    weights, count = token_weights(mask, per, max_length)
+    weights, count = token_weights(mask, per, max_length, logps.dtype)
     each = torch.where(mask, (advantages if advantages.dim() == 2 else advantages[:, None]).detach(), 0.0)
     tokens = torch.where(mask, logps, 0.0)
     shift = torch.where(mask, logps - old_logps, 0.0)
@@ -107,9 +110,9 @@ def group_surrogate(
             "policy/approxkl_avg": (torch.where(mask, 0.5 * shift.square(), 0.0).sum(), n),
             "val/ratio": (torch.where(mask, ratio, 0.0).sum(), n),
         }
-    return LossSum((weights.to(terms.dtype) * terms).sum(), count, stats)
+    return LossSum((weights * terms).sum(), count, stats)
 
-# %% ../../nbs/19_losses_group.ipynb #300089ec
+# %% ../../nbs/19_losses_group.ipynb #1f984d82
 def group_kl(
     logps: Tensor,
     ref_logps: Tensor,
@@ -132,12 +135,12 @@ def group_kl(
         Weighted sum, its denominator, and stats: policy/ref_kl_avg (k1 per token), kl (the estimator itself, per token).
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
-    weights, count = token_weights(mask, per, max_length)
+    weights, count = token_weights(mask, per, max_length, logps.dtype)
     shift = torch.where(mask, logps - ref_logps, 0.0)
     terms = kl_terms(shift, kind)
     n = mask.sum()
     stats = {"policy/ref_kl_avg": (shift.detach().sum(), n), "kl": (terms.detach().sum(), n)}
-    return LossSum((weights.to(terms.dtype) * terms).sum(), count, stats)
+    return LossSum((weights * terms).sum(), count, stats)
 
 
 def truncated_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:

@@ -386,7 +386,7 @@ class KTOTrainer(Trainer):
             )
 
         held_out = tokens(eval_rows, warn=False) if eval_rows else ()
-        kept = None if config.reference == "cached" and config.reference_model is not None else reference
+        kept = None if config.reference == "cached" else reference
         method = KTO(model, tokenizer, config, kept, held_out)
         super().__init__(method, MemorySource(tokens(rows), config.seed), config, callbacks=callbacks, **options)
 

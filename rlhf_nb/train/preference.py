@@ -369,7 +369,7 @@ class PreferenceTrainer(Trainer):
 
         source = make_source(config.data, rows, "preference", config.seed, tokens)
         held_out = tokens(eval_rows, warn=False) if eval_rows else ()
-        kept = None if config.reference == "cached" and config.reference_model is not None else reference
+        kept = None if config.reference == "cached" else reference
         method = Preference(model, tokenizer, config, kept, held_out)
         super().__init__(method, source, config, callbacks=callbacks, **options)
 

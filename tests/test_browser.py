@@ -1,0 +1,420 @@
+"""A person at work, played by a headless Chromium in a real JupyterLab: keys, clicks, a killed kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures"
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+def browser_path() -> str | None:
+    """A Chromium that can be started; playwright's own comes last."""
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
+        if found := shutil.which(name):
+            return found
+    with_playwright = Path.home() / ".cache" / "ms-playwright"
+    return next((str(p) for p in sorted(with_playwright.glob("chromium-*/chrome-*/chrome"))), None)
+
+
+MISSING = [name for name in ("playwright", "jupyterlab", "ipywidgets") if importlib.util.find_spec(name) is None]
+MISSING += [] if browser_path() else ["a Chromium (chromium, google-chrome, or `playwright install chromium`)"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"browser tests need {', '.join(MISSING)}: not found in this environment"),
+]
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for something to become true, and return it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"waited {seconds:g} s in vain for: {what}")
+
+
+def share_dir(package: str) -> str:
+    """The share/jupyter folder of the environment that a package is installed in."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return next(str(p / "share" / "jupyter") for p in Path(spec.origin).parents if (p / "share" / "jupyter").is_dir())
+
+
+class Lab:
+    """A JupyterLab server and a browser page."""
+
+    def __init__(self, folder: Path, browser: Any) -> None:
+        self.folder, self.token = folder, secrets.token_hex(8)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        private = {
+            name: str(folder / ".jupyter" / name)
+            for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+        }  # fmt: skip
+        env = {
+            **os.environ, **private, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1",
+            "JUPYTER_PATH": os.pathsep.join({share_dir("jupyterlab_widgets"), share_dir("ipykernel")}), "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        options = [
+            f"--ServerApp.port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}",
+            "--ServerApp.open_browser=False", "--ServerApp.allow_root=True", "--LabApp.news_url=None", "--LabApp.extension_manager=readonly",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        ]  # fmt: skip
+        self.log = open(folder / "lab.log", "w")
+        command = [sys.executable, "-m", "jupyterlab", *options]
+        self.server = subprocess.Popen(command, cwd=folder, env=env, stdout=self.log, stderr=subprocess.STDOUT)
+        until(self._answers, 60, "JupyterLab's first answer")
+        self.page = browser.new_page(viewport={"width": 1000, "height": 900})
+
+    def _answers(self) -> bool:
+        if self.server.poll() is not None:
+            raise AssertionError((self.folder / "lab.log").read_text()[-2000:])
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api?token={self.token}", timeout=2)
+            return True
+        except OSError:
+            return False
+
+    def open(self, *cells: str) -> None:
+        """Write a notebook and open it."""
+        nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+        nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
+        nbformat.write(nb, self.folder / "work.ipynb")
+        self.page.goto(f"http://127.0.0.1:{self.port}/doc/tree/work.ipynb?token={self.token}")
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait for a kernel that the page is connected to and that has nothing to do."""
+        until(
+            lambda: any(k["execution_state"] == "idle" and k["connections"] for k in self.kernels()),
+            60,
+            "an idle kernel",
+        )
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
+        with_news = self.page.get_by_role("button", name="No", exact=True)  # "would you like to get notified"
+        if with_news.count():
+            with_news.first.click()
+        time.sleep(1.0)  # the page asks the new kernel who it is; a cell sent before the answer is lost
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """What the server says of its kernels."""
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.port}/api/kernels?token={self.token}", timeout=5
+        ) as answer:
+            found: list[dict[str, Any]] = json.load(answer)
+        return found
+
+    def run(self, number: int) -> None:
+        """Run a cell by keyboard, and wait only until the kernel has it."""
+        cell = self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+        prompt = cell.locator(".jp-InputPrompt").first
+        before = prompt.inner_text()
+        for _ in range(6):
+            cell.locator(".cm-content").click()
+            self.page.keyboard.press("Shift+Enter")
+            for _ in range(50):
+                time.sleep(0.1)
+                busy = any(k["execution_state"] == "busy" for k in self.kernels())
+                if prompt.inner_text() != before and (busy or "*" not in prompt.inner_text()):
+                    return
+        raise AssertionError(f"cell {number} would not run; its prompt is {prompt.inner_text()!r}")
+
+    def output(self, number: int) -> Any:
+        """Where a cell's output is."""
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number).locator(".jp-OutputArea")
+
+    def close(self) -> None:
+        self.page.close()
+        self.server.send_signal(signal.SIGTERM)
+        try:
+            self.server.wait(20)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            self.server.wait()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=browser_path(), args=FLAGS, headless=True)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, browser: Any) -> Iterator[Lab]:
+    lab = Lab(tmp_path, browser)
+    try:
+        yield lab
+    finally:
+        lab.page.screenshot(path=tmp_path / "last.png")  # for whoever looks into a failure
+        lab.close()
+
+
+def picture(page: Any, name: str, of: Any = None) -> None:
+    """A screenshot for the documentation, where it was asked for (RLHF_NB_FIGURES=1)."""
+    if os.environ.get("RLHF_NB_FIGURES"):
+        (of or page).screenshot(path=FIGURES / f"{name}.png")
+
+
+COLLECT = """
+import os, random
+from pathlib import Path
+from rlhf_nb.data import toy
+from rlhf_nb.widgets.collect import PreferenceCollector
+Path("pid").write_text(str(os.getpid()))
+prompts = [r["prompt"] for r in toy.train_prompts(30, seed=1)]
+rng = random.Random(0)
+said = {who: [toy.speak(p, who, rng) for p in prompts] for who in ("kind", "rude")}
+collector = PreferenceCollector(prompts, said, path="labels.jsonl", annotator="ada", least_seconds=0.05)
+collector
+"""
+TRAIN = """
+from rlhf_nb.train.reward import RewardConfig, RewardTrainer
+settings = {"output_dir": "reward", "epochs": 10.0, "console": False, "mini_batch_size": 10}
+history = RewardTrainer(RewardConfig.preset("toy", **settings), toy.build_model(0, "tiny"), toy.build_tokenizer(), rows=collector.preferences()).fit()
+print("trained on", len(collector.preferences()), "rows, accuracy", round(history[-1]["rewards/accuracies"], 2))
+"""
+
+
+def press_for_gold(lab: Lab, count: int) -> None:
+    """Read both answers on the screen and press the key of the kinder one, as a person would."""
+    from rlhf_nb.data import toy
+
+    field = lab.page.locator(".rlhf-keys input")
+    field.click()
+    for _ in range(count):
+        before = lab.page.locator(".rlhf-progress").inner_text()
+        sides = lab.page.locator(".rlhf-pair td").all_inner_texts()
+        rude = [any(phrase in side for phrase in toy.PHRASES["rude"]) for side in sides]
+        lab.page.keyboard.type("b" if rude[0] else "a")
+        lab.page.wait_for_function(
+            "t => document.querySelector('.rlhf-progress').innerText != t", arg=before, timeout=10_000
+        )
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file that is being written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+
+
+def test_twenty_labels_with_a_kernel_killed_in_the_middle(lab: Lab) -> None:
+    lab.open(COLLECT, TRAIN)
+    lab.run(0)
+    lab.page.wait_for_selector(".rlhf-keys input", timeout=60_000)
+    press_for_gold(lab, 10)
+    assert len(events(lab.folder / "labels.jsonl")) == 10  # on the disk while the page still shows the tenth
+    picture(lab.page, "preference_collector", lab.output(0))
+    first = int((lab.folder / "pid").read_text())
+    os.kill(first, signal.SIGKILL)
+    time.sleep(5)  # the server notices and starts another kernel
+    if lab.page.locator(".jp-Dialog button").count():
+        lab.page.locator(".jp-Dialog button").last.click()
+    lab.ready()
+    lab.run(0)
+    until(lambda: (lab.folder / "pid").read_text() != str(first), 60, "the cell in the new kernel")
+    lab.page.wait_for_function(
+        "() => (document.querySelector('.rlhf-progress') || {innerText: ''}).innerText.includes('10 of 30')",
+        timeout=30_000,
+    )
+    press_for_gold(lab, 10)
+    stored = events(lab.folder / "labels.jsonl")
+    assert (
+        len(stored) == 20 and len({e["pair"] for e in stored}) == 20 and {e["swapped"] for e in stored} == {True, False}
+    )
+    chosen = [e["sources"][e["verdict"] == "second"] for e in stored]
+    assert chosen.count("kind") == 20, chosen  # the letters on the screen became the right verdicts
+    lab.run(1)
+    lab.page.wait_for_function("() => document.body.innerText.includes('trained on 20 rows')", timeout=90_000)
+    accuracy = re.search(r"accuracy ([\d.]+)", lab.output(1).inner_text())
+    assert accuracy is not None and float(accuracy[1]) > 0.8
+
+
+def test_fast_typing_loses_no_key_and_mouse_works(lab: Lab) -> None:
+    lab.open(COLLECT.replace("least_seconds=0.05", "least_seconds=0.0"))
+    lab.run(0)
+    lab.page.wait_for_selector(".rlhf-keys input", timeout=60_000)
+    lab.page.locator(".rlhf-keys input").click()
+    lab.page.keyboard.type("abtxsabtxs", delay=5)  # 200 keys a second
+    lab.page.wait_for_function(
+        "() => document.querySelector('.rlhf-progress').innerText.includes('10 of 30')", timeout=20_000
+    )
+    assert [e["type"] for e in events(lab.folder / "labels.jsonl")] == ["label"] * 10
+    lab.page.keyboard.press("Backspace")
+    lab.page.wait_for_function(
+        "() => document.querySelector('.rlhf-progress').innerText.includes('9 of 30')", timeout=20_000
+    )
+    lab.page.get_by_role("button", name="tie (t)").click()
+    lab.page.wait_for_function(
+        "() => document.querySelector('.rlhf-progress').innerText.includes('10 of 30')", timeout=20_000
+    )
+    lab.page.keyboard.type("a")  # the click gave the keyboard back to the field
+    lab.page.wait_for_function(
+        "() => document.querySelector('.rlhf-progress').innerText.includes('11 of 30')", timeout=20_000
+    )
+    lab.page.get_by_role("button", name="Finish").click()
+    lab.page.wait_for_selector(".jp-OutputArea table", timeout=20_000)
+    assert lab.page.locator(".rlhf-keys").count() == 0 and "median s" in lab.output(0).inner_text()
+    lab.page.keyboard.press("Control+s")
+    saved = until(
+        lambda: "median s" in (lab.folder / "work.ipynb").read_text() and (lab.folder / "work.ipynb").read_text(),
+        20,
+        "the saved notebook",
+    )
+    assert "widget-view" not in saved and "widgets" not in json.loads(saved)["metadata"]
+
+
+COCKPIT = """
+from rlhf_nb.data import toy
+from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+from rlhf_nb.widgets.dashboard import Dashboard
+
+settings = {"steps": 5000, "rollout_batch_size": 16, "mini_batch_size": 16, "num_inner_epochs": 1, "samples_per_step": 1}
+config = PPOConfig.preset("toy", output_dir="run", console=False, **settings)
+wordy = lambda prompts, completions: [len(c.split()) / 10 for c in completions]
+trainer = PPOTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer(), reward=wordy, rows=toy.train_prompts(256))
+with Dashboard(trainer).live():
+    trainer.fit()
+"""
+
+
+def test_cockpit_curves_slider_stop(lab: Lab) -> None:
+    """Curves grow while the cell trains; the KL price is moved in mid-run; Stop ends the run within two steps, with a checkpoint."""
+    metrics = lab.folder / "run" / "metrics.jsonl"
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [e for e in events(metrics) if e["type"] == kind]
+
+    def drawn() -> int:
+        return int(
+            lab.page.evaluate(
+                "() => [...document.querySelectorAll('svg[aria-label^=curves] path')].reduce((n, p) => n + p.getAttribute('d').length, 0)"
+            )
+        )
+
+    lab.open(COCKPIT)
+    lab.run(0)
+    lab.page.wait_for_selector('svg[aria-label^="curves"]', timeout=60_000)
+    until(lambda: len(of("step")) > 10, 60, "ten steps")
+    before = until(drawn, 10, "a curve")
+    until(lambda: drawn() > before + 100, 30, "curves that grow while the cell is busy")
+
+    slider = lab.page.locator(".widget-slider", has_text="kl_coef")
+    slider.wait_for(timeout=20_000)
+    old = of("step")[-1]["objective/kl_coef"]
+    slider.locator(".noUi-handle").focus()
+    lab.page.keyboard.press("Home")  # as far to the left as it goes
+    asked = until(lambda: [e for e in of("control") if e.get("key") == "kl_coef"], 20, "the request in metrics.jsonl")[
+        0
+    ]
+    assert asked["ok"] and asked["new"] < 0.01 * old
+    until(lambda: of("step")[-1]["objective/kl_coef"] == asked["new"], 20, "steps with the new price")
+    lab.page.wait_for_function(
+        "() => [...document.querySelectorAll('svg[aria-label^=curves] title')].some(t => t.textContent.includes('kl_coef'))",
+        timeout=20_000,
+    )
+    picture(lab.page, "cockpit", lab.output(0))
+
+    lab.page.get_by_role("button", name="Stop").click()
+    asked = until(lambda: [e for e in of("control") if e.get("request") == "stop"], 20, "the stop request")[0]
+    (end,) = until(lambda: of("end"), 30, "the end of the run")
+    wanted = json.loads((lab.folder / "run" / "control.jsonl").read_text().splitlines()[-1])
+    later = [e for e in of("step") if e["time"] > asked["time"]]
+    assert len(later) <= 2 and end["step"] - asked["step"] <= 2, (asked, end, wanted)
+    assert (lab.folder / "run" / "checkpoints" / f"step-{end['step']:010d}").is_dir()
+    lab.page.wait_for_selector(".jp-OutputArea img", timeout=30_000)  # the still in the widgets' place
+    assert lab.page.locator(".widget-slider").count() == 0
+
+
+SAMPLES = """
+from rlhf_nb.data import toy
+from rlhf_nb.widgets.samples import Samples, Tokens
+browser = Samples("run", toy.build_tokenizer(), by="kl")
+browser
+"""
+
+
+def test_samples_of_a_finished_run(lab: Lab) -> None:
+    """The same views on a run of last week: choose by keyboard, colour by another measure."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+
+    settings: dict[str, Any] = {
+        "steps": 3,
+        "rollout_batch_size": 16,
+        "mini_batch_size": 16,
+        "samples_per_step": 4,
+        "console": False,
+    }
+    config = PPOConfig.preset("toy", output_dir=str(lab.folder / "run"), **settings)
+    PPOTrainer(
+        config, toy.build_model(0, "tiny"), toy.build_tokenizer(), reward=toy.gold_reward, rows=toy.train_prompts(64)
+    ).fit()
+    lab.open(
+        SAMPLES,
+        "Tokens(browser.rows[-1], toy.build_tokenizer())",
+        "from rlhf_nb.widgets.explorers import Explorers\nExplorers('optimum')",
+    )
+    lab.run(0)
+    lab.page.wait_for_selector(".widget-select select", timeout=60_000)
+    lab.page.wait_for_selector(".widget-html span[title]", timeout=20_000)
+    assert "advantage" in str(lab.page.locator(".widget-html span[title]").first.get_attribute("title"))
+    first = lab.page.locator(".widget-html", has=lab.page.locator("span[title]")).inner_text()
+    keys = lab.output(0).locator('input[placeholder^="keys"]')
+    keys.click()
+    lab.page.keyboard.type("n")
+    until(
+        lambda: lab.page.locator(".widget-html", has=lab.page.locator("span[title]")).inner_text() != first,
+        20,
+        "the next sample",
+    )
+    lab.page.keyboard.type("k")
+    lab.page.wait_for_function("() => document.body.innerText.includes('k3 estimate')", timeout=20_000)
+    picture(lab.page, "samples_browser", lab.output(0))
+    lab.run(1)
+    keys = lab.output(1).locator("input")
+    keys.wait_for(timeout=30_000)
+    keys.click()
+    lab.page.keyboard.type("p")
+    lab.page.wait_for_function("() => document.body.innerText.includes('how unlikely the token was')", timeout=20_000)
+    lab.run(2)
+    handle = lab.output(2).locator(".noUi-handle").first
+    handle.wait_for(timeout=30_000)
+    text = lab.output(2).inner_text()
+    handle.focus()
+    lab.page.keyboard.press("Home")
+    until(
+        lambda: "β = 0.02" in lab.output(2).inner_text() and lab.output(2).inner_text() != text,
+        20,
+        "the formula at another β",
+    )
+    picture(lab.page, "explorers", lab.output(2))

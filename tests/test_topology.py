@@ -1,0 +1,151 @@
+"""The planner: limits, monotony, agreement with what training really makes, and one measured peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_nb.config import LoraSettings
+from rlhf_nb.core import ConfigError, ModelError, decide_precision
+from rlhf_nb.models.adapters import add_lora
+from rlhf_nb.topology import (
+    ASSUMPTIONS,
+    FORMATS,
+    METHODS,
+    MOMENTS,
+    Job,
+    Shape,
+    Split,
+    job_of,
+    plan,
+    predict,
+    row_tokens,
+    sent_per_step,
+    shape_of,
+    smallest_group,
+    table,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+BIG = Shape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
+FAMILIES = {
+    "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "qwen2": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "mistral": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 1},
+    "gpt_neox": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_real_model(family: str, tied: bool) -> None:
+    config = AutoConfig.for_model(family, vocab_size=300, tie_word_embeddings=tied, **FAMILIES[family])
+    model, shape = AutoModelForCausalLM.from_config(config), shape_of(config)
+    assert shape.total == sum(p.numel() for p in model.parameters())
+    adapted = add_lora(model, LoraSettings(r=3))
+    assert shape.lora(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_a_directory_is_as_good_as_a_config(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", vocab_size=300, **FAMILIES["llama"])
+    config.save_pretrained(tmp_path)
+    assert shape_of(tmp_path) == shape_of(str(tmp_path)) == shape_of(config)
+    with pytest.raises(ModelError, match=r"no directory with a config\.json"):
+        shape_of(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("lora", [None, 16])
+def test_more_of_anything_never_needs_less(method: str, lora: int | None) -> None:
+    job = Job(method, prompt=64, completion=64, mini_batch=1024, lora=lora)  # type: ignore[arg-type]
+    base = predict(
+        BIG, job
+    ).peak  # (a step that becomes a single forward can need less: no gradients wait beside its activations)
+    for more in ({"token_budget": 8192}, {"completion": 512, "token_budget": 8192}, {"mini_batch": 4096}):
+        assert predict(BIG, dataclasses.replace(job, **more)).peak >= base, more
+    peaks = [predict(BIG, job, Split(gpus=8, stage=s)).at("step") for s in (0, 1, 2)]
+    assert peaks[0] > peaks[1]
+    assert predict(BIG, job, Split(gpus=64, stage=2)).at("step") < predict(BIG, job, Split(gpus=8, stage=2)).at("step")
+    assert predict(BIG, dataclasses.replace(job, checkpointing=True)).peak < base
+    wider = dataclasses.replace(BIG, inner=2 * BIG.inner)
+    assert predict(wider, job).peak > base
+
+
+def test_accounts_add_up() -> None:
+    budget = predict(BIG, Job("ppo"), Split(gpus=8, stage=3, overhead=1e9))
+    for moment in MOMENTS:
+        assert sum(budget.by_role(moment).values()) == pytest.approx(budget.at(moment))
+    assert budget.peak == max(budget.at(m) for m in MOMENTS) == budget.at(budget.fullest)
+    assert "keys and values" in budget.table() and f"{budget.peak / 2**30:.2f}" in budget.table()
+
+
+def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
+    import torch
+
+    from rlhf_nb.logprobs import pack
+    from rlhf_nb.types import Completions
+
+    for prompt, completion in ((200, 20), (100, 50), (4, 60), (64, 64), (30, 90)):
+        c = Completions.from_lists([[1] * prompt] * 2, [[2] * completion, [3] * completion])
+        packed = pack(c, width=64, limit=10_000)
+        n, k = row_tokens(Job("preference", prompt=prompt, completion=completion, token_budget=10_000), 64)
+        assert (k, n) == (int(torch.bincount(packed.tree).max()), packed.input_ids.shape[1]), (prompt, completion)
+
+
+def test_plan_takes_the_least_that_fits() -> None:
+    job = Job("preference", prompt=512, completion=512, mini_batch=512)
+    small = Shape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
+    assert plan(small, job, gpus=8).split.stage == 0
+    stages = [plan(BIG, job, gpus=n, host=400).split.stage for n in (8, 64, 512)]
+    assert all(s >= 2 for s in stages)
+    tight = plan(small, job, gpus=1, memory=12)
+    assert tight.budget.peak <= 0.9 * 12 * 2**30 and tight.rows >= 1 and "GiB" in str(tight)
+    assert smallest_group(BIG, plan(BIG, job, gpus=512, host=400)) <= 64
+    assert sent_per_step(small, plan(small, job, gpus=8)) == pytest.approx(2 * 4 * small.total * 7 / 8)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    with pytest.raises(ConfigError, match=r"don't fit on 1 × 24 GiB.*adapters \(lora=16\)"):
+        plan(BIG, Job("sft"), gpus=1, memory=24, host=8)
+    with pytest.raises(ConfigError, match="some GPUs would have nothing to do"):
+        plan(BIG, Job("sft", mini_batch=4), gpus=8)
+    with pytest.raises(ConfigError, match="at least one GPU"):
+        plan(BIG, Job("sft"), gpus=0)
+
+
+def test_table_states_what_it_assumes() -> None:
+    text = table(BIG, Job("grpo", group=8, mini_batch=64), host=200)
+    assert all(f"| {n} |" in text for n in ("1", "8", "512", "10,000"))
+    assert all(a in text for a in ASSUMPTIONS) and "arithmetic" in text
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "ppo", "preference", "kto", "grpo", "rloo", "online"])
+def test_every_configuration_can_be_planned(kind: str) -> None:
+    from rlhf_nb.data import toy
+    from rlhf_nb.doctor import METHOD_OF
+
+    config = next(c for c, m in METHOD_OF.items() if m == kind).preset("toy")  # type: ignore[attr-defined]
+    job = job_of(config, kind, decide_precision("cpu"))  # type: ignore[arg-type]
+    assert job.format == FORMATS["fp32"] and job.device == "cpu"
+    assert 0 < predict(toy.toy_model_config(), job).peak < 2e9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+def test_prediction_against_a_measured_peak() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/check_topology.py", "--only", "SFT, all"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.split()[-1].rstrip("%")) <= 15, done.stdout
