@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BROWSER := $(VENV)/.installed-browser
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
@@ -24,7 +25,11 @@ demo: $(STAMP)  ## SFT, a reward model and PPO on the toy world: offline, on a C
 test: $(STAMP)  ## all fast tests: repository checks, every notebook, tests/
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests
 
-test-all: $(STAMP)  ## the slow suites as well
+$(BROWSER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
+	touch $(BROWSER)
+
+test-all: $(BROWSER)  ## the slow suites as well; those in a browser where Chromium is installed
 	$(BIN)/python -m pytest -n 2 tests
 
 export: $(STAMP)  ## notebooks -> package and README

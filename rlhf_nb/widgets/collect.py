@@ -70,11 +70,11 @@ def _answers(name: str, policy: Answers, prompts: Sequence[Any]) -> list[list[st
         )
     return [[x] if isinstance(x, str) else [str(y) for y in x] for x in said]
 
-# %% ../../nbs/86_widgets_collect.ipynb #5719f02f
+# %% ../../nbs/86_widgets_collect.ipynb #172948d5
 def make_pairs(
     prompts: Sequence[Any], policies: Mapping[str, Answers], per_prompt: int = 1, seed: int = 0
 ) -> list[Pair]:
-    """Pairs of different answers to the same prompts.
+    """Pairs of different answers to the same prompts; an empty answer is in none, since no reward model could read it.
 
     Args:
         prompts: texts, messages, or rows with a `prompt`.
@@ -91,7 +91,11 @@ def make_pairs(
     pairs: list[Pair] = []
     for i, prompt in enumerate(asked):
         answers = [(name, text) for name in said for text in said[name][i]]
-        found = [(x, y) for x, y in combinations(answers, 2) if x[1].strip() != y[1].strip()]
+        found = [
+            (x, y)
+            for x, y in combinations(answers, 2)
+            if x[1].strip() != y[1].strip() and x[1].strip() and y[1].strip()
+        ]
         if len(said) > 1:  # between policies where possible
             found = [p for p in found if p[0][0] != p[1][0]] or found
         rng = random.Random(derive_seed("pairs", seed, i))

@@ -342,15 +342,20 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
     return [Spec(n, {n.split("/", 1)[1]: (n,)}) for n in kept[:12]]
 
 
+def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
+    """The first of several names for the same thing that is a curve already; else the first that is there."""
+    there = [k for k in keys if k in reader.keys]
+    curves = (k for k in there if len(there) == 1 or len(reader.series(k)[0]) > 2)
+    return next(curves, there[0] if there else None)
+
+
 def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
     """One panel."""
     panel, config = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high), readers[0].config
     several = len(readers) > 1
     for j, reader in enumerate(readers):
-        known = set(reader.keys)
-        there = [
-            (label, next(k for k in keys if k in known)) for label, keys in spec.lines.items() if known & set(keys)
-        ]
+        found = [(label, _best(reader, keys)) for label, keys in spec.lines.items()]
+        there = [(label, key) for label, key in found if key is not None]
         for i, (label, key) in enumerate(there):
             if several and i > 0 and label != "gold":
                 continue

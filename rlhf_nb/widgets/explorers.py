@@ -282,7 +282,7 @@ class Explorer:
         else:
             display(Image(self.png(), alt=self.title))
 
-# %% ../../nbs/85_widgets_explorers.ipynb #dd6c2321
+# %% ../../nbs/85_widgets_explorers.ipynb #977e4d0d
 def _knob_widget(name: str, knob: Knob) -> Any:
     """A core widget for a knob; its `value` is the knob's."""
     import ipywidgets as w
@@ -330,7 +330,13 @@ def _explorer_widget(explorer: Explorer) -> Any:
     upright = [k for name, k in knobs.items() if explorer.knobs[name].upright]
     flat = [k for name, k in knobs.items() if not explorer.knobs[name].upright]
     rows = [w.HTML(f"<b>{escape(explorer.title)}</b>"), w.HBox(flat, layout=w.Layout(flex_flow="row wrap"))]
-    return w.VBox([*rows, *([w.HBox(upright)] if upright else []), shown])
+    return w.VBox(
+        [
+            *rows,
+            *([w.HBox(upright, layout=w.Layout(padding="10px 0 0 0", overflow="visible"))] if upright else []),
+            shown,
+        ]
+    )
 
 # %% ../../nbs/85_widgets_explorers.ipynb #09c9335e
 def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:

@@ -620,7 +620,7 @@ class Samples(_Book):
     def _ipython_display_(self) -> None:
         show_live(lambda: self.widget, self.table(), repr(self))
 
-# %% ../../nbs/84_widgets_samples.ipynb #8ff34842
+# %% ../../nbs/84_widgets_samples.ipynb #510e5c3a
 def _number(x: float) -> str:
     """Two decimals, or a dash."""
     return "–" if math.isnan(x) else f"{x:.2f}"
@@ -673,6 +673,7 @@ class _Browser:
         """The prompts and steps there are."""
         often = [(f"{n} × {p[:60]!r}", p) for p, n in list(self.book.prompts().items())[:200]]
         self.prompt.options = [("all prompts", None), *often]
+        self.prompt.index = 0
         last = max((r["step"] for r in self.book.rows), default=1)
         self.steps.max, self.steps.value = last, (0, last)
 
