@@ -496,7 +496,7 @@ def _means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Sum divided by count, where anything was counted."""
     return {k: total / count for k, (total, count) in pairs.items() if count > 0}
 
-# %% ../nbs/54_loop.ipynb #14f0225f
+# %% ../nbs/54_loop.ipynb #279ecd4d
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -634,7 +634,8 @@ class Trainer:
         with in_pieces(2 * crew.workers if crew else 1):
             micros = self.method.micro_batches(mini)
         learn = lambda module, micro: self._learn(micro, denominators, 1, module)
-        for terms, loss in crew.run(learn, micros) if crew else self._one_by_one(micros, denominators):
+        costs = [self.method.tokens(micro) for micro in micros] if crew else []
+        for terms, loss in crew.run(learn, micros, costs) if crew else self._one_by_one(micros, denominators):
             sums.add(terms, loss)
         report = self.engine.step(sums.loss, sums.vector(self.engine.device))
         if report.problem:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # %% auto #0
-__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'twin_of', 'Crew', 'draws_numbers']
+__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
 
 # %% ../nbs/03_workers.ipynb #7bb3b47c
 SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
@@ -96,7 +96,7 @@ def spread(run: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
         other.result()
     return results
 
-# %% ../nbs/03_workers.ipynb #a6e8db6d
+# %% ../nbs/03_workers.ipynb #c64f3fa0
 def twin_of(module: nn.Module) -> nn.Module:
     """A copy that shares weights and buffers with a module and keeps gradients of its own.
 
@@ -106,6 +106,27 @@ def twin_of(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): b for b in module.buffers()}
     return copy.deepcopy(module, memo)
+
+
+def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
+    """Which pieces each of several hands takes so that all end at about the same time: the largest first, to whoever has least.
+
+    Args:
+        costs: of each piece, in any unit.
+        hands: how many.
+
+    Returns:
+        Indices for each hand, ascending; the same for the same costs.
+
+    Source: longest processing time first, Graham, SIAM J. Appl. Math. 17 (1969).
+    """
+    held: list[list[int]] = [[] for _ in range(hands)]
+    load = [0.0] * hands
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        least = load.index(min(load))
+        held[least].append(i)
+        load[least] += costs[i]
+    return [sorted(x) for x in held]
 
 
 class Crew:
@@ -129,20 +150,24 @@ class Crew:
             for p, q in pairs
         )
 
-    def run(self, work: Callable[[nn.Module, T], R], pieces: Sequence[T]) -> list[R]:
+    def run(
+        self, work: Callable[[nn.Module, T], R], pieces: Sequence[T], costs: Sequence[float] | None = None
+    ) -> list[R]:
         """[work(module, x) for x in pieces]; each core's gradients end in the module's.
 
         Args:
             work: forward and backward of a piece through the module it is given.
-            pieces: dealt out in turns.
+            pieces: dealt out as `deal` says.
+            costs: of each, say its tokens; None: all the same.
         """
         members = [self.module, *self.twins]
         for twin in self.twins:
             for mine, theirs in zip(self.module.modules(), twin.modules(), strict=True):
                 theirs.training = mine.training
+        shares = deal(costs or [1.0] * len(pieces), self.workers)
         try:
-            shares = spread(
-                lambda i: [work(members[i], x) for x in pieces[i :: self.workers]], range(self.workers), self.workers
+            done = spread(
+                lambda i: [(k, work(members[i], pieces[k])) for k in shares[i]], range(self.workers), self.workers
             )
             for pairs in self.pairs:
                 _add_gradients(pairs)
@@ -150,7 +175,7 @@ class Crew:
             for pairs in self.pairs:
                 for _, q in pairs:
                     q.grad = None
-        return [shares[i % self.workers][i // self.workers] for i in range(len(pieces))]
+        return [result for _, result in sorted((x for share in done for x in share), key=lambda x: x[0])]
 
 
 def _add_gradients(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
