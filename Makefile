@@ -23,14 +23,14 @@ demo: $(STAMP)  ## SFT, a reward model and PPO on the toy world: offline, on a C
 	$(BIN)/rlhf-nb demo
 
 test: $(STAMP)  ## all fast tests: repository checks, every notebook, tests/
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
 $(BROWSER): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
 	touch $(BROWSER)
 
 test-all: $(BROWSER)  ## the slow suites as well; those in a browser where Chromium is installed
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 export: $(STAMP)  ## notebooks -> package and README
 	$(BIN)/nbdev_clean
