@@ -210,14 +210,15 @@ def press_for_gold(lab: Lab, count: int) -> None:
     from rlhf_nb.data import toy
 
     field = lab.page.locator(".rlhf-keys input")
-    field.click()
+    lab.page.wait_for_timeout(1_000)  # a cell that has just run may still take the focus
     for _ in range(count):
+        field.click()
         before = lab.page.locator(".rlhf-progress").inner_text()
         sides = lab.page.locator(".rlhf-pair td").all_inner_texts()
         rude = [any(phrase in side for phrase in toy.PHRASES["rude"]) for side in sides]
         lab.page.keyboard.type("b" if rude[0] else "a")
         lab.page.wait_for_function(
-            "t => document.querySelector('.rlhf-progress').innerText != t", arg=before, timeout=10_000
+            "t => document.querySelector('.rlhf-progress').innerText != t", arg=before, timeout=30_000
         )
 
 
