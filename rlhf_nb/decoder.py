@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['Make', 'KNOWN', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'Projection', 'Layer', 'Blocks',
-           'row_attention', 'decode_states', 'why_not_ours']
+__all__ = ['Make', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'KNOWN', 'rms_norm', 'rotate', 'rotary_table',
+           'plain_weight', 'Projection', 'Layer', 'Blocks', 'row_attention', 'branch_attention', 'branches_pay',
+           'decode_states', 'why_not_ours']
 
 # %% ../nbs/18_decoder.ipynb #bbea6e03
 def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -277,7 +278,7 @@ class Blocks:
         x: Tensor = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
         return x + self.body.wpe(positions) if self.learned_positions else x
 
-# %% ../nbs/18_decoder.ipynb #e9384062
+# %% ../nbs/18_decoder.ipynb #b40728bf
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
     """Attention within each row; what comes last in a row is never seen by what comes before, so right padding needs no mask.
 
@@ -297,7 +298,118 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | Non
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
+# %% ../nbs/18_decoder.ipynb #0bc7086c
+Branches = list[list[int]]  # for each row the tokens of its prompt, then of each of its completions
+Where = tuple[slice, ...]  # one stretch of tokens, or two: a prompt, and an answer that doesn't follow it
+BLOCK = 128  # queries at a time
 
+
+def _blocks(branches: Branches) -> list[tuple[slice, Where]]:
+    """Queries of each block, and the keys they look at; the block's own tokens are the last of them."""
+    out: list[tuple[slice, Where]] = []
+    start = 0
+    for prompt, *answers in branches:
+        stem, at = slice(start, start + prompt), start
+        for i, n in enumerate((prompt, *answers)):
+            for a in range(at, at + n, BLOCK):
+                b = min(a + BLOCK, at + n)
+                out.append((slice(a, b), (slice(start, b),) if i < 2 else (stem, slice(at, b))))
+            at += n
+        start = at
+    return out
+
+
+def _read(x: Tensor, where: Where) -> Tensor:
+    """Some tokens of [heads, M, D]."""
+    return x[:, where[0]] if len(where) == 1 else torch.cat([x[:, w] for w in where], 1)
+
+
+def _add(x: Tensor, where: Where, y: Tensor) -> None:
+    """Add to some tokens of [heads, M, D]."""
+    for w, part in zip(where, torch.split(y, [w.stop - w.start for w in where], 1), strict=True):
+        x[:, w] += part
+
+# %% ../nbs/18_decoder.ipynb #72f4e731
+class _BranchAttention(torch.autograd.Function):
+    """softmax(QKᵀ · scale) V of each block; heads that share keys are taken together, as more rows of Q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[slice, Where]], scale: float) -> Tensor:
+        shared, out = k.shape[1], q.new_empty(q.shape)
+        kept, (keys, values) = [], (k.transpose(0, 1), v.transpose(0, 1))
+        later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu_(1)
+        for own, seen in blocks:
+            s = torch.bmm(_rows_of(q[own], shared).mul_(scale), _read(keys, seen).transpose(1, 2))
+            n = own.stop - own.start
+            s.view(shared, -1, n, s.shape[-1])[..., -n:].masked_fill_(later[:n, :n], -torch.inf)
+            kept.append(torch.softmax(s, -1))
+            _put_rows(out[own], torch.bmm(kept[-1], _read(values, seen)))
+        ctx.blocks, ctx.scale = blocks, scale
+        ctx.save_for_backward(q, k, v, *kept)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        dq, dk, dv = q.new_empty(q.shape), torch.zeros_like(k), torch.zeros_like(v)
+        keys, values, dkeys, dvalues = (x.transpose(0, 1) for x in (k, v, dk, dv))
+        for (own, seen), p in zip(ctx.blocks, kept, strict=True):
+            x, gx = _rows_of(q[own], k.shape[1]).mul_(ctx.scale), _rows_of(g[own], k.shape[1])
+            dp = torch.bmm(gx, _read(values, seen).transpose(1, 2))
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            _put_rows(dq[own], torch.bmm(ds, _read(keys, seen)).mul_(ctx.scale))
+            _add(dkeys, seen, torch.bmm(ds.transpose(1, 2), x))
+            _add(dvalues, seen, torch.bmm(p.transpose(1, 2), gx))
+        return dq, dk, dv, None, None
+
+
+def _rows_of(x: Tensor, shared: int) -> Tensor:
+    """A copy of [n, heads, D] as [shared, heads / shared · n, D]: the queries that meet the same keys."""
+    by_key = x.reshape(len(x), shared, -1, x.shape[-1]).permute(1, 2, 0, 3)
+    return by_key.clone(memory_format=torch.contiguous_format).view(shared, -1, x.shape[-1])
+
+
+def _put_rows(x: Tensor, rows: Tensor) -> None:
+    """The opposite of `_rows_of`, into x."""
+    by_key = rows.view(len(rows), -1, len(x), x.shape[-1])
+    x.view(len(x), len(rows), -1, x.shape[-1]).copy_(by_key.permute(2, 0, 1, 3))
+
+# %% ../nbs/18_decoder.ipynb #6fd664cc
+def branch_attention(q: Tensor, k: Tensor, v: Tensor, branches: Branches, scale: float) -> Tensor:
+    """Attention within prompts and answers that stand one after the other, without padding; no answer sees another.
+
+    Args:
+        q: [M, heads, D] queries of all tokens, row by row; k, v: [M, kv_heads, D].
+        branches: how many tokens belong to what; M in all.
+        scale: of the products, usually 1/√D.
+
+    Returns:
+        [M, heads · D].
+    """
+    out: Tensor = _BranchAttention.apply(q, k, v, _blocks(branches), scale)  # type: ignore[no-untyped-call]
+    return out.flatten(1)
+
+
+BLOCK_COST = 4e5  # of one block, in products of a query with a key times the model's width
+LONG = 256  # tokens that one token looks at, on average, from which the kept probabilities are too large
+
+
+def branches_pay(branches: Branches, width: int) -> bool:
+    """Whether `branch_attention` is faster on a CPU than PyTorch's attention on one padded batch.
+
+    Args:
+        branches: as it takes them.
+        width: hidden size of the model.
+    """
+    longest = max((sum(row) for row in branches), default=0)
+    blocks = _blocks(branches)
+    pairs = sum((own.stop - own.start) * sum(w.stop - w.start for w in seen) for own, seen in blocks)
+    if pairs > LONG * sum(map(sum, branches)):
+        return False
+    return bool(0.9 * pairs * width + len(blocks) * BLOCK_COST < len(branches) * longest**2 * width)
+
+# %% ../nbs/18_decoder.ipynb #92cf4ecb
 def decode_states(
     body: nn.Module,
     ids: Tensor,
@@ -306,6 +418,7 @@ def decode_states(
     wanted: Tensor | None = None,
     real: Tensor | None = None,
     sparse: bool = False,
+    branches: Branches | None = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -316,6 +429,7 @@ def decode_states(
         wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `real`).
         real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None: all of them.
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
+        branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
 
     Returns:
         [N, H], with gradient.
@@ -336,10 +450,13 @@ def decode_states(
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        if real is not None:
+        if branches is not None:
+            mixed = branch_attention(q, k, v, branches, layer.scale)
+        elif real is not None:
             q, k, v = (t.new_zeros(rows * length, *t.shape[1:]).index_copy(0, real, t) for t in (q, k, v))
-        mixed = row_attention(q, k, v, rows, mask, layer.scale)
-        mixed = mixed if real is None else mixed.index_select(0, real)
+            mixed = row_attention(q, k, v, rows, mask, layer.scale).index_select(0, real)
+        else:
+            mixed = row_attention(q, k, v, rows, mask, layer.scale)
         if i == len(blocks.layers) - 1 and wanted is not None:
             x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
         x = layer.mlp(layer.out.add_to(x, mixed))

@@ -184,6 +184,17 @@ def test_exact_over_several_forwards(kind: str, budget: int) -> None:
     same(build(kind), completions(), share_prompts="always", token_budget=budget)
 
 
+@pytest.mark.parametrize("kind", CORE)
+@pytest.mark.parametrize("along", [False, True])
+def test_exact_along_branches_and_with_masks(kind: str, along: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention a branch at a time, whatever it would cost, and never."""
+    asked: list[lp.Branches] = []
+    monkeypatch.setattr(lp, "branches_pay", lambda branches, width: asked.append(branches) or along)
+    for shape in SHAPES:
+        same(build(kind), completions(shape), share_prompts="always")
+    assert any(len(row) > 2 for branches in asked for row in branches)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(lp.TREE_FAMILIES - {"gemma2"}))
 def test_every_family_with_trees(kind: str) -> None:

@@ -140,7 +140,7 @@ def parse_lines(block: bytes) -> tuple[list[dict[str, Any]], int]:
         if len(rows) == len(lines) and all(type(row) is dict for row in rows):
             return rows, 0
     except ValueError:
-        pass
+        pass  # some line is broken: one by one, then
     good: list[dict[str, Any]] = []
     for line in lines:
         try:
@@ -561,7 +561,7 @@ class RunReader(_Log):
             if changed != self._config[0]:
                 self._config = (changed, self.run_dir.config())
         except (OSError, ValueError, yaml.YAMLError):
-            pass
+            pass  # being written at this moment: the last one that could be read
         return self._config[1]
 
     def samples(self, step: int | None = None, last: int = 2000) -> list[dict[str, Any]]:
