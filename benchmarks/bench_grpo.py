@@ -78,7 +78,8 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.loop import Trainer
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import Rewards
-    from rlhf_nb.train.grpo import GRPO, GRPOConfig, PromptsOf
+    from rlhf_nb.train.group import PromptsOf
+    from rlhf_nb.train.grpo import GRPO, GRPOConfig
 
     gate, seconds = harness.Gate(), Counter[str]()
 

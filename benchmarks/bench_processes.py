@@ -233,15 +233,31 @@ def write_for_ever(root: Path, tell: int) -> None:
         other.join()
 
 
-def compression() -> None:
+def compression(steps: int = 40) -> None:
     """What smaller gradients cost in accuracy and gain in time, over loopback."""
+    import torch
+
+    from rlhf_nb.checkpoint import latest_complete, load_checkpoint
     from rlhf_nb.telemetry import read_metrics
 
+    start = {f"model.{n}": p for n, p in model_of(256, 4)[0].state_dict().items()}
+    found = {}
     for kind in ("", "bf16", "powersgd"):
-        folder = ranks("dpo", 2, env={"RLHF_NB_COMPRESS": kind}, steps=24, width=384)
-        losses = [e["loss"] for e in read_metrics(folder) if e["type"] == "step"]
+        folder = ranks("dpo", 2, env={"RLHF_NB_COMPRESS": kind}, steps=steps, save_every=steps)
+        last = latest_complete(folder / "checkpoints")
+        assert last is not None
+        model = {k: v.flatten() for k, v in load_checkpoint(last)[0]["model"].items() if k in start}
+        losses = torch.tensor([e["loss"] for e in read_metrics(folder) if e["type"] == "step"])
+        found[kind] = model, losses
+        ((whole, exact), moved) = (
+            found[""],
+            sum(float((v - start[k].flatten()).norm() ** 2) for k, v in found[""][0].items()),
+        )
+        off = sum(float((v - whole[k]).norm() ** 2) for k, v in model.items())
         print(
-            f"{kind or 'exact':9} {statistics.median(step_times(folder, skip=14)):.2f} s a step, loss at step 24 {losses[-1]:.4f}"
+            f"{kind or 'exact':9} {statistics.median(step_times(folder, skip=14)):.3f} s a step; loss of the last ten steps "
+            f"{losses[-10:].mean():.4f}, farthest from exact {(losses - exact).abs().max():.1e}; weights off by {(off / moved) ** 0.5:.1e} "
+            "of the way they went"
         )
 
 

@@ -1,14 +1,22 @@
-"""The memory planner (`rlhf_nb.topology`) against measured peaks: eight settings, each in a fresh process on the CPU.
+"""The memory planner (`rlhf_nb.topology`) against what was measured on the CPU, in fresh processes.
 
-    python benchmarks/check_topology.py [--only sft ppo] [--allocator default]
+    python benchmarks/check_topology.py [--only sft ppo] [--allocator default]   # eight settings, one process each: peaks
+    python benchmarks/check_topology.py --stages [qwen2]                         # DDP and ZeRO on two processes: who holds what
 
-Every process first trains a tiny model of the same kind with the same method, so that libraries and thread pools are there, then
+Peaks. Every process first trains a tiny model of the same kind with the same method, so that libraries and thread pools are there, then
 takes its resident memory as zero, builds the model (random weights, random words) and takes two steps (from the second
 one on Adam's numbers exist). The peak (VmHWM) above zero is compared with `predict(...)`.peak. Linux only.
 
 The planner counts tensors. glibc hands freed blocks of less than 32 MB back to its own heap instead of to the system, and holes
-in that heap count as resident. --allocator exact (the default) makes it return blocks above 1 MiB at once, so that what is measured is
-what the program uses; --allocator default measures what a process gets that doesn't say anything.
+in that heap count as resident. So --allocator exact (the default) sets MALLOC_MMAP_THRESHOLD_ for the measured processes: blocks
+above 1 MiB are returned at once, and what is measured is what the program uses. --allocator default measures what a process gets
+that doesn't say anything.
+
+Stages. A model of 22 million parameters is fine-tuned for three steps by one process, and by two under DDP, ZeRO-1, 2 and 3. When the
+optimizer begins the third step, rank 0 adds up the bytes of the live tensors, each storage once, by what they are: the module's
+parameters; gradients; the optimizer's numbers (Adam's averages, DeepSpeed's own copy of the weights); buffers for messages. DDP's
+buffers are not Python's, so their size is taken from DDP's own log. Beside it stands the highest resident memory of that step
+above what was there before the model; here blocks of tensors are smaller, so glibc's threshold is set to 128 KiB.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +59,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "GRPO": {"model": LLAMA, "method": "grpo", **ANSWERS, "rollout_batch": 64, "group": 8, "reference": False, "reward_model": False},
 }  # fmt: skip
 BUDGET, STEPS = 2048, 2
+STAGES = {
+    "one process": (1, "ddp"),
+    "DDP": (2, "ddp"),
+    "ZeRO-1": (2, "zero1"),
+    "ZeRO-2": (2, "zero2"),
+    "ZeRO-3": (2, "zero3"),
+}
+STAGED: dict[str, dict[str, Any]] = {
+    "llama": {"model": LLAMA | {"hidden_size": 384, "intermediate_size": 1152}, "method": "sft", "mini_batch": 32, "prompt": 32, "completion": 32, "budget": 512},
+    "qwen2": {"model": QWEN, "method": "sft", "mini_batch": 24, "prompt": 24, "completion": 40, "budget": 384},
+}  # fmt: skip
+BUCKET = 4_000_000  # numbers in a message of DeepSpeed; its default, 500 million, would be many times the model
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 
 
 def words(r: random.Random, vocabulary: int, n: int) -> str:
@@ -89,7 +111,8 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
     lora = LoraSettings(r=setting["lora"]) if "lora" in setting else None
     p, c = setting["prompt"], setting["completion"]
     settings: dict[str, Any] = {
-        "output_dir": f"{folder}/run", "steps": STEPS, "epochs": None, "mini_batch_size": setting["mini_batch"], "token_budget": BUDGET,
+        "output_dir": f"{folder}/run", "steps": STEPS, "epochs": None, "mini_batch_size": setting["mini_batch"],
+        "token_budget": setting.get("budget", BUDGET),
         "device": "cpu", "console": False, "async_save": False, "model": {"lora": lora.to_dict() if lora else None},
         "data": {"max_prompt_length": 2 * p, "max_length": 2 * (p + c), "dedup": False},
     }  # fmt: skip
@@ -120,26 +143,25 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
     )
 
 
-def measure(setting: dict[str, Any]) -> dict[str, float]:
-    """Train two steps; MiB above what was there, highest while sampling and scoring, and highest while updating."""
+def build(setting: dict[str, Any]) -> Any:
+    """The model, with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(0)
     shape = dict(setting["model"])
-    rows = rows_for(setting, shape["vocab_size"], STEPS + 1)
+    special = {"max_position_embeddings": 2048, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape, **special)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def measure(setting: dict[str, Any]) -> dict[str, float]:
+    """Train two steps; MiB above what was there, highest while sampling and scoring, and highest while updating."""
+    rows = rows_for(setting, setting["model"]["vocab_size"], STEPS + 1)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     zero, started = harness.memory(peak=False), time.process_time()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        shape.pop("model_type"),
-        **shape,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = build(setting)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_for(setting, model, folder, rows)
         del model
@@ -156,24 +178,17 @@ def measure(setting: dict[str, Any]) -> dict[str, float]:
     return {"collect": peaks[0], "update": peaks[1], "cpu": time.process_time() - started}
 
 
-def predicted(setting: dict[str, Any]) -> dict[str, float]:
-    """What the planner says, in MiB."""
+def predicted(setting: dict[str, Any], **split: Any) -> Any:
+    """The planner's account."""
     from transformers import AutoConfig
 
-    from rlhf_nb.topology import FORMATS, Job, predict
+    from rlhf_nb.topology import FORMATS, Job, Split, predict
 
     shape = dict(setting["model"])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    job = Job(
-        **{k: v for k, v in setting.items() if k != "model"}, token_budget=BUDGET, format=FORMATS["fp32"], device="cpu"
-    )
-    budget = predict(config, job)
-    update = max(budget.at("backward"), budget.at("step"))
-    return {
-        "collect": budget.at("sampling") / harness.MIB,
-        "update": update / harness.MIB,
-        "peak": budget.peak / harness.MIB,
-    }
+    given = {k: v for k, v in setting.items() if k not in ("model", "budget")}
+    budget = setting.get("budget", BUDGET)
+    return predict(config, Job(**given, token_budget=budget, format=FORMATS["fp32"], device="cpu"), Split(**split))
 
 
 def worker(name: str) -> None:
@@ -183,50 +198,150 @@ def worker(name: str) -> None:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    if name in STAGED:
+        print(json.dumps(stage_worker(STAGED[name])))
+        return
     setting = SETTINGS[name]
-    small = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    measure(setting | {"model": setting["model"] | small, "prompt": 8, "completion": 8})
+    measure(setting | {"model": setting["model"] | TINY, "prompt": 8, "completion": 8})
     print(json.dumps(measure(setting)))
+
+
+def tensors_in(x: Any) -> Iterator[Any]:
+    """All tensors in nested lists and dicts."""
+    if isinstance(x, (list, tuple, dict)):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(y)
+    elif hasattr(x, "untyped_storage"):
+        yield x
+
+
+def holdings(trainer: Any) -> dict[str, float]:
+    """MiB of this process's live tensors by role, each storage once."""
+    import torch
+
+    module, optimizer, wrapper = trainer.engine.module, trainer.engine.optimizer, trainer.method.module
+    params = list(module.parameters())
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]  # DeepSpeed's are flat parts
+    zero = getattr(getattr(trainer.engine.strategy, "ds", None), "optimizer", None)
+    of_zero = lambda *names: [getattr(zero, name, None) for name in names]
+    groups = {
+        "parameters": [*(p.data for p in params), *(getattr(p, "ds_tensor", None) for p in params)],
+        "gradients": [*(p.grad for p in [*params, *stepped]), *of_zero("averaged_gradients", "grad_partitions_flat_buffer")],
+        "optimizer": [*map(dict, optimizer.state.values()), *of_zero("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")],
+        "messages": [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()],
+    }  # fmt: skip
+    found, seen = dict.fromkeys(groups, 0.0), set()
+    for role, things in groups.items():
+        for t in tensors_in(things):
+            store = t.untyped_storage()
+            if store.data_ptr() and store.data_ptr() not in seen:
+                seen.add(store.data_ptr())
+                found[role] += store.nbytes() / harness.MIB
+    if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+        log = wrapper._get_ddp_logging_data()
+        sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
+        found["messages"] += sum(float(x) for x in str(sizes).split(",")) / harness.MIB
+    return found
+
+
+def stage_worker(setting: dict[str, Any]) -> dict[str, float]:
+    """On every rank: three steps; what rank 0 holds as its optimizer begins the last, and its peak over that step."""
+    import torch
+
+    torch.set_num_threads(1)
+    learn(setting | {"model": setting["model"] | TINY, "prompt": 8, "completion": 8})  # libraries, threads
+    return learn(setting)
+
+
+def learn(setting: dict[str, Any]) -> dict[str, float]:
+    """Three steps of training (DDP makes its buffers anew in the second); see `stage_worker`."""
+    rows = rows_for(setting, setting["model"]["vocab_size"], STEPS + 2)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    zero, found = harness.memory(peak=False), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(setting, build(setting), folder, rows)
+        gc.collect()
+        trainer.start()
+
+        def look(*args: Any) -> None:
+            now = holdings(trainer)
+            if sum(now.values()) > sum(v for k, v in found.items() if k != "peak"):
+                found.update(now)
+
+        trainer.engine.optimizer.register_step_pre_hook(look)
+        for _ in range(STEPS + 1):
+            found.clear()
+            Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
+            trainer.train_step()
+            found["peak"] = harness.memory() - zero
+        trainer.log.close()
+    return found
+
+
+def stages(model: str) -> None:
+    """The table of DDP and ZeRO, MiB on rank 0; last, the numbers as a dict, for notebook 71."""
+    from rlhf_nb.launch import launch
+
+    roles = {"parameters": "policy", "gradients": "gradients", "optimizer": "optimizer", "messages": "overhead"}
+    print("measured (predicted), MiB on rank 0; the first four as the optimizer begins its third step\n")
+    print(f"| | {' | '.join(roles)} | all four | peak | difference |\n|---|{'---:|' * (len(roles) + 3)}")
+    everything = {}
+    for name, (world, strategy) in STAGES.items():
+        if world == 1:
+            command = [sys.executable, __file__, "--worker", model]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                found = launch(
+                    stage_worker, STAGED[model], num_processes=world, strategy=strategy, device="cpu", run_dir=folder, restarts=0, say=None,
+                    zero={"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0},
+                ).value  # fmt: skip
+        stage = int(strategy[-1]) if strategy.startswith("zero") else 0
+        budget = predicted(STAGED[model], gpus=world, stage=stage, bucket=BUCKET)
+        want = budget.by_role("step")
+        pairs = [(found[mine], want[theirs] / harness.MIB) for mine, theirs in roles.items()]
+        pairs += [(sum(m for m, _ in pairs), sum(w for _, w in pairs)), (found["peak"], budget.peak / harness.MIB)]
+        cells = " | ".join(f"{m:.1f} ({w:.1f})" for m, w in pairs)
+        print(f"| {name} | {cells} | {pairs[-1][1] / pairs[-1][0] - 1:+.1%} |", flush=True)
+        everything[name] = {k: round(v, 1) for k, v in found.items()}
+    print(f"\n{everything}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="settings whose name contains one of these")
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact")
+    parser.add_argument("--stages", nargs="?", const="llama", choices=list(STAGED), help="DDP and ZeRO, two processes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker)
         return
-    env = dict(
-        os.environ,
-        OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1",
-        PYTHONPATH=os.pathsep.join([str(harness.ROOT), str(harness.HERE)]),
-    )
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(harness.ROOT), str(harness.HERE)])
     if args.allocator == "exact":
-        env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+        limit = str(1 << 17 if args.stages else 1 << 20)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = limit  # read by the processes that are started from here on
+        print(f"measured with MALLOC_MMAP_THRESHOLD_={limit}, which this script sets for the measured processes\n")
+    if args.stages:
+        stages(args.stages)
+        return
     chosen = [n for n in SETTINGS if not args.only or any(o.lower() in n.lower() for o in args.only)]
     print(
         f"| setting ({args.allocator} allocator) | predicted, MiB | measured, MiB | difference | CPU s |\n|---|---:|---:|---:|---:|"
     )
     worst = 0.0
     for name in chosen:
-        done = subprocess.run([sys.executable, __file__, "--worker", name], env=env, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, "--worker", name], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-        found, want = json.loads(done.stdout.splitlines()[-1]), predicted(SETTINGS[name])
+        found, want = json.loads(done.stdout.splitlines()[-1]), predicted(SETTINGS[name]).peak / harness.MIB
         peak = max(found["collect"], found["update"])
-        difference = want["peak"] / peak - 1
+        difference = want / peak - 1
         worst = max(worst, abs(difference))
-        print(f"| {name} | {want['peak']:.0f} | {peak:.0f} | {difference:+.1%} | {found['cpu']:.0f} |", flush=True)
+        print(f"| {name} | {want:.0f} | {peak:.0f} | {difference:+.1%} | {found['cpu']:.0f} |", flush=True)
     print(f"\nlargest difference of {len(chosen)}: {worst:.1%}")
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from .core import CheckpointError
 
 # %% auto #0
-__all__ = ['PATIENCE', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers', 'problem_of',
+__all__ = ['PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers', 'problem_of',
            'latest_complete', 'load_checkpoint', 'Part', 'save_part', 'snapshot', 'AsyncWriter']
 
 # %% ../nbs/51_checkpoint.ipynb #fdfd2e0a
@@ -293,8 +293,9 @@ def load_checkpoint(
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
-# %% ../nbs/51_checkpoint.ipynb #ca7b9596
+# %% ../nbs/51_checkpoint.ipynb #70671bf5
 PATIENCE = 1800.0  # seconds that rank 0 waits for the others' files
+HURRY = 30.0  # seconds without any progress that are enough when the run is ending in an error
 
 
 def _tag(rank: int, world: int) -> str:
@@ -327,16 +328,29 @@ def _write_part(
     fsync_path(aside)
     os.replace(aside, done)
 
-# %% ../nbs/51_checkpoint.ipynb #c612c44b
-def _wait_for_parts(folder: Path, world: int, patience: float) -> dict[str, dict[str, Any]]:
+# %% ../nbs/51_checkpoint.ipynb #ca6dc32d
+def _size(folder: Path) -> int:
+    """Bytes in a folder."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _wait_for_parts(
+    folder: Path, world: int, patience: float, ending: threading.Event | None = None
+) -> dict[str, dict[str, Any]]:
     """The files of all ranks, once they are written.
 
     Raises:
         CheckpointError: a rank could not write, or did not in time.
     """
     files: dict[str, dict[str, Any]] = {}
-    waiting, until = set(range(world)), time.monotonic() + patience
+    waiting, until, size = set(range(world)), time.monotonic() + patience, -1
     while waiting:
+        if ending is not None and ending.is_set() and size != (now := _size(folder)):
+            size, until = now, time.monotonic() + HURRY
         for rank in sorted(waiting):
             done, failed = folder / f"rank-{_tag(rank, world)}.json", folder / f"failed-{rank}"
             if failed.exists():
@@ -347,7 +361,8 @@ def _wait_for_parts(folder: Path, world: int, patience: float) -> dict[str, dict
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
             raise CheckpointError(
-                f"rank {min(waiting)} has not written its part after {patience:.0f} s; is the run's folder on a file system that all machines share?"
+                f"rank {min(waiting)} has not written its part{f' after {patience:.0f} s' if size < 0 else ' and the run is ending'}; "
+                "is the run's folder on a file system that all machines share?"
             )
         if waiting:
             time.sleep(0.01)
@@ -362,7 +377,7 @@ class Part(NamedTuple):
     token: str  # the same on all ranks, and another one for each attempt
     slices: dict[str, Any]  # group -> name -> (shape of the whole, start)
 
-# %% ../nbs/51_checkpoint.ipynb #315adc2a
+# %% ../nbs/51_checkpoint.ipynb #a8573744
 def save_part(
     root: str | Path,
     step: int,
@@ -371,6 +386,7 @@ def save_part(
     part: Part,
     keep: int = 2,
     patience: float = PATIENCE,
+    ending: threading.Event | None = None,
 ) -> Path:
     """One rank's share of `root/step-<step>`; on rank 0 it returns when the checkpoint is complete.
 
@@ -380,6 +396,7 @@ def save_part(
         meta: written by rank 0.
         part: which rank this is, and where its parts lie.
         patience: seconds that rank 0 waits for the others.
+        ending: once set, it waits only while something is still being written: another rank may be gone.
 
     Raises:
         CheckpointError: this rank's part, or on rank 0 any rank's, could not be written; older checkpoints are as they were.
@@ -401,7 +418,7 @@ def save_part(
     if part.rank:
         return final
     try:
-        _write_manifest(aside, _wait_for_parts(aside, part.world, patience))
+        _write_manifest(aside, _wait_for_parts(aside, part.world, patience, ending))
         _give_its_name(aside, final)
     except (OSError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)

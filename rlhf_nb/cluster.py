@@ -181,7 +181,7 @@ def _variable(name: str) -> str:
         raise ConfigError(f"{name!r} is no name of an environment variable: use letters, digits and '_'.")
     return name
 
-# %% ../nbs/72_cluster.ipynb #098efcc3
+# %% ../nbs/72_cluster.ipynb #a646e4ef
 def kubernetes_manifest(
     command: Sequence[str], output_dir: str, image: str, *, claim: str, mount: str = "/shared", nodes: int = 1, gpus_per_node: int = 8,
     strategy: str = "zero3", name: str = "rlhf-nb", namespace: str = "default", memory: str = "512Gi", cpus_per_gpu: int = 8,
@@ -237,7 +237,7 @@ def kubernetes_manifest(
     parts = [head | {"kind": "TrainingRuntime", "spec": runtime}, head | {"kind": "TrainJob", "spec": job}]
     return yaml.dump_all(parts, Dumper=_Plain, sort_keys=False, width=10**6)
 
-
+# %% ../nbs/72_cluster.ipynb #30c5b730
 class _Plain(yaml.SafeDumper):
     """Writes what occurs twice twice."""
 

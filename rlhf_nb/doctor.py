@@ -336,7 +336,7 @@ _REMEDIES = {
     "cache": "lower rollout_batch_size or sampling.max_new_tokens", "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
 }  # fmt: skip
 
-# %% ../nbs/92_doctor.ipynb #b1253fe5
+# %% ../nbs/92_doctor.ipynb #9e84bfe5
 KINDS: dict[type, Kind] = {
     SFTConfig: "sft", RewardConfig: "preference", PPOConfig: "prompt", PreferenceConfig: "preference", KTOConfig: "unpaired",
     GRPOConfig: "prompt", RLOOConfig: "prompt", OnlineDPOConfig: "prompt",
@@ -376,7 +376,7 @@ def load_patient(model: ModelConfig) -> Patient:
         tokenizer.chat_template = model.chat_template
     return Patient(tokenizer, load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where, **options)))
 
-
+# %% ../nbs/92_doctor.ipynb #3768c6ee
 def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     """The first rows of a run's data.
 

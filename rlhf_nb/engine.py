@@ -154,7 +154,7 @@ class Piece(NamedTuple):
     tensor: Tensor  # [n]; writing into it writes into what is trained
     states: dict[str, Tensor]  # [n] each, or a scalar
 
-# %% ../nbs/52_engine.ipynb #934b8805
+# %% ../nbs/52_engine.ipynb #16b1f779
 class Strategy:
     """How ranks share the one trainable module; this one leaves all of it on each (one process, or DDP).
 
@@ -185,8 +185,15 @@ class Strategy:
         """What forward must go through."""
         if self.accelerator is None:
             return self.module
+        kind = os.environ.get("RLHF_NB_COMPRESS", "")
+        if (
+            kind == "powersgd" and self.device.type == "cpu"
+        ):  # over gloo two buckets' steps would get into each other's way
+            from accelerate.utils import DistributedDataParallelKwargs
+
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=1 << 20)
         wrapped: nn.Module = self.accelerator.prepare_model(self.module)
-        compress(wrapped, os.environ.get("RLHF_NB_COMPRESS", ""))
+        compress(wrapped, kind)
         return wrapped
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -208,12 +215,14 @@ class Strategy:
     def keep_frozen(self, module: nn.Module) -> None:
         """A frozen model stays whole on each rank."""
 
-# %% ../nbs/52_engine.ipynb #1f5aadd1
+# %% ../nbs/52_engine.ipynb #a3986a12
 COMPRESSIONS = ("", "bf16", "powersgd")
 
 
 def compress(ddp: nn.Module, kind: str, rank: int = 4, warm_up: int = 10) -> None:
-    """Make the exchanged gradients of a DDP module smaller.
+    """Make the exchanged gradients of a DDP module smaller; `RLHF_NB_COMPRESS` says which way.
+
+    A resumed run warms PowerSGD up again: what it had left out is in no checkpoint.
 
     Args:
         ddp: the wrapper.
@@ -230,14 +239,21 @@ def compress(ddp: nn.Module, kind: str, rank: int = 4, warm_up: int = 10) -> Non
         raise ConfigError(f"gradient compression {kind!r} doesn't exist: use 'bf16' or 'powersgd', or leave it out")
     if not kind:
         return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     wrapper: Any = ddp
     if kind == "bf16":
-        wrapper.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        wrapper.register_comm_hook(None, lambda _, bucket: _exchange_bf16(bucket))
     else:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, warm_up))
         wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _exchange_bf16(bucket: Any) -> Any:
+    """A bucket's mean over ranks, rounded on the way (PyTorch's own hook refuses CPUs)."""
+    small = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size())
+    sent: Any = torch.distributed.all_reduce(small, async_op=True)
+    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 # %% ../nbs/52_engine.ipynb #b51a6415
 class Replicated(Strategy):
@@ -303,7 +319,7 @@ def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor
         out.setdefault(name, {})[state] = value
     return out
 
-# %% ../nbs/52_engine.ipynb #dda2bf19
+# %% ../nbs/52_engine.ipynb #0c0cfc34
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 
@@ -335,6 +351,10 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     if name.startswith("zero") and on["ACCELERATE_USE_CPU"]:
         raise ConfigError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, and each rank would train alone: unset it (use_cpu: false)."
+        )
+    if environment.get("RLHF_NB_COMPRESS") and name not in ("ddp", "single"):
+        raise ConfigError(
+            f"RLHF_NB_COMPRESS acts on DDP's exchange of gradients only, not on {name}'s: unset it, or use ddp."
         )
     return name
 

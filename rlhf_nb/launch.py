@@ -29,9 +29,10 @@ from .telemetry import RunDir, read_metrics
 
 # %% auto #0
 __all__ = ['METHODS', 'accelerate_settings', 'Lifeline', 'train_config', 'worker_main', 'Failure', 'first_failure', 'Attempt',
-           'watch', 'Launched', 'check_request', 'launch', 'fork_problem', 'fork_launch']
+           'watch', 'Launched', 'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
+           'fork_launch']
 
-# %% ../nbs/70_launch.ipynb #7227982d
+# %% ../nbs/70_launch.ipynb #0726eebb
 def accelerate_settings(
     num_processes: int, strategy: str, cpu: bool, machines: int = 1, machine: int = 0, address: str = "", port: int = 0
 ) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def accelerate_settings(
             "zero_stage": int(name[-1]),
             "offload_optimizer_device": device,
             "offload_param_device": device if name == "zero3" else "none",
+            "deepspeed_multinode_launcher": "standard",  # torchrun, as on one machine; else it would look for pdsh
         }
         settings |= {
             "distributed_type": "DEEPSPEED",
@@ -74,10 +76,10 @@ def accelerate_settings(
         }
     return settings
 
-# %% ../nbs/70_launch.ipynb #28206a3e
+# %% ../nbs/70_launch.ipynb #7672c641
 def _environment(folder: Path, strategy: str, cpu: bool, zero: Mapping[str, Any] | None) -> dict[str, str]:
     """What the processes inherit."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "RLHF_NB_")) and k not in _RANK}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_") and k not in _RANK}
     env |= {
         "RLHF_NB_STRATEGY": strategy,
         "RLHF_NB_LAUNCH": str(folder),
@@ -99,7 +101,7 @@ def _environment(folder: Path, strategy: str, cpu: bool, zero: Mapping[str, Any]
     }
 
 
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RLHF_NB_DEEPSPEED")
 
 # %% ../nbs/70_launch.ipynb #ea155648
 def _birth(pid: int) -> str:
@@ -168,10 +170,10 @@ class Lifeline(threading.Thread):
         self.over.wait(self.grace)
         os._exit(70)
 
-# %% ../nbs/70_launch.ipynb #4b9534bc
+# %% ../nbs/70_launch.ipynb #8c0942d4
 METHODS = {
     "SFTConfig": "sft", "RewardConfig": "reward", "PPOConfig": "ppo", "GRPOConfig": "grpo", "RLOOConfig": "rloo",
-    "PreferenceConfig": "dpo", "KTOConfig": "kto", "OnlineDPOConfig": "online",
+    "PreferenceConfig": "dpo", "KTOConfig": "kto", "OnlineDPOConfig": "online", "RLAIFConfig": "rlaif",
 }  # fmt: skip
 
 
@@ -183,11 +185,14 @@ def train_config(config: Any, resume: bool) -> dict[str, Any]:
     """
     pipeline = importlib.import_module("rlhf_nb.pipeline")
     kind = METHODS[type(config).__name__]
+    if kind == "rlaif":
+        labels = pipeline.label_stage(config, resume)
+        return {"model": str(labels.model), "metrics": dict(labels.metrics), "stopped": None}
     trainer = pipeline.make_trainer(kind, config)
     result = pipeline.finish_training(trainer, kind, pipeline.lasting(config), resume=resume)
     return {"model": str(result.model), "metrics": dict(result.metrics), "stopped": trainer.history.stopped}
 
-# %% ../nbs/70_launch.ipynb #3daf7274
+# %% ../nbs/70_launch.ipynb #89d05d0c
 def worker_main(folder: str | Path) -> int:
     """What each process does: the call of `folder`, its result or its error.
 
@@ -200,6 +205,8 @@ def worker_main(folder: str | Path) -> int:
     folder, rank = Path(folder), int(os.environ.get("RANK", "0"))
     parent = os.environ.get("RLHF_NB_PARENT")
     line = Lifeline(folder, rank, int(parent) if parent else None)
+    with suppress(ValueError):  # only the main thread may; the agent sends SIGTERM when another rank has died
+        signal.signal(signal.SIGTERM, _ended)
     line.start()
     with open(folder / f"stack-{rank}.txt", "w", encoding="utf-8") as stacks:
         if hasattr(signal, "SIGUSR1"):
@@ -228,6 +235,11 @@ def worker_main(folder: str | Path) -> int:
                 faulthandler.unregister(signal.SIGUSR1)
 
 
+def _ended(number: int, frame: Any) -> None:
+    """The handler of SIGTERM: leave a word instead of vanishing like the rank that was killed."""
+    raise SystemExit("ended from outside")
+
+
 _FINAL = (ConfigError, KeyboardInterrupt)  # trying again would end in the same way
 
 # %% ../nbs/70_launch.ipynb #01cc1516
@@ -241,7 +253,7 @@ def _save_result(folder: Path, value: Any) -> None:
     aside.write_bytes(data)
     os.replace(aside, folder / "result.pkl")
 
-# %% ../nbs/70_launch.ipynb #572f831a
+# %% ../nbs/70_launch.ipynb #1928a8b0
 class Failure(NamedTuple):
     """Why an attempt ended."""
 
@@ -249,6 +261,7 @@ class Failure(NamedTuple):
     what: str  # one line
     traceback: str
     final: bool  # trying again would end in the same way
+    echo: bool = False  # only connections broke: the cause is on another machine
 
 
 _ECHO = (
@@ -262,6 +275,7 @@ _ECHO = (
     "socket",
     "timed out",
     "barrier",
+    "ended from outside",
 )
 
 
@@ -286,17 +300,19 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
     if not told:
         return Failure(
             None,
-            "the processes ended without a message before any of them began to work; see launch/out.txt",
+            "the processes ended without a message before any of them began to work (of several machines: is each started?)",
             "",
             False,
         )
     e = told[0]
     text = str(e["message"]).strip().splitlines()
+    what = f"rank {e['rank']} failed at step {steps.get(int(e['rank']), 0)}: {e['type']}: {text[0] if text else ''}"
     return Failure(
         int(e["rank"]),
-        f"rank {e['rank']} failed at step {steps.get(int(e['rank']), 0)}: {e['type']}: {text[0] if text else ''}",
+        what if own else f"{what} (no rank here has another error: one on another machine ended, or the network did)",
         str(e["traceback"]),
         bool(e.get("final")),
+        not own,
     )
 
 
@@ -433,12 +449,12 @@ def watch(attempt: Attempt, run: Path, hang: float, on_move: Callable[[], None])
     steps = {rank: step for rank, (step, _) in _steps(run).items()}
     return first_failure(attempt.errors(), vanished, steps)
 
-# %% ../nbs/70_launch.ipynb #e83aeb94
+# %% ../nbs/70_launch.ipynb #bb1591a6
 class Launched(NamedTuple):
     """What came of a launch."""
 
     value: Any  # what rank 0's function returned; of a config: {"model", "metrics", "stopped"}
-    model: Path | None  # folder of the trained model, for `from_pretrained`
+    model: Path | None  # folder of the trained model, for `from_pretrained`; of `rlaif` the labelled pairs
     history: list[dict[str, Any]]  # the steps of the run
     run_dir: Path
     failures: list[str]  # one line for each attempt that failed
@@ -483,7 +499,44 @@ def check_request(num_processes: int, strategy: str, cpu: bool, port: int, here:
                     f"port {port} is in use on this machine ({error.strerror}): choose another one, or 0 for any that is free"
                 ) from error
 
-# %% ../nbs/70_launch.ipynb #08dae1d3
+# %% ../nbs/70_launch.ipynb #973ddf89
+def check_machines(num_processes: int, machines: int, machine: int, address: str, port: int) -> None:
+    """Refuse numbers of machines and processes that don't fit together.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    if not 0 <= machine < machines or num_processes % machines:
+        raise ConfigError(
+            f"num_processes is {num_processes}, machines {machines}, machine {machine}: num_processes counts all machines together, "
+            f"so it must be a multiple of machines, and machine must be from 0 to {machines - 1}"
+        )
+    if machines > 1 and not (address and port):
+        raise ConfigError(
+            f"machines is {machines}, but address is {address!r} and port {port}: give every machine the address of the first "
+            "one and the same free port there, or they won't find each other"
+        )
+
+
+def wait_for_others(folder: Path, patience: float = 30.0) -> None:
+    """Wait until no rank of an earlier launch runs in a folder (they end by themselves when their launcher is gone).
+
+    Raises:
+        RunError: one still does.
+    """
+    until = time.monotonic() + patience
+    while True:
+        told = [t for t in map(_get, sorted(folder.glob("rank-*.json"))) if t and _birth(int(t["pid"])) == t["born"]]
+        if not told:
+            return
+        if time.monotonic() > until:
+            raise RunError(
+                f"a rank of an earlier launch still runs in {folder} (process {told[0]['pid']}), and both would write there: "
+                "wait for it, end it, or choose another run_dir"
+            )
+        time.sleep(0.2)
+
+# %% ../nbs/70_launch.ipynb #fabc11c6
 def launch(
     what: Callable[..., Any] | StrictConfig, *args: Any, num_processes: int = 2, strategy: str = "ddp", run_dir: str | Path | None = None,
     device: str = "auto", resume: bool = False, overwrite: bool = False, restarts: int = 3, hang_timeout: float = 1800.0, port: int = 0,
@@ -514,6 +567,7 @@ def launch(
     """
     is_config = isinstance(what, StrictConfig)
     cpu = device == "cpu" or getattr(what, "device", device) == "cpu" or not torch.cuda.is_available()
+    check_machines(num_processes, machines, machine, address, port)
     local = num_processes // machines
     check_request(local, strategy, cpu, port if machine == 0 else 0)
     run = RunDir(run_dir or (getattr(what, "output_dir", None) if is_config else None) or "runs/launch")
@@ -541,20 +595,26 @@ def launch(
         raise ConfigError(
             f"launch got {', '.join(kwargs)}: a config takes no further arguments; did you mean a setting of launch?"
         )
-    failures = _try_until_done(
-        run, folder, call, command, env, local, resume, restarts, hang_timeout, say or (lambda _: None)
-    )
-    return _collect(run, folder, is_config, failures)
+    say, begun = say or (lambda _: None), time.time()
+    wait_for_others(folder)
+    failures = _try_until_done(run, folder, call, command, env, local, resume, restarts, hang_timeout, say)
+    return _collect(run, folder, is_config, failures, say, begun)
 
-# %% ../nbs/70_launch.ipynb #40305b25
-def _collect(run: RunDir, folder: Path, is_config: bool, failures: list[str]) -> Launched:
-    """What the ranks left."""
+# %% ../nbs/70_launch.ipynb #aa22f5c4
+def _collect(
+    run: RunDir, folder: Path, is_config: bool, failures: list[str], say: Callable[[str], None], begun: float
+) -> Launched:
+    """What the ranks left; their warnings are passed on."""
     value = _dill().loads((folder / "result.pkl").read_bytes()) if (folder / "result.pkl").exists() else None
-    history = [e for e in read_metrics(run.path) if e["type"] == "step"] if run.metrics_path.exists() else []
+    events = read_metrics(run.path) if run.metrics_path.exists() else []
+    for e in events:
+        if e["type"] == "warning" and e.get("time", begun) >= begun:
+            say(f"note: {e['message']}")
+    history = [e for e in events if e["type"] == "step"]
     model = Path(value["model"]) if is_config and isinstance(value, dict) else None
     return Launched(value, model, history, run.path, failures)
 
-# %% ../nbs/70_launch.ipynb #68499567
+# %% ../nbs/70_launch.ipynb #632a7ab7
 def _try_until_done(
     run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], local: int,
     resume: bool, restarts: int, hang: float, say: Callable[[str], None],
@@ -575,9 +635,8 @@ def _try_until_done(
         _note(folder, "failure", what=failure.what)
         if failure.rank is not None and failure.final and "KeyboardInterrupt" in failure.what:
             raise KeyboardInterrupt(f"{failure.what}; resume=True goes on")
-        again = (
-            bool(failures) and failures[-1] == failure.what and bool(failure.traceback)
-        )  # the same exception at the same step
+        same = bool(failures) and failures[-1] == failure.what
+        again = same and bool(failure.traceback) and not failure.echo  # the same exception at the same step
         if failure.final or len(failures) >= restarts or again:
             tried = f" after {len(failures)} restart(s)" if failures else ""
             raise RunError(f"{failure.what}{tried}.\n{failure.traceback or _tail(folder / 'out.txt')}")

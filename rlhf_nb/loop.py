@@ -43,12 +43,13 @@ from .engine import Engine
 from .logprobs import in_pieces
 from .telemetry import FORMAT, REQUESTS, EventLog, Meter, Requests, RunDir, read_metrics
 from .types import LossSum
-from .workers import Crew, draws_numbers, workers_for
+from .workers import PIECES, Crew, draws_numbers, workers_for
 
 Learnt = tuple[dict[str, tuple[LossSum, float]], Tensor]
 
 # %% auto #0
-__all__ = ['Learnt', 'Control', 'setting', 'Source', 'Method', 'BaseMethod', 'History', 'GracefulStop', 'Desk', 'Trainer']
+__all__ = ['Learnt', 'HEAD', 'PAIR', 'Control', 'setting', 'Source', 'Method', 'BaseMethod', 'History', 'GracefulStop', 'Desk',
+           'Trainer']
 
 # %% ../nbs/54_loop.ipynb #2da36ccb
 @dataclass(frozen=True)
@@ -496,7 +497,7 @@ def _means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Sum divided by count, where anything was counted."""
     return {k: total / count for k, (total, count) in pairs.items() if count > 0}
 
-# %% ../nbs/54_loop.ipynb #279ecd4d
+# %% ../nbs/54_loop.ipynb #7ad5591d
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -534,7 +535,7 @@ class Trainer:
         self.started = self.exhausted = False
         self.failure: RunError | None = None
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
-        self.writer = AsyncWriter(config.async_save)
+        self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
         self.lr_scale, self.desk = 1.0, Desk(self)
         self._team: Crew | None = None
 
@@ -631,10 +632,10 @@ class Trainer:
         """One optimizer step on one mini-batch; returns its statistics and whether it was applied."""
         denominators = self.engine.reduce_sum(self.method.denominators(mini))
         sums, crew = _Sums(), self._crew()
-        with in_pieces(2 * crew.workers if crew else 1):
+        with in_pieces(PIECES * crew.workers if crew else 1):
             micros = self.method.micro_batches(mini)
         learn = lambda module, micro: self._learn(micro, denominators, 1, module)
-        costs = [self.method.tokens(micro) for micro in micros] if crew else []
+        costs = [_cost(micro) for micro in micros] if crew else []
         for terms, loss in crew.run(learn, micros, costs) if crew else self._one_by_one(micros, denominators):
             sums.add(terms, loss)
         report = self.engine.step(sums.loss, sums.vector(self.engine.device))
@@ -693,6 +694,7 @@ class Trainer:
         self.desk.listen()
         reason: str | None = None
         self.failure, self.bad_in_a_row = None, 0
+        self.ending.clear()
         try:
             with GracefulStop(self.config.console and self.engine.is_main) as stop:
                 asked = self.observers.call("on_start", self)
@@ -710,6 +712,7 @@ class Trainer:
             if error is self.failure:  # non-finite updates were skipped, so the weights deserve to be kept
                 with suppress(CheckpointError):
                     self.save()
+            self.ending.set()
             if not isinstance(error, KeyboardInterrupt):
                 self.writer.wait()
             raise
@@ -778,7 +781,7 @@ class Trainer:
                 if part is None:
                     save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep)
                 else:
-                    save_part(run_dir.checkpoints, step, tensors, meta, part, keep)
+                    save_part(run_dir.checkpoints, step, tensors, meta, part, keep, ending=self.ending)
 
             self.writer.submit(job)
         folder = run_dir.checkpoints / f"step-{step:010d}"
@@ -798,7 +801,7 @@ class Trainer:
         if self.started:
             return
         changes = self.run_dir.open(self.config.to_dict(), resume, overwrite) if self.engine.is_main else []
-        self.engine.barrier()
+        resume = self.engine.gather_object(resume)[0]  # machines may have been started again with other words
         self.log = EventLog(self.run_dir.metrics_path, self.engine.rank)
         if resume:
             self._resume(self.run_dir, changes)
@@ -829,7 +832,12 @@ class Trainer:
         if self.engine.is_main:
             clean_leftovers(run_dir.checkpoints)
         found = latest_complete(run_dir.checkpoints, warn=problems.append) if self.engine.is_main else None
-        folder = self.engine.gather_object(found)[0]  # what rank 0 has checked is what all ranks read
+        folder, problems = self.engine.gather_object((found, problems))[0]  # what rank 0 has checked is what all read
+        if folder is None and problems:
+            raise CheckpointError(
+                f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the file back, "
+                "or begin anew with overwrite=True"
+            )
         served = _restore(self, *load_checkpoint(folder, verify=self.engine.is_main)) if folder is not None else 0
         for log in (self.log, EventLog(run_dir.samples_path)):
             if self.engine.is_main or log is self.log:
@@ -862,6 +870,24 @@ def _planned_steps(source: Source, config: TrainConfig) -> int:
 def _due(step: int, every: int | None) -> bool:
     """Whether something that happens every so many steps happens now."""
     return every is not None and step % every == 0
+
+
+HEAD, PAIR = (
+    1.5,
+    1 / 700,
+)  # what an answer's token costs with the head, and a token that looks at another; a prompt's token costs 1
+
+
+def _cost(micro: Any) -> float:
+    """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 for rows of another kind."""
+    mask, total = getattr(micro, "prompt_mask", None), 0.0
+    if mask is None:
+        return 1.0
+    prompts = mask.sum(1).double()
+    for name in ("completion_lens", "chosen_lens", "rejected_lens"):
+        lens = getattr(micro, name, None)
+        total += 0.0 if lens is None else float((lens * (HEAD + (prompts + lens / 2) * PAIR)).sum())
+    return total + float((prompts * (1 + prompts / 2 * PAIR)).sum())
 
 
 def _weigh(terms: dict[str, tuple[LossSum, float]], denominators: dict[str, Tensor], device: torch.device) -> Tensor:

@@ -26,7 +26,8 @@ from .evaluate.policy import PolicyEval, evaluate
 from .models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from .rewards.base import RewardModelFn
 from .telemetry import config_changes, read_metrics
-from .train.grpo import GRPOConfig, GroupTrainer, GRPOTrainer
+from .train.group import GroupTrainer
+from .train.grpo import GRPOConfig, GRPOTrainer
 from .train.kto import KTOConfig, KTOTrainer
 from .train.online import OnlineDPOConfig, OnlineDPOTrainer
 from .train.ppo import PPOConfig, PPOTrainer, load_reward
@@ -80,13 +81,13 @@ class BaseConfig(StrictConfig):
             )
         return self
 
-# %% ../nbs/90_pipeline.ipynb #02117416
+# %% ../nbs/90_pipeline.ipynb #3e3cf651
 def _toy(config: type[TrainConfig], log_every: int) -> dict[str, Any]:
     """The toy preset of a stage, with data and place left to the pipeline."""
     values = merge(config.preset_values("toy"), {"log_every": log_every, "data": {"path": None}})
     return {k: v for k, v in values.items() if k not in ("output_dir", "model", "device")}
 
-
+# %% ../nbs/90_pipeline.ipynb #6a4396c0
 class PipelineConfig(StrictConfig):
     """Everything that a pipeline needs; a stage that is null is left out."""
 
@@ -358,7 +359,7 @@ class Plan:
             over["reward"] = str(self.model_dir("reward"))
         return config.replace(**over)
 
-# %% ../nbs/90_pipeline.ipynb #7a40f59a
+# %% ../nbs/90_pipeline.ipynb #999a48c6
 def train_stage(plan: Plan, stage: Stage, resume: bool = False, overwrite: bool = False) -> StageResult:
     """Train one stage of a plan."""
     trainer = make_trainer(stage, plan.stage_config(stage))
@@ -380,13 +381,12 @@ def label_stage(
     metrics = work.run(resume, overwrite)
     metrics = {k: v for k, v in metrics.items() if not math.isnan(v)}
     seconds = round(time.perf_counter() - begin, 2)
-    write_json(
-        folder / "stage.json",
-        {"stage": "rlaif", "config": lasting(remember or config), "metrics": metrics, "seconds": seconds},
-    )
+    if work.engine.is_main:
+        marker = {"stage": "rlaif", "config": lasting(remember or config), "metrics": metrics, "seconds": seconds}
+        write_json(folder / "stage.json", marker)
     return StageResult("rlaif", work.path, metrics, seconds, False)
 
-
+# %% ../nbs/90_pipeline.ipynb #f81166ac
 def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
     """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO, on the model that answered.
 
@@ -408,7 +408,7 @@ def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
     none = {"sft": None, "reward": None, "ppo": None}
     return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
 
-
+# %% ../nbs/90_pipeline.ipynb #e093a960
 TRAINERS: dict[str, Callable[[Any], Any]] = {
     "sft": SFTTrainer, "reward": RewardTrainer, "ppo": PPOTrainer, "grpo": GRPOTrainer, "rloo": RLOOTrainer, "online": OnlineDPOTrainer,
     "dpo": PreferenceTrainer, "kto": KTOTrainer,

@@ -121,7 +121,7 @@ def _counted(text: Any, net: Any) -> Shape:
         thin=sum(a + b for a, b in linear) // text.num_hidden_layers,
     )  # fmt: skip
 
-# %% ../nbs/71_topology.ipynb #9185df11
+# %% ../nbs/71_topology.ipynb #aa8a4dee
 class Format(NamedTuple):
     """Bytes of a number."""
 
@@ -136,6 +136,10 @@ class Format(NamedTuple):
     def residual(self) -> float:
         """What runs from layer to layer has the weights' format."""
         return max(self.compute, self.weight)
+
+    def stepped(self, stage: int) -> float:
+        """Numbers that the optimizer keeps for each trained one; DeepSpeed steps on fp32 weights of its own."""
+        return self.optimizer + (4 if stage and self.weight == 4 else 0)
 
 
 FORMATS: dict[str, Format] = {
@@ -322,7 +326,7 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
         "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * columns) * job.completion),
     }
 
-# %% ../nbs/71_topology.ipynb #86c1f45a
+# %% ../nbs/71_topology.ipynb #2b7d2aaf
 Moment = Literal["sampling", "scoring", "backward", "step"]
 MOMENTS: tuple[Moment, ...] = ("sampling", "scoring", "backward", "step")
 ALWAYS = MOMENTS
@@ -357,7 +361,7 @@ class Weights(NamedTuple):
     trained: int
     frozen: int
 
-
+# %% ../nbs/71_topology.ipynb #62a761ef
 def roles_of(shape: Shape, job: Job) -> list[Weights]:
     """Who holds how many numbers.
 
@@ -384,7 +388,7 @@ def roles_of(shape: Shape, job: Job) -> list[Weights]:
         out.append(Weights("reward", 0, thin if hydra else body + (thin if job.lora else 0)))
     return out
 
-# %% ../nbs/71_topology.ipynb #33219129
+# %% ../nbs/71_topology.ipynb #de47bf8f
 Offload = Literal["none", "optimizer", "all"]
 
 
@@ -397,6 +401,9 @@ class Split:
     offload: Offload = "none"
     overhead: float = 0.0  # bytes of libraries, context and communication on each GPU
     bucket: int = 500_000_000  # numbers gathered or reduced in one message at most (DeepSpeed's default)
+    live: int = (
+        1_000_000_000  # numbers that stage 3 leaves whole because they are needed again soon (DeepSpeed's default)
+    )
     gather: bool = True  # stage 3 collects the whole policy once a rollout; False: layer by layer for each token, slow
 
     def __post_init__(self) -> None:
@@ -427,13 +434,11 @@ def weight_terms(roles: Sequence[Weights], job: Job, split: Split) -> Iterator[T
         parts = " + ".join(f"{n / 1e6:,.1f}M × {b:g}" for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
         yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
-    moved = split.offload != "none"
+    moved, each = split.offload != "none", f.stepped(split.stage)
     share = (
-        "on the host"
-        if moved
-        else f"{trained / 1e6:,.1f}M × {f.optimizer:g}" + (f" / {split.gpus}" if split.stage else "")
+        "on the host" if moved else f"{trained / 1e6:,.1f}M × {each:g}" + (f" / {split.gpus}" if split.stage else "")
     )
-    yield Term("optimizer", "Adam's numbers", 0.0 if moved else trained * f.optimizer * split.part(1), share)
+    yield Term("optimizer", "Adam's numbers", 0.0 if moved else trained * each * split.part(1), share)
     if f.cast:
         largest = trained if split.stage < 3 else 0
         yield Term(
@@ -444,36 +449,42 @@ def weight_terms(roles: Sequence[Weights], job: Job, split: Split) -> Iterator[T
             ("backward",),
         )
 
-# %% ../nbs/71_topology.ipynb #3c3fc099
+# %% ../nbs/71_topology.ipynb #a8489ede
 def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
-    """Gradients, activations and what ZeRO gathers, while a step is computed."""
-    f, trained = job.format, sum(w.trained for w in roles)
+    """Gradients, activations and messages, while a step is computed."""
     tokens, rows, later = forward_rows(job, shape, split.gpus)
-    head = 0 if job.lora or job.method == "reward" else shape.vocab * shape.hidden
-    share = split.part(2) if split.offload == "none" else 0.0  # offloaded gradients wait on the host
-    waiting = trained * share * f.grad if later else 0.0
-    kept = _kept(shape, job, split, tokens)
-    if (
-        later and (afterwards := _kept(shape, job, split, later)) + waiting >= kept
-    ):  # the first forward finds no gradients
+    sizes = _gradients(roles, job, split)
+    kept, waiting = _kept(shape, job, split, tokens), sizes["waiting"] if later else 0.0
+    if later and (afterwards := _kept(shape, job, split, later)) + waiting >= kept:
         kept, tokens = afterwards, later
-    else:
+    else:  # the fullest moment is the first forward, which finds no gradients
         waiting = 0.0
-    passes = _passes(job)
-    yield Term(
-        "activations", "of the layers", kept, f"{tokens:,} tokens × {shape.layers} layers × {passes}", ("backward",)
-    )
+    text = f"{tokens:,} tokens × {shape.layers} layers × {_passes(job)}"
+    yield Term("activations", "of the layers", kept, text, ("backward",))
     if job.method != "reward":
         n = min(tokens, rows * job.completion)
         yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
-    part = f" / {split.gpus}" if split.stage >= 2 else ""
-    text = f"{trained / 1e6:,.1f}M × {f.grad:g}{part}"
+    head = 0 if job.lora or job.method == "reward" else shape.vocab * shape.hidden
+    trained, f = sum(w.trained for w in roles), job.format
+    text = f"{trained / 1e6:,.1f}M × {f.grad:g}" + (f" / {split.gpus}" if split.stage >= 2 else "")
     yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))
     yield Term("gradients", "of the head", head * f.grad, f"{head / 1e6:,.1f}M × {f.grad:g}", ("backward",))
-    yield Term("gradients", "all", trained * share * f.grad, text, ("step",))
+    yield Term("gradients", "all", sizes["stepping"], "what the optimizer is given", ("step",))
+    yield Term("gradients", "ZeRO-3's buffer", sizes["buffer"], text)
     yield from _gathered(shape, roles, job, split)
 
 
+def _gradients(roles: Sequence[Weights], job: Job, split: Split) -> dict[str, float]:
+    """Bytes that wait between two forwards, that the optimizer is given, and that are there always."""
+    if split.offload != "none":  # they wait on the host
+        return {"waiting": 0.0, "stepping": 0.0, "buffer": 0.0}
+    trained = sum(w.trained for w in roles) * job.format.grad
+    if split.stage < 3:
+        return {"waiting": trained * split.part(2), "stepping": trained * split.part(1), "buffer": 0.0}
+    in_fp32 = trained / job.format.grad * 4  # stage 3 copies its buffer for the optimizer
+    return {"waiting": 0.0, "stepping": in_fp32 * split.part(3), "buffer": trained * split.part(3)}
+
+# %% ../nbs/71_topology.ipynb #72392ab7
 def _passes(job: Job) -> int:
     """Decoders whose activations are there at the same time."""
     return job.ensemble if job.method == "reward" else 2 if job.method == "ppo" and job.critic != "shared" else 1
@@ -489,23 +500,24 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
-
+# %% ../nbs/71_topology.ipynb #01295538
 def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
-    """What ranks send each other in one message; in stage 3 the layers at work, and the policy while it samples."""
+    """Messages; in stage 3 the layers at work, and the policy while it samples."""
     if split.gpus == 1 and split.offload == "none":
         return
-    trained = sum(w.trained for w in roles)
-    if split.stage:
-        size = min(split.bucket, trained) * job.format.grad
-        yield Term(
-            "overhead", "gradients on their way", size, f"up to {split.bucket / 1e6:g}M numbers", ("backward", "step")
-        )
+    trained, what = sum(w.trained for w in roles), "gradients on their way"
+    if split.stage == 0:
+        yield Term("overhead", what, trained * job.format.grad, f"DDP's buckets: {trained / 1e6:,.1f}M numbers")
+    else:
+        size = split.bucket if job.device == "cuda" else min(split.bucket, trained)
+        moments: tuple[Moment, ...] = ALWAYS if split.stage == 3 else ("backward",)
+        yield Term("overhead", what, size * job.format.grad, f"a message of {size / 1e6:g}M numbers", moments)
     if split.stage == 3:
         each = max(job.format.weight, job.format.cast) if not job.lora else job.format.frozen
         layer = max(shape.decoder / shape.layers, shape.vocab * shape.hidden)
-        now = min(2 * layer, shape.total) * each
+        now = min(max(2 * layer, split.live), shape.total) * each
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
-        yield Term("policy", "layers at work", now, "two layers, or the embedding twice", when)
+        yield Term("policy", "layers at work", now, "two layers, and what is needed again soon", when)
         if job.online and split.gather:
             whole = shape.total * each
             yield Term("policy", "gathered to sample", whole, f"{shape.total / 1e6:,.1f}M × {each:g}", ("sampling",))
@@ -545,7 +557,7 @@ class Budget(NamedTuple):
         lines.append(f"| **peak** | while: {self.fullest} | | **{self.peak / 2**30:.2f}** | |")
         return "\n".join(lines)
 
-# %% ../nbs/71_topology.ipynb #b91a15bd
+# %% ../nbs/71_topology.ipynb #65168777
 def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
     """The memory of one GPU, term by term.
 
@@ -577,19 +589,19 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     if split.offload == "none":
         return 0.0
     f, trained, frozen = job.format, sum(w.trained for w in roles), sum(w.frozen for w in roles)
-    moved = trained * (f.optimizer + f.grad)
+    moved = trained * (f.stepped(split.stage) + f.grad)
     return (moved + (trained * f.weight + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
 
-# %% ../nbs/71_topology.ipynb #b0df0262
+# %% ../nbs/71_topology.ipynb #a587bfae
 USABLE = 0.9
 ASSUMPTIONS = (
     "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
     "a tenth of the memory is lost to fragmentation",
     "every forward is as full as token_budget allows, every row as long as prompt + completion",
     "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding) whole at a time, and the whole policy while it samples; where that doesn't fit ('per token') it fetches layers for every token",
+    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('per token') it fetches layers for every token",
     "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only (benchmarks/check_topology.py): GPUs, several machines and stages 1 to 3 are arithmetic",
+    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs and several machines are arithmetic",
 )
 
 

@@ -17,10 +17,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # %% auto #0
-__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
+__all__ = ['T', 'R', 'SMALL', 'LARGE', 'PIECES', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
 
 # %% ../nbs/03_workers.ipynb #7bb3b47c
 SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
+PIECES = (
+    4  # batches for each core: enough that all cores end at about the same time, few enough to be worth their calls
+)
 
 
 def workers_for(model: nn.Module, threads: int | None = None) -> int:
@@ -96,7 +99,7 @@ def spread(run: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
         other.result()
     return results
 
-# %% ../nbs/03_workers.ipynb #c64f3fa0
+# %% ../nbs/03_workers.ipynb #75f22f9a
 def twin_of(module: nn.Module) -> nn.Module:
     """A copy that shares weights and buffers with a module and keeps gradients of its own.
 
@@ -107,7 +110,7 @@ def twin_of(module: nn.Module) -> nn.Module:
     memo |= {id(b): b for b in module.buffers()}
     return copy.deepcopy(module, memo)
 
-
+# %% ../nbs/03_workers.ipynb #6a21c45e
 def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
     """Which pieces each of several hands takes so that all end at about the same time: the largest first, to whoever has least.
 
@@ -128,7 +131,7 @@ def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
         load[least] += costs[i]
     return [sorted(x) for x in held]
 
-
+# %% ../nbs/03_workers.ipynb #c2072f21
 class Crew:
     """Twins of a module, and how they share out the micro-batches of an update.
 

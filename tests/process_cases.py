@@ -1,6 +1,6 @@
 """Small runs of every method, to be compared between one process, several, and the ways of sharing a model among them.
 
-`python tests/process_cases.py CASE FOLDER [--steps N] [--resume]` runs one rank of one case; `run_ranks` starts all of them.
+`python tests/process_cases.py CASE FOLDER JSON` runs one rank of one case (or of several, `a,b`); `run_ranks` starts all of them.
 """
 
 from __future__ import annotations
@@ -46,70 +46,101 @@ def sft(lora: bool = False, **over: Any) -> Any:
     return SFTTrainer(SFTConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.sft_rows(80))
 
 
-def sft_lora(**over: Any) -> Any:
-    return sft(lora=True, **over)
-
-
-def reward(**over: Any) -> Any:
+def reward(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
     from rlhf_nb.train.reward import RewardConfig, RewardTrainer
 
-    return RewardTrainer(RewardConfig.preset("toy", **common(**over)), *toy_model(), rows=toy.preference_rows(80))
+    return RewardTrainer(RewardConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80))
 
 
-def dpo(**over: Any) -> Any:
+def dpo(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
     from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
 
     return PreferenceTrainer(
-        PreferenceConfig.preset("toy", **common(**over)), *toy_model(), rows=toy.preference_rows(80)
+        PreferenceConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80)
     )
 
 
-def kto(**over: Any) -> Any:
+def tr_dpo(**over: Any) -> Any:
+    """DPO whose reference follows the policy."""
+    return dpo(reference="moving", sync_every=3, sync_mixup=0.5, **over)
+
+
+def kto(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
     from rlhf_nb.data.convert import to_unpaired
     from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 
     rows = list(to_unpaired(toy.preference_rows(40)))
-    return KTOTrainer(KTOConfig.preset("toy", **common(**over)), *toy_model(), rows=rows)
+    return KTOTrainer(KTOConfig.preset("toy", **common(**over)), *toy_model(lora), rows=rows)
 
 
-def ppo(**over: Any) -> Any:
+def ppo(lora: bool = False, **over: Any) -> Any:
     """With a reward model, a moving KL price, normalised scores, and two mini-batches of each rollout, twice."""
     from rlhf_nb.data import toy
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 
     settings = common(
-        rollout_batch_size=16, num_inner_epochs=2, kl_target=1.0, normalize_scores=True, missing_eos=None, samples_per_step=4,
+        rollout_batch_size=16, num_inner_epochs=2, kl_target=1.0, normalize_scores=True, missing_eos=None, samples_per_step=16,
         sampling={"max_new_tokens": 10}, optimizer={"lr": 3e-4, "schedule": "constant"},
     )  # fmt: skip
-    model, tokenizer = toy_model()
-    rm = RewardModel.from_policy(model, seed=5)
-    return PPOTrainer(
-        PPOConfig.preset("toy", **(settings | over)), model, tokenizer, reward=rm, rows=toy.train_prompts(64)
-    )
+    rm = RewardModel.from_policy(toy_model()[0], seed=5)
+    config = PPOConfig.preset("toy", **(settings | over))
+    return PPOTrainer(config, *toy_model(lora), reward=rm, rows=toy.train_prompts(64))
 
 
-def grpo(**over: Any) -> Any:
+def _group(module: str, name: str, lora: bool, reward: Any = None, **settings: Any) -> Any:
+    """A method that compares answers to the same prompt."""
+    from importlib import import_module
+
     from rlhf_nb.data import toy
-    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
-    settings = common(
-        rollout_batch_size=16,
-        num_generations=4,
-        kl_coef=0.05,
-        num_inner_epochs=2,
-        samples_per_step=4,
-        sampling={"max_new_tokens": 10},
-    )
-    return GRPOTrainer(
-        GRPOConfig.preset("toy", **(settings | over)), *toy_model(), reward=toy.gold_reward, rows=toy.train_prompts(64)
-    )
+    found = import_module(f"rlhf_nb.train.{module}")
+    plain = {
+        "rollout_batch_size": 16,
+        "num_inner_epochs": 2,
+        "samples_per_step": 16,
+        "sampling": {"max_new_tokens": 10},
+    }
+    config = getattr(found, f"{name}Config").preset("toy", **common(**(plain | settings)))
+    rows = toy.train_prompts(64)
+    return getattr(found, f"{name}Trainer")(config, *toy_model(lora), reward=reward or toy.gold_reward, rows=rows)
 
 
-CASES = {f.__name__: f for f in (sft, sft_lora, reward, dpo, kto, ppo, grpo)}
+def grpo(lora: bool = False, **over: Any) -> Any:
+    return _group("grpo", "GRPO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
+
+
+def rloo(lora: bool = False, **over: Any) -> Any:
+    return _group("rloo", "RLOO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
+
+
+def online_dpo(lora: bool = False, **over: Any) -> Any:
+    return _group("online", "OnlineDPO", lora, **over)
+
+
+def xpo(**over: Any) -> Any:
+    """The reference writes the second answers."""
+    return online_dpo(**{"opponent": "reference", "xpo_alpha": 0.01, **over})
+
+
+def nash_md(**over: Any) -> Any:
+    """A judge compares, the opponent is a mixture: AI feedback while training."""
+    from rlhf_nb.train.rlaif import toy_judge
+
+    return _group("online", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
+
+
+CASES = {f.__name__: f for f in (sft, reward, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
+LORA = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
+
+
+def make(case: str, **over: Any) -> Any:
+    """The trainer of a case."""
+    lora = {"lora": True} if case.endswith("_lora") else {}
+    return CASES[case.removesuffix("_lora")](**lora, **over)
 
 
 def rank_main(case: str, folder: Path, resume: bool, **over: Any) -> None:
@@ -117,7 +148,7 @@ def rank_main(case: str, folder: Path, resume: bool, **over: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
-    trainer = CASES[case](output_dir=str(folder), **over)
+    trainer = make(case, output_dir=str(folder), **over)
     trainer.fit(resume=resume)
     engine = trainer.engine
     with engine.generation_mode():
@@ -134,8 +165,6 @@ def rank_main(case: str, folder: Path, resume: bool, **over: Any) -> None:
         keep = ("step", "loss", "grad_norm", "objective/kl", "objective/scores", "reward", "objective/kl_coef")
         steps = [{k: e[k] for k in keep if k in e} for e in trainer.history]
         (folder / "steps.json").write_text(json.dumps(steps))
-    if engine.world_size > 1:
-        torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:
@@ -145,7 +174,7 @@ def free_port() -> int:
 
 
 def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeout: float = 280, **over: Any) -> None:
-    """Start all ranks of a case and wait for them; the output of one that fails is in the error."""
+    """Start all ranks of a case (or of several, `a,b`, each in a folder inside) and wait; what a failing one says is in the error."""
     env = {
         **os.environ,
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
@@ -180,6 +209,16 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeo
             process.wait()
 
 
+def main(cases: str, root: Path, over: dict[str, Any]) -> None:
+    """What a started rank does: one case after the other."""
+    import torch
+
+    resume = over.pop("resume", False)
+    for case in cases.split(","):
+        rank_main(case, root / case if "," in cases else root, resume, **over)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    settings = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    rank_main(sys.argv[1], Path(sys.argv[2]), settings.pop("resume", False), **settings)
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -15,8 +15,9 @@ from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.losses.group import truncated_weights
-from rlhf_nb.rollout.backends import OurSampler, TransformersContinuous
+from rlhf_nb.rollout.backends import OurSampler, TransformersContinuous, make_sampler
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+from rlhf_nb.train.online import OnlineDPOConfig, OnlineDPOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 from rlhf_nb.train.rloo import RLOOConfig, RLOOTrainer
 from rlhf_nb.types import PromptBatch, Rollout
@@ -29,6 +30,11 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "rloo": (RLOOConfig, RLOOTrainer, {}),
     "ppo": (PPOConfig, PPOTrainer, {"num_inner_epochs": 1}),
 }
+OPPONENTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "remax": (RLOOConfig, RLOOTrainer, {"baseline": "remax"}),
+    "reference": (OnlineDPOConfig, OnlineDPOTrainer, {"opponent": "reference"}),
+    "nash": (OnlineDPOConfig, OnlineDPOTrainer, {"loss": "nash_md"}),
+}
 
 
 def vowels(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -38,7 +44,7 @@ def vowels(prompts: list[Any], completions: list[str], **columns: Any) -> list[f
 
 def trainer(kind: str, folder: Path, reward: Any = vowels, **settings: Any) -> Any:
     """Two steps of a tiny run."""
-    config, make, more = KINDS[kind]
+    config, make, more = (KINDS | OPPONENTS)[kind]
     settings = {
         "steps": 2,
         "mini_batch_size": 8,
@@ -123,6 +129,61 @@ def test_sampler_without_log_probs(kind: str, tmp_path: Path) -> None:
         ConfigError, match=r"old_logps=sampler, but elsewhere returns no log-probs: use old_logps=auto\."
     ):
         other.fit()
+
+
+class Spy(OurSampler):
+    """Notes who was asked, and how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Any, bool, int]] = []
+
+    def generate(self, model: Any, prompts: PromptBatch, sampling: SamplingConfig, **how: Any) -> Rollout:
+        self.asked.append((model, how.get("greedy", False), how["num_samples"]))
+        return super().generate(model, prompts, sampling, **how)
+
+
+@pytest.mark.parametrize("kind", list(OPPONENTS))
+def test_whoever_is_compared_with_comes_from_the_same_sampler(kind: str, tmp_path: Path) -> None:
+    run = trainer(kind, tmp_path / "run")
+    spy = run.method.sampler = Spy()
+    run.collect(run.next_batch())
+    policy, reference = run.method.model, run.method.reference.model
+    expected = {
+        "remax": [(policy, True, 1), (policy, False, 4)],
+        "reference": [(policy, False, 1), (reference, False, 1)],
+        "nash": [(policy, False, 1)],  # the mixture has a sampler of its own
+    }
+    assert spy.asked == expected[kind]
+
+
+@pytest.mark.parametrize("kind", list(OPPONENTS))
+def test_opponents_with_another_sampler(kind: str, tmp_path: Path) -> None:
+    run = trainer(kind, tmp_path / "run", sampling={"max_new_tokens": 8, "sampler": "continuous"})
+    event = run.fit()[-1]
+    assert event["sampling/logp_difference_max"] < 1e-3 and math.isfinite(event["loss"])
+    silent = trainer(kind, tmp_path / "silent")
+    silent.method.sampler = Elsewhere(tells=False)
+    assert math.isfinite(silent.fit()[-1]["loss"])
+
+
+@pytest.mark.parametrize("sampler", ["ours", "generate", "continuous"])
+def test_evaluation_asks_the_sampler_of_the_settings(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_nb.evaluate import policy
+
+    asked = []
+
+    def make(sampling: SamplingConfig, batch_size: int | None = None) -> Any:
+        asked.append((sampling.sampler, batch_size))
+        return make_sampler(sampling, batch_size)
+
+    monkeypatch.setattr(policy, "make_sampler", make)
+    model, texts = toy.build_model(0, "tiny"), [r["prompt"] for r in toy.test_prompts(6, 0)]
+    prompts = PromptBatch.from_lists([tok(t)["input_ids"] for t in texts], prompts=texts)
+    how = SamplingConfig(max_new_tokens=8, sampler=sampler, top_k=5)
+    found = policy.evaluate(model, tok, prompts, {"vowels": vowels}, model, how, batch_size=4)
+    assert asked == [(sampler, 4)]
+    assert abs(float(found.kl["k1"].mean)) < 1e-4, "the policy against itself, whatever the engine says of its filters"
 
 
 @pytest.mark.parametrize(

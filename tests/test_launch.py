@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -12,10 +13,12 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from process_cases import ROOT, free_port, run_ranks
@@ -41,7 +44,8 @@ def pids(folder: Path) -> dict[int, int]:
     """Ranks that say they live."""
     found = {}
     for path in (folder / "launch").glob("rank-*.json"):
-        found[int(path.stem[5:])] = int(json.loads(path.read_text())["pid"])
+        with suppress(OSError):  # a new attempt removes those of the last
+            found[int(path.stem[5:])] = int(json.loads(path.read_text())["pid"])
     return found
 
 
@@ -83,6 +87,15 @@ def test_bad_requests(tmp_path: Path) -> None:
         s.listen()
         with pytest.raises(ConfigError, match=r"port \d+ is in use"):
             check_request(2, "ddp", cpu=True, port=s.getsockname()[1])
+    for over, word in [
+        ({"num_processes": 3}, "must be a multiple of machines"),
+        ({"machine": 2}, "machine must be from 0 to 1"),
+        ({"port": 0}, "give every machine the address of the first one"),
+        ({"address": ""}, "give every machine the address of the first one"),
+    ]:
+        two: dict[str, Any] = {"machines": 2, "machine": 0, "address": "127.0.0.1", "port": 29400, "num_processes": 2}
+        with pytest.raises(ConfigError, match=word):
+            launch(print, **(two | over), device="cpu", run_dir=tmp_path, say=None)
     with pytest.raises(ConfigError, match="can't be sent"):
         launch(lambda: None, (i for i in ()), num_processes=1, device="cpu", run_dir=tmp_path)
 
@@ -92,36 +105,53 @@ def test_who_failed_first() -> None:
     cause = {"rank": 1, "time": 2.0, "type": "KeyError", "message": "'x'", "traceback": "b"}
     assert first_failure([echo, cause], [], {}).traceback == "b"
     assert first_failure([echo], [1], {1: 4}).rank == 1
-    assert first_failure([echo], [], {}).rank == 0
+    alone = first_failure([echo], [], {})
+    assert alone.rank == 0 and alone.echo and "one on another machine ended" in alone.what
     assert first_failure([], [], {}).rank is None
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Whoever has this folder in its command line: launchers, agents and ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(folder).encode() in path.read_bytes() and alive(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_kills_change_nothing(tmp_path: Path, kills: int = 3) -> None:
-    """`kill -9` of any rank at any moment, PPO under ZeRO-3: restarted, the same weights, nobody left."""
-    straight, folder, rng = tmp_path / "straight", tmp_path / "killed", random.Random(0)
-    run_ranks("ppo", straight, 2, "zero3", save_every=2)
-    done: list[int] = []
+def test_kills_change_nothing(tmp_path: Path, kills: int = 10, length: int = 20) -> None:
+    """Ten times `kill -9` of any rank at any moment, PPO under ZeRO-3: restarted, the same weights, nobody left."""
+    straight, folder, rng = tmp_path / "straight", tmp_path / "killed", random.Random(3)
+    run_ranks("ppo", straight, 2, "zero3", save_every=2, steps=length)
+    done: list[tuple[int, int]] = []  # rank, step
+    gone: set[int] = set()
 
     def murder() -> None:
-        victims = pids(folder)
-        victim = rng.choice(sorted(victims.values()))
-        done.extend(victims.values())
-        time.sleep(rng.random() * 0.5)
-        os.kill(victim, signal.SIGKILL)
+        for i in range(kills):
+            at_once = i % 4 == 3  # while it starts; else in or after a step
+            goal = 0 if at_once else i * (length - 2) // kills + rng.randint(0, 1)
+            while (
+                len(now := {r: p for r, p in pids(folder).items() if p not in gone and alive(p)}) < 2
+                or lines(folder) < goal
+            ):
+                time.sleep(0.01)
+            time.sleep(rng.random() * (4.0 if at_once else 0.4))
+            victim = rng.choice(sorted(now))
+            done.append((victim, lines(folder)))
+            gone.update(now.values())
+            os.kill(now[victim], signal.SIGKILL)
 
-    for i in range(kills):
-        goal = 2 * i + rng.randint(1, 2)
-        when(lambda g=goal: lines(folder) >= g and len([p for p in pids(folder).values() if alive(p)]) == 2, murder)
-        if i == kills - 1:
-            break
+    threading.Thread(target=murder, daemon=True).start()
     said: list[str] = []
     result = launch(
         case_on_ranks,
         "ppo",
         str(folder),
         save_every=2,
+        steps=length,
         num_processes=2,
         strategy="zero3",
         device="cpu",
@@ -130,10 +160,13 @@ def test_kills_change_nothing(tmp_path: Path, kills: int = 3) -> None:
         zero={"stage3_param_persistence_threshold": 0},
         say=said.append,
     )
-    assert result.failures and "was killed" in result.failures[0], said
+    assert len(done) == kills and len(result.failures) == kills, (done, said)
+    for (rank, _), failure in zip(done, result.failures):
+        assert f"rank {rank} was killed" in failure
     a, b = (load_file(f / "weights.safetensors") for f in (straight, folder))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert not any(alive(p) for p in done)
+    assert [e["step"] for e in result.history] == list(range(1, length + 1))
+    assert not any(alive(p) for p in gone) and not processes_of(folder)
 
 
 @pytest.mark.slow
@@ -210,36 +243,195 @@ def test_interrupt_stops_and_saves(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob("step-*"))
 
 
+def machine(number: int, folder: Path, port: int, **over: Any) -> subprocess.Popen[bytes]:
+    """One of two machines: its own launcher, agent and rank; the first is reached at an address of its own."""
+    script = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {TESTS!r})
+        from test_launch import case_on_ranks
+        from rlhf_nb.launch import launch
+        result = launch(case_on_ranks, "sft", {str(folder)!r}, save_every=1, num_processes=2, strategy="zero2", machines=2, machine={number},
+                        address="127.0.0.2", port={port}, device="cpu", run_dir={str(folder)!r}, **{over!r})
+        print(result.history[-1]["step"])
+        """
+    )
+    env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)), "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
 @pytest.mark.slow
-def test_two_machines(tmp_path: Path) -> None:
-    """Two agents that meet over loopback addresses; the death of one machine is survived by starting both again."""
-    port = free_port()
-    results: list[Any] = [None, None]
+@needs_deepspeed
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_two_machines(tmp_path: Path, lost: int | None) -> None:
+    """Two machines meet over loopback addresses. One loses power: the other notices; started again, it rejoins; the same weights."""
+    straight, folder, port = tmp_path / "straight", tmp_path / "run", free_port()
+    run_ranks("sft", straight, 2, "zero2", steps=40)
+    both = [machine(i, folder, port, steps=40) for i in range(2)]
+    try:
+        if lost is not None:
+            until = time.monotonic() + 120
+            while lines(folder) < 3 and time.monotonic() < until:
+                time.sleep(0.05)
+            tree = [*psutil.Process(both[lost].pid).children(recursive=True), psutil.Process(both[lost].pid)]
+            for process in tree:
+                process.kill()
+            both[lost].wait()
+            log = folder / f"launch-{1 - lost}" / "log.jsonl"
+            while f"rank {1 - lost} failed" not in log.read_text():
+                assert time.monotonic() < until, log.read_text()
+                time.sleep(0.05)
+            both[lost] = machine(lost, folder, port, steps=40)
+        said = [p.communicate(timeout=200)[0].decode() for p in both]
+        assert [p.returncode for p in both] == [0, 0], said
+    finally:
+        for p in both:
+            for process in [*psutil.Process(p.pid).children(recursive=True), p] if p.poll() is None else []:
+                process.kill()
+            p.wait()
+    a, b = (load_file(f / "weights.safetensors") for f in (straight, folder))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert not processes_of(folder)
 
-    def machine(i: int) -> None:
-        try:
-            results[i] = launch(
-                case_on_ranks,
-                "sft",
-                str(tmp_path),
-                save_every=1,
-                steps=40,
-                num_processes=2,
-                machines=2,
-                machine=i,
-                address="127.0.0.1",
-                port=port,
-                device="cpu",
-                run_dir=tmp_path,
-                say=None,
-            )
-        except Exception as error:
-            results[i] = error
 
-    threads = [threading.Thread(target=machine, args=(i,)) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(200)
-    assert all(not isinstance(r, Exception) for r in results), results
-    assert results[0].history[-1]["step"] == 40
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+STARTERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m"],
+    "cpu2": [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "cpu2.yaml", "-m"],
+    "zero3": [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "zero3.yaml", "-m"],
+}
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("method", ["sft", "ppo"])
+@pytest.mark.parametrize("how", sorted(STARTERS))
+def test_started_by_others(tmp_path: Path, how: str, method: str) -> None:
+    """`torchrun` and `accelerate launch` of `-m rlhf_nb METHOD --config run.yaml`: what one process does, told once."""
+    from rlhf_nb.cluster import accelerate_config
+
+    over = ["steps=4", "mini_batch_size=8", "epochs=null", "device=cpu"] + (
+        ["rollout_batch_size=16", "reward=gold"] if method == "ppo" else []
+    )
+    env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)), "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_PORT": str(free_port())}
+    for name in ("cpu2", "zero3"):
+        (tmp_path / f"{name}.yaml").write_text(accelerate_config(name, 2, 1))
+
+    def run(command: list[str], *more: str) -> str:
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150
+        )
+        assert done.returncode == 0, done.stdout.decode()[-3000:]
+        return done.stdout.decode()
+
+    alone = [sys.executable, "-m"]
+    run(alone, "rlhf_nb", method, "--toy", *over, "output_dir=one")
+    said = run(STARTERS[how], "rlhf_nb", method, "--config", "one/config.yaml", "output_dir=two")
+    assert said.count("Done in") == 1 and said.count("Model: two/model") == 1, said
+    a, b = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    assert a.keys() == b.keys()
+    assert max(float((a[k] - b[k]).norm() / a[k].norm().clamp_min(1e-12)) for k in a) <= 1e-4
+
+
+def odd_rank(what: str, folder: str, **over: Any) -> None:
+    """A rank with other packages than the first has, or one that can't write its part."""
+    if os.environ["RANK"] == "1" and what == "versions":
+        import importlib.metadata as metadata
+
+        real = metadata.version
+        metadata.version = lambda name: "4.0.1" if name == "transformers" else real(name)
+    if os.environ["RANK"] == "1" and what == "disk":
+        import errno
+
+        import rlhf_nb.checkpoint
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        rlhf_nb.checkpoint.save_file = full
+    case_on_ranks("sft", folder, **over)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "processes", "message"),
+    [
+        (
+            "versions",
+            2,
+            r"rank 0 has transformers [\d.]+ but rank 1 has 4.0.1.*install transformers==[\d.]+ on every machine",
+        ),
+        (
+            "disk",
+            2,
+            r"rank 1.*the disk is full: the checkpoint of step 2 needs about .* MB.*free some space and save or resume",
+        ),
+        ("size", 3, r"mini_batch_size 8 and rollout_batch_size 8 .* multiples of the number of processes, 3"),
+    ],
+    ids=["versions", "disk", "size"],
+)
+def test_what_is_wrong_on_a_rank_is_told_here(tmp_path: Path, what: str, processes: int, message: str) -> None:
+    with pytest.raises(RunError, match=r"^rank \d failed at step \d") as caught:
+        launch(
+            odd_rank,
+            what,
+            str(tmp_path),
+            save_every=2,
+            num_processes=processes,
+            device="cpu",
+            run_dir=tmp_path,
+            restarts=0,
+            say=None,
+        )
+    assert re.search(message, str(caught.value).splitlines()[0]), str(caught.value)
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_lost_shard_is_told_here(tmp_path: Path) -> None:
+    """The newest checkpoint lacks its last rank's part: said, and the one before is taken; when that lacks it too, an error."""
+    run_ranks("sft", tmp_path, 2, "", steps=4, save_every=2)
+    said: list[str] = []
+
+    def again(steps: int) -> Any:
+        return launch(
+            case_on_ranks,
+            "sft",
+            str(tmp_path),
+            steps=steps,
+            num_processes=2,
+            device="cpu",
+            run_dir=tmp_path,
+            restarts=0,
+            say=said.append,
+        )
+
+    (tmp_path / "checkpoints/step-0000000004/model-00001-of-00002.safetensors").unlink()
+    assert again(6).history[-1]["step"] == 6
+    assert any("step-0000000004 was passed over" in line and "rank 1 of 2 wrote it" in line for line in said), said
+    for shard in (tmp_path / "checkpoints").glob("step-*/model-00001-of-00002.safetensors"):
+        shard.unlink()
+    with pytest.raises(
+        RunError, match=r"no checkpoint can be used.*rank 1 of 2 wrote it.*Put the file back, or begin anew"
+    ):
+        again(8)
+
+
+@pytest.mark.slow
+def test_labelling_on_two_processes(tmp_path: Path) -> None:
+    """AI feedback: the same pairs, in the same order, as one process labels."""
+    from rlhf_nb.train.rlaif import Labelling, RLAIFConfig
+
+    config = RLAIFConfig.preset(
+        "toy", prompts=23, chunk=10, check_pairs=16, console=False, sampling={"max_new_tokens": 10}
+    )
+    alone = Labelling(config.replace(output_dir=str(tmp_path / "one"))).run()
+    done = launch(config.replace(output_dir=str(tmp_path / "two")), num_processes=2, device="cpu", restarts=0, say=None)
+    one, two = ((tmp_path / name / "preferences.jsonl").read_text() for name in ("one", "two"))
+    assert one == two and len(one.splitlines()) > 10
+    assert done.model == tmp_path / "two" / "preferences.jsonl"
+    for key, value in done.value["metrics"].items():
+        assert value == pytest.approx(alone[key]), key

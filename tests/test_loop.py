@@ -145,16 +145,22 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     assert same(weights(resumed), weights(straight))
 
 
-def test_no_checkpoint_left_begins_anew(tmp_path: Path) -> None:
+def test_no_checkpoint_left_is_an_error(tmp_path: Path) -> None:
+    """Going on from the start would cut the logs of all steps, so that is only done when asked for."""
     straight = trainer(tmp_path / "a")
     straight.fit()
     t = trainer(tmp_path / "b", callbacks=[StopAt(5)], save_every=None)
     t.fit()
     for folder in (tmp_path / "b" / "checkpoints").iterdir():
         (folder / "state.json").write_text("{}")
+    log = (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be used.*state.json has.*begin anew with overwrite=True"
+    ):
+        trainer(tmp_path / "b").fit(resume=True)
+    assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == log
     again = trainer(tmp_path / "b")
-    with pytest.warns(UserWarning, match="passed over"):
-        history = again.fit(resume=True)
+    history = again.fit(overwrite=True)
     assert history.series("step") == list(range(1, 31)) and same(weights(again), weights(straight))
 
 

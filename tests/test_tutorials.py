@@ -79,4 +79,5 @@ def test_switch(path: Path, tmp_path: Path) -> None:
             )
     NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = "".join(o.get("text", "") for c in nb.cells if c.cell_type == "code" for o in c.outputs)
-    assert "Traceback" not in shown and len(shown) > 100
+    meant = path.stem == "multi_gpu_from_a_cell"  # it shows the traceback of a rank that fails
+    assert shown.count("Traceback") == meant and len(shown) > 100

@@ -58,7 +58,7 @@ def data_fingerprint(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> st
             digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, dtype="<i8").tobytes())
     return digest.hexdigest()
 
-# %% ../../nbs/33_models_reference.ipynb #bcba93de
+# %% ../../nbs/33_models_reference.ipynb #d3a154fe
 def reference_sums(
     reference: Reference,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -84,7 +84,7 @@ def reference_sums(
         parts.append(reference.logps(c, token_budget=token_budget).sum(1).float().cpu())
     return torch.cat(parts)
 
-
+# %% ../../nbs/33_models_reference.ipynb #8898b447
 def cached_sums(
     reference: Reference,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -143,7 +143,7 @@ def _read(path: Path, key: dict[str, str], n: int) -> Tensor:
         raise DataError(f"the reference cache holds {tuple(sums.shape)} numbers for {n} completions. {remedy}")
     return sums
 
-# %% ../../nbs/33_models_reference.ipynb #c0574330
+# %% ../../nbs/33_models_reference.ipynb #c00e1a21
 class MovingReference(Reference):
     """A frozen copy that follows the policy every `every` steps.
 
@@ -153,7 +153,7 @@ class MovingReference(Reference):
         mixup: α in (0, 1], share of the policy in the new reference; 1 replaces it.
 
     Raises:
-        ModelError: the policy has adapters, or the numbers are out of range.
+        ModelError: the policy has adapters, the numbers are out of range, or the policy to follow is not whole on this rank.
 
     Source: Gorbatovski et al., arXiv 2404.09656 (TR-DPO), eq. 3–4.
     """
@@ -173,6 +173,12 @@ class MovingReference(Reference):
         """Move if `step` (counting from 1) is a multiple of `every`; says whether it did."""
         if step % self.every:
             return False
+        if any(
+            hasattr(p, "to_local") or p.shape != q.shape for p, q in zip(policy.parameters(), self.model.parameters())
+        ):
+            raise ModelError(
+                "the policy's weights are shared out over ranks, and a moving reference needs them whole: call follow inside engine.generation_mode()."
+            )
         for mine, new in zip(self.model.parameters(), policy.parameters(), strict=True):
             mine.lerp_(new.to(mine), self.mixup)
         return True

@@ -44,7 +44,7 @@ Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it
 __all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'FunctionJudge', 'fill',
            'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'WordJudge', 'label_ids', 'ModelJudge', 'Agreement',
            'agreement', 'Patience', 'EndpointConfig', 'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge',
-           'JudgeReward', 'Labelled', 'label_pairs']
+           'JudgeReward', 'Duel', 'as_duel', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/44_rewards_judge.ipynb #46b74760
 class Judge(Protocol):
@@ -751,10 +751,17 @@ class AnswerCache:
 
 # %% ../../nbs/44_rewards_judge.ipynb #f6d86cd8
 class _Call:
-    """One call of compare or rate: its deadline, and the sign that it has ended."""
+    """One call of compare or rate: its deadline, the sign that it has ended, and the failure that ended it."""
+
+    failure: Exception | None = None
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.deadline, self.over = seconds, time.monotonic() + seconds, threading.Event()
+
+    def fail(self, error: Exception) -> None:
+        """End the call; a thread that is about to ask the next question finds it ended."""
+        self.failure = self.failure or error
+        self.over.set()
 
     def check(self) -> None:
         """Raise when there is no point in another request."""
@@ -881,12 +888,21 @@ class _Asker(_Endpoint):
     def _ask_all(self, todo: dict[str, str], labels: tuple[str, ...]) -> None:
         """All questions; the first failure ends the call."""
         call, secret = _Call(self.config.budget), self._client.key()
+
+        def ask(key: str, question: str) -> None:
+            try:
+                self._one(key, question, labels, secret, call)
+            except (_Refused, OSError) as e:
+                call.fail(e)
+                raise
+
         pool = ThreadPoolExecutor(min(self.config.concurrency, len(todo)), thread_name_prefix="judge")
         try:
-            for done in as_completed([pool.submit(self._one, k, q, labels, secret, call) for k, q in todo.items()]):
+            for done in as_completed([pool.submit(ask, k, q) for k, q in todo.items()]):
                 done.result()
         except (_Refused, OSError) as e:
-            raise RewardError(self._stopped(str(e).replace(secret, "***") if secret else str(e), todo)) from None
+            why = str(call.failure or e)
+            raise RewardError(self._stopped(why.replace(secret, "***") if secret else why, todo)) from None
         finally:
             call.over.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -998,6 +1014,32 @@ class JudgeReward:
                 points[i].append(p)
                 points[j].append(1 - p)
         return [sum(x) / len(x) if x else None for x in points]
+
+# %% ../../nbs/44_rewards_judge.ipynb #bf72c670
+class Duel:
+    """A judge as a reward for pairs: rows 2i and 2i + 1 answer the same prompt, and get p and 1 − p.
+
+    Args:
+        judge: compares pairs; rates where rows aren't pairs.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.name = judge, judge.name
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> Opinions:
+        """Probability [B] that an answer beats the other of its pair; ½ where the judge has no opinion."""
+        said = [plain(p) for p in prompts]
+        if said[0::2] != said[1::2]:
+            return self.judge.rate(prompts, completions)
+        won = self.judge.compare(prompts[0::2], completions[0::2], completions[1::2])
+        return [x for p in won for x in ((0.5, 0.5) if p is None else (p, 1 - p))]
+
+
+def as_duel(reward: Any) -> Any:
+    """A judge, or a `JudgeReward` that compares, as a `Duel`; any other reward as it is."""
+    if isinstance(reward, JudgeReward) and reward.mode == "pairwise":
+        return Duel(reward.judge)
+    return Duel(reward) if hasattr(reward, "compare") and hasattr(reward, "rate") else reward
 
 # %% ../../nbs/44_rewards_judge.ipynb #2e92f80b
 class Labelled(NamedTuple):

@@ -21,7 +21,7 @@ from ..types import PromptBatch, Rollout
 __all__ = ['Sampler', 'OurSampler', 'generator_kept', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler',
            'needs_scoring', 'sampling_metrics']
 
-# %% ../../nbs/46_rollout_backends.ipynb #bc448fea
+# %% ../../nbs/46_rollout_backends.ipynb #874653ef
 class Sampler(Protocol):
     """Whoever lets a policy answer prompts.
 
@@ -34,12 +34,16 @@ class Sampler(Protocol):
     slots_in_use: float | None
 
     def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0, num_samples: int = 1
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
+        num_samples: int = 1, greedy: bool = False,
     ) -> Rollout:  # fmt: skip
-        """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None."""
+        """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None.
+
+        greedy: the likeliest token instead of a drawn one.
+        """
         ...
 
-# %% ../../nbs/46_rollout_backends.ipynb #ab6e3455
+# %% ../../nbs/46_rollout_backends.ipynb #71b86d2c
 class OurSampler:
     """The sampler of `rollout.sampler`: one prefill for a group, finished rows leave, waiting ones enter.
 
@@ -55,12 +59,13 @@ class OurSampler:
         self.slots_in_use: float | None = None
 
     def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0, num_samples: int = 1
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
+        num_samples: int = 1, greedy: bool = False,
     ) -> Rollout:  # fmt: skip
         """See `Sampler`."""
         used: list[int] = []
         r = sample(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples,
+            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy,
             batch_size=self.batch_size, cache_bytes=self.cache_bytes, used=used,
         )  # fmt: skip
         self.slots_in_use = int(r.completion_lens.sum()) / sum(used)
@@ -95,7 +100,21 @@ def answers_to_tensors(
         )
     return ids, lens, finished, nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0).to(device)
 
-# %% ../../nbs/46_rollout_backends.ipynb #9d9abe12
+# %% ../../nbs/46_rollout_backends.ipynb #fcc1d9eb
+def _settings(who: str, sampling: SamplingConfig, eos: list[int], pad: int, num_samples: int, greedy: bool) -> Any:
+    "The sampling settings in transformers' words; those that it would drop are refused."
+    from transformers import GenerationConfig
+
+    for name in ("min_new_tokens", "min_p"):
+        if getattr(sampling, name):
+            raise ConfigError(f"{who} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto.")
+    drawn: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens, do_sample=not greedy, eos_token_id=eos or None, pad_token_id=pad,
+        num_return_sequences=num_samples, **({} if greedy else drawn),
+    )  # fmt: skip
+
+# %% ../../nbs/46_rollout_backends.ipynb #58e29289
 class TransformersContinuous:
     """Continuous batching of transformers (`generate_batch`).
 
@@ -122,36 +141,29 @@ class TransformersContinuous:
         each = math.ceil(length / self.page_size) + 1
         return max(each, min(rows * each, self.cache_bytes // page))
 
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0, num_samples: int = 1
-    ) -> Rollout:  # fmt: skip
-        """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
-        from transformers import ContinuousBatchingConfig, GenerationConfig
+    def _engine(self, pages: int, rows: int, seed: int, step: int) -> Any:
+        "The engine's settings."
+        from transformers import ContinuousBatchingConfig
 
-        bare: Any = bare_model(model)
-        rows, length = len(prompts) * num_samples, _check_request(bare, prompts, sampling, num_samples, None)
-        if sampling.min_new_tokens or sampling.min_p:
-            asked = (
-                f"min_new_tokens={sampling.min_new_tokens}" if sampling.min_new_tokens else f"min_p={sampling.min_p}"
-            )
-            raise ConfigError(f"{self.name} can't do {asked}: set it to 0, or use sampler=auto.")
-        eos, pad = (
-            eos_ids(bare, tokenizer),
-            next(int(x) for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None),
-        )
-        how = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-            eos_token_id=eos or None, pad_token_id=pad, num_return_sequences=num_samples,
-        )  # fmt: skip
-        config = ContinuousBatchingConfig(**{
-            "page_size": self.page_size, "num_blocks": self._pages(bare, length, rows), "max_batch_tokens": 1024, "max_requests_per_batch": rows,
+        return ContinuousBatchingConfig(**{
+            "page_size": self.page_size, "num_blocks": pages, "max_batch_tokens": 1024, "max_requests_per_batch": rows,
             "return_logprobs": True, "seed": (seed * 1_000_003 + step) % 2**31, **self.options,
         })  # fmt: skip
+
+    def generate(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
+        num_samples: int = 1, greedy: bool = False,
+    ) -> Rollout:  # fmt: skip
+        """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
+        bare: Any = bare_model(model)
+        rows, eos = len(prompts) * num_samples, eos_ids(bare, tokenizer)
+        length = _check_request(bare, prompts, sampling, num_samples, None)
+        pad = next(int(x) for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
+        how = {"generation_config": _settings(self.name, sampling, eos, pad, num_samples, greedy)}
+        how |= {"continuous_batching_config": self._engine(self._pages(bare, length, rows), rows, seed, step)}
         asked_for = [row[mask].tolist() for row, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
         with eval_mode(model), generator_kept(bare.device):
-            found = list(
-                bare.generate_batch(asked_for, generation_config=how, continuous_batching_config=config).values()
-            )
+            found = list(bare.generate_batch(asked_for, **how).values())
         problem = next((x.error for x in found if x.error), None)
         if len(found) != rows or problem:
             raise ModelError(
@@ -163,10 +175,15 @@ class TransformersContinuous:
         )
         return as_rollout(prompts, num_samples, ids, lens, finished, logps, tokenizer)
 
-# %% ../../nbs/46_rollout_backends.ipynb #aaafd4a9
-def make_sampler(sampling: SamplingConfig) -> Sampler:
-    """The sampler that `sampling.sampler` names: auto, ours and generate draw the same samples, continuous its own."""
-    return TransformersContinuous() if sampling.sampler == "continuous" else OurSampler()
+# %% ../../nbs/46_rollout_backends.ipynb #9396eb88
+def make_sampler(sampling: SamplingConfig, batch_size: int | None = None) -> Sampler:
+    """The sampler that `sampling.sampler` names: auto, ours and generate draw the same samples, continuous its own.
+
+    Args:
+        sampling: its `sampler` is looked at.
+        batch_size: most rows at work at the same time, for ours.
+    """
+    return TransformersContinuous() if sampling.sampler == "continuous" else OurSampler(batch_size)
 
 # %% ../../nbs/46_rollout_backends.ipynb #2a8b2381
 def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -> bool:

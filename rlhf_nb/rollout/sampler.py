@@ -66,7 +66,22 @@ def uniforms(seed: int, step: int, uid: Tensor, sample: Tensor, length: int) -> 
     bits = _mix(key[:, None] + _GOLDEN * torch.arange(length, device=uid.device))
     return _shift(bits, 12).to(torch.float64) * 2.0**-52
 
-# %% ../../nbs/40_rollout_sampler.ipynb #afdc2d1b
+# %% ../../nbs/40_rollout_sampler.ipynb #51edba83
+def _by_blocks(weights: Tensor, u: Tensor, size: int = 128) -> Tensor:
+    "`inverse_cdf` in two steps, the block of the vocabulary and the token in it, so that running sums stay short."
+    vocab = weights.shape[-1]
+    weights = F.pad(weights, (0, -vocab % size)) if vocab % size else weights
+    blocks = weights.reshape(len(u), -1, size)
+    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    at = u[:, None] * cdf[:, -1:]
+    block = torch.searchsorted(cdf, at, right=True).clamp_(max=cdf.shape[-1] - 1)
+    inside = blocks[torch.arange(len(u)), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    rest = (at - F.pad(cdf, (1, 0)).gather(-1, block)).clamp_(min=0.0)
+    rest = torch.minimum(rest, inside[:, -1:] * (1 - 2**-52))  # the two sums may differ in their last bit
+    token = torch.searchsorted(inside, rest, right=True)
+    return (block * size + token).squeeze(-1).clamp_(max=vocab - 1)
+
+
 def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     """Pick the first token, in vocabulary order, at which the running sum of the weights exceeds `u` of the total.
 
@@ -75,8 +90,10 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
         u: float64[B] in [0, 1 − 2^-52].
 
     Returns:
-        int64[B]; V − 1 where the weights are not finite (the sampler then raises).
+        int64[B]; any token where the weights are not finite (the sampler then raises).
     """
+    if weights.shape[-1] >= 2048 and weights.device.type == "cpu":
+        return _by_blocks(weights, u)
     cdf = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
@@ -612,7 +629,7 @@ def record(replay: Replay) -> bool:
     replay.recorded_for = replay.slots.count
     return True
 
-# %% ../../nbs/40_rollout_sampler.ipynb #169d1eb6
+# %% ../../nbs/40_rollout_sampler.ipynb #d12c2295
 def decode(
     decoder: Decoder, slots: Slots, chooser: Chooser, queue: Queue, fixed: bool, leave: float = 0.0625, enter: float = 0.25
 ) -> list[int]:  # fmt: skip
@@ -635,7 +652,7 @@ def decode(
         if i == end or (len(chooser.eos) and i % every == 0):
             alive = slots.alive()
             free, lost = size - alive, (size - alive) * (end - i)  # slots, and the slot-steps in which they might idle
-            if queue.waiting and (i == end or (free >= enter * size and lost >= 4 * size) or not alive):
+            if queue.waiting and (i == end or (free >= enter * size and lost >= 8 * size) or not alive):
                 compact(slots, alive)
                 used.append(queue.admit(decoder, slots, chooser, fixed))
                 narrow(slots, used[-1])

@@ -175,7 +175,7 @@ class LabelledAnswers(Completions):
         prompt_ids, prompt_mask = (x.repeat_interleave(2, 0) for x in (self.prompt_ids, self.prompt_mask))
         return Completions(prompt_ids, prompt_mask, ids, lens, torch.arange(width, device=ids.device) < lens[:, None])
 
-# %% ../../nbs/65_train_kto.ipynb #4894e66a
+# %% ../../nbs/65_train_kto.ipynb #2f281c3b
 class KTO(BaseMethod):
     """Kahneman–Tversky optimisation (and BCO) as a method of the loop.
 
@@ -271,8 +271,9 @@ class KTO(BaseMethod):
 
     def finish_step(self, step: int) -> None:
         """A moving reference moves here."""
-        if isinstance(self.reference, MovingReference):
-            self.reference.follow(self.model, step)
+        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
+            with self.engine.generation_mode():
+                self.reference.follow(self.model, step)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -341,7 +342,7 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
         out += [t | {"label": label} for t in tokens]
     return out
 
-
+# %% ../../nbs/65_train_kto.ipynb #aa188a22
 class KTOTrainer(Trainer):
     """KTO, APO-zero or BCO on single answers, ready to `fit()`.
 
@@ -390,7 +391,7 @@ class KTOTrainer(Trainer):
         method = KTO(model, tokenizer, config, kept, held_out)
         super().__init__(method, MemorySource(tokens(rows), config.seed), config, callbacks=callbacks, **options)
 
-
+# %% ../../nbs/65_train_kto.ipynb #f0f38709
 def with_reference(rows: list[Row], reference: Reference, config: KTOConfig) -> list[Row]:
     """Tokenized rows with the reference's log-probs of both answers as columns, from the cache on disk where it has them.
 

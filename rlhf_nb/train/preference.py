@@ -124,7 +124,7 @@ class PreferenceConfig(TrainConfig):
             raise ValueError(problem)
         return self
 
-
+# %% ../../nbs/64_train_preference.ipynb #0b04d675
 def _reference_problem(c: PreferenceConfig, needs: bool) -> str | None:
     """Why this kind of reference doesn't fit the rest of the configuration."""
     names = ", ".join(c.losses)
@@ -142,7 +142,7 @@ def _reference_problem(c: PreferenceConfig, needs: bool) -> str | None:
         )
     return None
 
-# %% ../../nbs/64_train_preference.ipynb #713fda23
+# %% ../../nbs/64_train_preference.ipynb #b4b459a5
 @dataclass(eq=False, repr=False)
 class ReferencedPairs(PreferenceBatch):
     """Pairs with what the reference says of them."""
@@ -150,7 +150,7 @@ class ReferencedPairs(PreferenceBatch):
     ref_chosen_logps: Tensor | None = None  # float[B], sums over the completion
     ref_rejected_logps: Tensor | None = None  # float[B]
 
-
+# %% ../../nbs/64_train_preference.ipynb #2cfd9ad2
 class Preference(BaseMethod):
     """The DPO family as a method of the loop.
 
@@ -246,8 +246,9 @@ class Preference(BaseMethod):
 
     def finish_step(self, step: int) -> None:
         """A moving reference moves here."""
-        if isinstance(self.reference, MovingReference):
-            self.reference.follow(self.model, step)
+        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
+            with self.engine.generation_mode():
+                self.reference.follow(self.model, step)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

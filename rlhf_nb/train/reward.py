@@ -234,7 +234,7 @@ def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
         for i in range(config.ensemble_size)
     ]  # fmt: skip
 
-# %% ../../nbs/62_train_reward.ipynb #62405b4b
+# %% ../../nbs/62_train_reward.ipynb #a7675dd0
 class RewardTrainer(Trainer):
     """Reward modelling, ready to `fit()`; afterwards `members` hold the trained models.
 
@@ -283,7 +283,8 @@ class RewardTrainer(Trainer):
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train, then shift the scores so that demonstrations are worth 0; see `Trainer.fit`."""
         history = super().fit(resume, overwrite)
-        self.method.calibrate()
+        with self.engine.generation_mode():
+            self.method.calibrate()
         return history
 
     def predict(self, c: Completions) -> Prediction:
