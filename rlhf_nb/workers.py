@@ -17,13 +17,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # %% auto #0
-__all__ = ['T', 'R', 'SMALL', 'LARGE', 'PIECES', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
+__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
 
 # %% ../nbs/03_workers.ipynb #7bb3b47c
 SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
-PIECES = (
-    4  # batches for each core: enough that all cores end at about the same time, few enough to be worth their calls
-)
 
 
 def workers_for(model: nn.Module, threads: int | None = None) -> int:

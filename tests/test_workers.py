@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_nb import workers
-from rlhf_nb.logprobs import completion_logps, in_pieces, plan
+from rlhf_nb.logprobs import completion_logps, plan, shared_among, work
 from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
 from rlhf_nb.types import Completions
 
@@ -112,14 +112,20 @@ def test_scores_do_not_depend_on_cores(two_threads: None) -> None:
     torch.testing.assert_close(two.entropy, one.entropy, rtol=0, atol=1e-12)
 
 
-def test_pieces_lower_the_budget_only() -> None:
+def test_rows_are_dealt_out_before_they_are_packed() -> None:
     rows = pairs(16)
     c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
     whole = plan(c, 4096)
-    with in_pieces(4):
+    with shared_among(4):
         cut = plan(c, 4096)
     assert len(whole) == 1 and len(cut) >= 4
     assert sorted(i for part in cut for i in part) == list(range(16))
+    costs = [sum(work(int(c.prompt_lens[i]), [int(c.completion_lens[i])]) for i in part) for part in cut]
+    shares = [sum(costs[i] for i in hand) for hand in workers.deal(costs, 4)]
+    assert max(shares) < 1.2 * sum(shares) / 4
+    with shared_among(2):
+        halves = plan(c, 4096)
+    assert len(halves) == 2  # no more forward passes than there are takers: each adds to all gradients
 
 
 def test_dropout_keeps_one_thread(two_threads: None) -> None:
