@@ -90,6 +90,22 @@ def test_few_slots_give_the_same_samples(name: str, eos: list[int], num_samples:
     same(greedy, sample_tokens(model, batch, how, **go, greedy=True, batch_size=5))
 
 
+@pytest.mark.parametrize("hands", [2, 3, 50])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_rows_shared_among_cores_are_the_same_samples(
+    hands: int, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = family("llama"), prompts(7)
+    ask = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 3, "batch_size": batch_size}
+    alone = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask)
+    monkeypatch.setattr(sampler, "workers_for", lambda model: hands)
+    used: list[int] = []
+    shared = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask, used=used)
+    for a, b in zip(alone, shared, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert sum(used) >= int(shared[2].sum())
+
+
 @pytest.mark.parametrize("early", [0.25, 0.8])
 def test_slots_are_in_use(early: float) -> None:
     """A share of the rows ends early; slots whose token is kept ÷ slots that were computed."""
