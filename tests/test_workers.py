@@ -81,30 +81,30 @@ def test_a_crew_trains_as_one_thread_does(tmp_path: Path, monkeypatch: pytest.Mo
         torch.testing.assert_close(weights[k], expected[k], rtol=1e-4, atol=1e-5)
 
 
-def test_scores_do_not_depend_on_cores(two_threads: None) -> None:
+def test_scores_do_not_depend_on_cores(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     net = model().double().eval()
     rows = pairs(16)
     c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
-    seen = set()
-    spread = workers.spread
+    seen: list[set[int]] = []
 
     def watch(run: Any, items: Any, n: int) -> Any:
+        assert n == 2 and len(items) > 1
+        met, threads = threading.Barrier(2, timeout=60), set()
+
         def noted(x: Any) -> Any:
-            seen.add(threading.get_ident())
+            if threading.get_ident() not in threads:  # nobody goes on alone, however busy the machine is
+                threads.add(threading.get_ident())
+                met.wait()
             return run(x)
 
-        return spread(noted, items, n)
+        done = workers.spread(noted, items, n)
+        seen.append(threads)
+        return done
 
-    import rlhf_nb.logprobs as logprobs
-
-    logprobs.spread, before = watch, logprobs.spread
-    try:
-        with torch.no_grad():
-            for _ in range(20):  # on a busy machine one thread may do it all
-                two = completion_logps(net, c, entropy=True, token_budget=64)
-    finally:
-        logprobs.spread = before
-    assert len(seen) == 2
+    with torch.no_grad(), monkeypatch.context() as patched:
+        patched.setattr("rlhf_nb.logprobs.spread", watch)
+        two = completion_logps(net, c, entropy=True, token_budget=64)
+    assert [len(threads) for threads in seen] == [2]
     torch.set_num_threads(1)
     with torch.no_grad():
         one = completion_logps(net, c, entropy=True, token_budget=64)

@@ -150,7 +150,8 @@ class Axes:
             low = before[0] if low >= before[0] else low - room
             high = before[1] if high <= before[1] else high + room
         if high - low < 1e-9 * max(1.0, abs(high)):
-            low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+            room = 0.5 * max(abs(high), 1e-9) if high else 0.5
+            low, high = low - room, high + room
         step = nice_step(high - low)
         self.y[name] = (math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
         return self.y[name]
