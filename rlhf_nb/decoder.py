@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['PACK_BYTES', 'Make', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'KNOWN', 'rms_norm', 'rotate',
-           'rotary_table', 'plain_weight', 'pays_to_pack', 'Projection', 'Layer', 'Blocks', 'row_attention',
-           'branch_attention', 'branches_pay', 'decode_states', 'why_not_ours']
+__all__ = ['PACK', 'Make', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'KNOWN', 'rms_norm', 'rotate', 'rotary_table',
+           'plain_weight', 'pays_to_pack', 'Projection', 'Layer', 'Blocks', 'row_attention', 'branch_attention',
+           'branches_pay', 'decode_states', 'why_not_ours']
 
 # %% ../nbs/18_decoder.ipynb #bbea6e03
 def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -135,15 +135,15 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
             merged = merged + (delta.t() if layer.fan_in_fan_out else delta)
     return merged, bias
 
-# %% ../nbs/18_decoder.ipynb #97cebadb
-PACK_BYTES = 1 << 28  # larger weights are not copied
+# %% ../nbs/18_decoder.ipynb #053e9b47
+PACK = range(
+    1 << 17, 1 << 26
+)  # parameters of a weight: below, it stays in the processor's caches anyway; above, a copy is large
 
 
 def pays_to_pack(weight: Tensor) -> bool:
     """Whether a weight is better laid out once for all products of few rows than anew in each of them: float32 on x86 with oneDNN."""
-    fits = (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() * weight.itemsize <= PACK_BYTES
-    )
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() in PACK
     if not fits or platform.machine() not in ("x86_64", "AMD64"):
         return False
     library: Any = torch.backends.mkldnn

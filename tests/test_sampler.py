@@ -66,6 +66,13 @@ def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> None:
     torch.testing.assert_close(a[1], b[1], atol=1e-6, rtol=1e-6)
 
 
+@pytest.fixture(params=[False, True], ids=["a row has all", "prompts apart"], autouse=True)
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether keys and values of prompts are kept once for their rows, or with each row."""
+    monkeypatch.setattr(sampler, "STEM_BYTES", 0 if request.param else 1 << 60)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize(
     ("eos", "num_samples", "settings"),
@@ -88,6 +95,32 @@ def test_few_slots_give_the_same_samples(name: str, eos: list[int], num_samples:
     same(wanted, sample_tokens(model, batch, how, **go, cache_bytes=1))
     greedy = sample_tokens(model, batch, how, **go, greedy=True)
     same(greedy, sample_tokens(model, batch, how, **go, greedy=True, batch_size=5))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch_size", [None, 3, 20])
+def test_prompts_kept_apart_give_the_same_samples(
+    name: str, dtype: torch.dtype, batch_size: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = family(name).to(dtype), prompts(9)
+    lens = batch.prompt_mask.sum(1)
+    assert lens.min() < lens.max()
+    go = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 5, "batch_size": batch_size}
+    joined: list[int] = []
+    begin = sampler.Stems.begin
+
+    def counting(self: Any, past: Any, lens: torch.Tensor, *args: Any) -> None:
+        joined.extend(lens.tolist())
+        begin(self, past, lens, *args)
+
+    monkeypatch.setattr(sampler.Stems, "begin", counting)
+    found = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
+    assert bool(joined) is apart and (not apart or set(joined) == set(lens.tolist()))
+    monkeypatch.setattr(sampler, "STEM_BYTES", 1 << 60 if apart else 0)
+    other = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
+    assert torch.equal(found[0], other[0]) and torch.equal(found[2], other[2])
+    torch.testing.assert_close(found[1], other[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
 
 
 @pytest.mark.parametrize("hands", [2, 3, 50])
@@ -139,9 +172,9 @@ def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = sampler.prefill
 
-    def counting(decoder: Any, slots: Any, chosen: list[torch.Tensor], *args: Any) -> torch.Tensor:
+    def counting(decoder: Any, chosen: list[torch.Tensor], *args: Any) -> Any:
         read.extend(map(len, chosen))
-        return real(decoder, slots, chosen, *args)
+        return real(decoder, chosen, *args)
 
     monkeypatch.setattr(sampler, "prefill", counting)
     batch = prompts(9)
