@@ -566,6 +566,10 @@ def launch(
         KeyboardInterrupt: somebody interrupted; a checkpoint was left.
     """
     is_config = isinstance(what, StrictConfig)
+    if is_config and getattr(what, "then", None):
+        raise ConfigError(
+            f"then={what.then} makes a pipeline of labelling: label first (then=null) and train on preferences.jsonl, or use `rlhf-nb run` with processes={num_processes}."  # type: ignore[union-attr]
+        )
     cpu = device == "cpu" or getattr(what, "device", device) == "cpu" or not torch.cuda.is_available()
     check_machines(num_processes, machines, machine, address, port)
     local = num_processes // machines

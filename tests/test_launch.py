@@ -98,6 +98,10 @@ def test_bad_requests(tmp_path: Path) -> None:
             launch(print, **(two | over), device="cpu", run_dir=tmp_path, say=None)
     with pytest.raises(ConfigError, match="can't be sent"):
         launch(lambda: None, (i for i in ()), num_processes=1, device="cpu", run_dir=tmp_path)
+    from rlhf_nb.train.rlaif import RLAIFConfig
+
+    with pytest.raises(ConfigError, match="then=dpo makes a pipeline"):
+        launch(RLAIFConfig.preset("toy", then="dpo", output_dir=str(tmp_path)), device="cpu")
 
 
 def test_who_failed_first() -> None:
@@ -435,3 +439,37 @@ def test_labelling_on_two_processes(tmp_path: Path) -> None:
     assert done.model == tmp_path / "two" / "preferences.jsonl"
     for key, value in done.value["metrics"].items():
         assert value == pytest.approx(alone[key]), key
+
+
+@needs_deepspeed
+def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage in fresh processes; a stage's model is that of one process, and what is finished is skipped."""
+    from rlhf_nb.config import merge
+    from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
+    from rlhf_nb.train.preference import PreferenceConfig
+
+    short = {"steps": 3, "data": {"path": None}, "mini_batch_size": 8}
+    values = {
+        "console": False, "eval_prompts": 16, "questions": 0, "base": {"size": "tiny"}, "sft": {"steps": 5, "mini_batch_size": 16},
+        "reward": None, "ppo": None, "dpo": merge(PreferenceConfig.preset_values("toy"), short),
+    }  # fmt: skip
+    said: list[str] = []
+    one, two = (
+        PipelineConfig.preset("toy", output_dir=str(tmp_path / str(n)), processes=n, strategy="zero3", **values)
+        for n in (1, 2)
+    )
+    alone, both = RLHFPipeline(one).run(), RLHFPipeline(two, said.append).run()
+    for stage in ("sft", "dpo"):
+        assert json.loads((tmp_path / "2" / stage / "launch" / "accelerate.yaml").read_text())["num_processes"] == 2
+        a, b = (load_file(tmp_path / n / stage / "model" / "model.safetensors") for n in ("1", "2"))
+        assert all(torch.allclose(a[k], b[k], rtol=1e-3, atol=1e-4) for k in a)
+    assert list(alone["stages"]) == list(both["stages"]) and list(alone["policies"]) == list(both["policies"])
+    again = RLHFPipeline(two, said.append)
+    again.run(resume=True)
+    assert sum("skipped" in line for line in said) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 times by a launcher.*processes=2"):
+        RLHFPipeline(one)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match="strategy 'zero4' doesn't exist"):
+        RLHFPipeline(two.replace(strategy="zero4"))
