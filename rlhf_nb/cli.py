@@ -162,9 +162,9 @@ def _again() -> str:
 
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     """One stage."""
-    from rlhf_nb import pipeline as p
+    from rlhf_nb.train.stage import finish_training, lasting, make_trainer
 
-    result = p.finish_training(p.make_trainer(kind, cfg), kind, p.lasting(cfg), resume, overwrite)
+    result = finish_training(make_trainer(kind, cfg), kind, lasting(cfg), resume, overwrite)
     if _rank():
         return  # the first of several processes speaks for all
     numbers = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k.startswith("eval/"))
@@ -183,11 +183,13 @@ def _run(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
 
 def _rlaif(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     """Labels by a judge, and with `then` a pipeline that learns from them."""
-    from rlhf_nb import pipeline as p
-
     if cfg.then is not None:
-        return _run("run", p.train_on_labels(cfg), resume, overwrite)
-    done = p.label_stage(cfg, resume, overwrite)
+        from rlhf_nb.pipeline import train_on_labels
+
+        return _run("run", train_on_labels(cfg), resume, overwrite)
+    from rlhf_nb.train.stage import label_stage
+
+    done = label_stage(cfg, resume, overwrite)
     if _rank():
         return
     shown = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")

@@ -183,13 +183,14 @@ def train_config(config: Any, resume: bool) -> dict[str, Any]:
     Returns:
         On every rank: the model's folder, the last numbers, and why the run stopped early (None: it did not).
     """
-    pipeline = importlib.import_module("rlhf_nb.pipeline")
+    from rlhf_nb.train import stage  # with all trainers: only ranks need them
+
     kind = METHODS[type(config).__name__]
     if kind == "rlaif":
-        labels = pipeline.label_stage(config, resume)
+        labels = stage.label_stage(config, resume)
         return {"model": str(labels.model), "metrics": dict(labels.metrics), "stopped": None}
-    trainer = pipeline.make_trainer(kind, config)
-    result = pipeline.finish_training(trainer, kind, pipeline.lasting(config), resume=resume)
+    trainer = stage.make_trainer(kind, config)
+    result = stage.finish_training(trainer, kind, stage.lasting(config), resume=resume)
     return {"model": str(result.model), "metrics": dict(result.metrics), "stopped": trainer.history.stopped}
 
 # %% ../nbs/70_launch.ipynb #89d05d0c

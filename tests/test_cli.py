@@ -17,10 +17,11 @@ from rlhf_nb.config import ModelConfig
 from rlhf_nb.data import toy
 from rlhf_nb.doctor import check_memory, check_threads, doctor, estimate_memory
 from rlhf_nb.models.load import save_model
-from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline, read_json
+from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.reward import RewardConfig
 from rlhf_nb.train.sft import SFTConfig
+from rlhf_nb.train.stage import read_json
 
 torch.set_num_threads(1)  # small models, and other tests beside these
 runner = CliRunner()

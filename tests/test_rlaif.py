@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from rlhf_nb.cli import app, find_config
 from rlhf_nb.data import toy
 from rlhf_nb.models.load import save_model
-from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline, read_json
+from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.telemetry import read_metrics
 from rlhf_nb.train.rlaif import Labelling, RLAIFConfig
+from rlhf_nb.train.stage import read_json
 
 torch.set_num_threads(1)
 runner = CliRunner()
