@@ -564,7 +564,9 @@ def open_folder(plan: Plan, resume: bool = False, overwrite: bool = False) -> No
     for stage in plan.stages:
         done = plan.finished(stage)
         changes = config_changes(done["config"], lasting(getattr(plan.config, stage))) if done else []
-        if changes:
+        if changes and config_changes(
+            done["config"], lasting(plan.stage_config(stage))
+        ):  # the latter is what ranks write
             raise RunError(
                 f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built on it: go back to those settings, "
                 "or choose another output_dir."

@@ -447,6 +447,7 @@ def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from rlhf_nb.config import merge
     from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.preference import PreferenceConfig
+    from rlhf_nb.train.stage import lasting
 
     short = {"steps": 3, "data": {"path": None}, "mini_batch_size": 8}
     values = {
@@ -465,6 +466,8 @@ def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert all(torch.allclose(a[k], b[k], rtol=1e-3, atol=1e-4) for k in a)
     assert list(alone["stages"]) == list(both["stages"]) and list(alone["policies"]) == list(both["policies"])
     again = RLHFPipeline(two, said.append)
+    marker = tmp_path / "2/dpo/stage.json"  # as the ranks left it, had this process died just then
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"config": lasting(again.stage_config("dpo"))}))
     again.run(resume=True)
     assert sum("skipped" in line for line in said) == 3
     monkeypatch.setenv("WORLD_SIZE", "2")
