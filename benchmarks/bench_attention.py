@@ -1,4 +1,4 @@
-"""Attention over trees of prompts and answers: in blocks (notebook 18) against PyTorch's attention on one masked, padded batch.
+"""Attention over trees of prompts and answers: in blocks (notebook 160) against PyTorch's attention on one masked, padded batch.
 
     python benchmarks/bench_attention.py [--threads 1] [--repeats 30]
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_nb.decoder import Branches, branch_attention, branches_pay, row_attention
+from rlhf_nb.fast.blocks import Branches, branch_attention, branches_pay, row_attention
 
 HEADS, SHARED, SIZE = 6, 2, 64
 SHAPES: dict[str, Branches] = {

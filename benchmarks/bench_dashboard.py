@@ -55,7 +55,7 @@ def write_log(path: Path, steps: int) -> None:
 def opening(path: Path) -> None:
     """In a fresh process: open a finished run, draw it, make the still; seconds and megabytes."""
     import rlhf_nb.widgets.charts  # noqa: F401  # imports are not what is measured
-    from rlhf_nb.telemetry import resident_mb
+    from rlhf_nb.run.log import resident_mb
     from rlhf_nb.widgets.dashboard import Board, still
 
     before, begin, used = resident_mb(), time.perf_counter(), time.process_time()
@@ -69,7 +69,7 @@ def opening(path: Path) -> None:
 
 def growing(path: Path) -> None:
     """In a fresh process: follow a run from its first step to its last, as a live dashboard does; megabytes."""
-    from rlhf_nb.telemetry import resident_mb
+    from rlhf_nb.run.log import resident_mb
     from rlhf_nb.widgets.dashboard import Board
 
     lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)

@@ -71,13 +71,13 @@ def timed(owner: Any, name: str, seconds: Counter[str], label: str) -> None:
 
 def run_ours(job: dict[str, Any]) -> None:
     """GRPO with rlhf_nb, a step at each turn."""
-    from rlhf_nb.callbacks import Callback
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.loop import Trainer
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import Rewards
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.group import PromptsOf
     from rlhf_nb.train.grpo import GRPO, GRPOConfig
 
@@ -215,12 +215,12 @@ def check(job: dict[str, Any], grad_norm: float, tolerance: float = 1e-4) -> Non
     """
     import torch
 
-    from rlhf_nb.advantages import group_advantages
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
-    from rlhf_nb.logprobs import completion_logps
+    from rlhf_nb.losses.advantages import group_advantages
     from rlhf_nb.losses.group import group_surrogate
     from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+    from rlhf_nb.scoring.scores import completion_logps
     from rlhf_nb.types import Completions
 
     trl = torch.load(job["record"], weights_only=True)

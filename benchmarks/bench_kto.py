@@ -32,14 +32,14 @@ READ = {"kl": "kl", "margin": "rewards/margins"}  # what is compared besides the
 
 def run_ours(job: dict[str, Any]) -> None:
     """Train with rlhf_nb, a step at each turn."""
-    from rlhf_nb.callbacks import Callback
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.loop import Trainer
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
+    from rlhf_nb.train.dpo import make_reference
     from rlhf_nb.train.kto import KTO, KTOConfig, with_reference
-    from rlhf_nb.train.preference import make_reference
 
     gate = harness.Gate()
 

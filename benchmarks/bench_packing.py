@@ -5,7 +5,7 @@
 Model: Qwen2 shape of 12M parameters (hidden 384, 6 layers, 6 heads, 2 key/value heads, vocabulary 8192), fp32, random weights.
 Data: HH-RLHF pairs when the file is there (an 8k BPE is trained on the spot), else lengths drawn to look like them.
 Before anything is timed, losses and gradients of both sides are compared. `--tree-cost` measures instead from where a tree
-behind a shared prompt beats separate rows, against the rule that `rlhf_nb.logprobs` uses.
+behind a shared prompt beats separate rows, against the rule that `rlhf_nb.scoring.scores` uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_nb.logprobs import completion_logps, pack, packing_stats, plan
+from rlhf_nb.scoring.scores import completion_logps, pack, packing_stats, plan
 from rlhf_nb.types import Completions
 
 VOCAB = 8192

@@ -27,15 +27,15 @@ KL_COEF, GAMMA, LAM, CLIP, VF_COEF = 0.1, 1.0, 0.95, 0.2, 0.1
 
 def run_ours(job: dict[str, Any]) -> None:
     """PPO with rlhf_nb, a rollout and its updates at each turn."""
-    from rlhf_nb.callbacks import Callback
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.loop import Trainer
     from rlhf_nb.models.adapters import separate
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.models.load import load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import RewardModelFn, Rewards
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.ppo import PPO, PPOConfig
 
     gate = harness.Gate()
@@ -203,10 +203,10 @@ def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
     """
     import torch
 
-    from rlhf_nb.advantages import gae, whiten
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
-    from rlhf_nb.kl import kl_estimate
+    from rlhf_nb.losses.advantages import gae, whiten
+    from rlhf_nb.losses.kl import kl_estimate
     from rlhf_nb.losses.policy import clipped_surrogate, clipped_value
     from rlhf_nb.models.adapters import separate
     from rlhf_nb.models.heads import RewardModel

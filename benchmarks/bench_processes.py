@@ -47,7 +47,7 @@ def dpo_rank(folder: str, width: int = 256, steps: int = 12, **over: Any) -> Non
     import torch
 
     from rlhf_nb.data import toy
-    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
 
     torch.set_num_threads(1)
     settings = {
@@ -71,8 +71,8 @@ def generation_rank(folder: str, width: int = 256, tokens: int = 100) -> None:
     from rlhf_nb.config import OptimizerConfig, SamplingConfig
     from rlhf_nb.data import toy
     from rlhf_nb.data.sources import collate_prompts, tokenize_prompts
-    from rlhf_nb.engine import Engine
     from rlhf_nb.rollout.sampler import sample
+    from rlhf_nb.run.engine import Engine
     from rlhf_nb.train.setup import CausalScorer
 
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def ranks(what: str, world: int, strategy: str = "", env: dict[str, str] | None 
 
 def step_times(folder: Path, key: str = "perf/step_s", skip: int = 3) -> list[float]:
     """Seconds of each step after the first few."""
-    from rlhf_nb.telemetry import read_metrics
+    from rlhf_nb.run.log import read_metrics
 
     return [float(e[key]) for e in read_metrics(folder) if e["type"] == "step"][skip:]
 
@@ -178,7 +178,7 @@ def torn(kills: int = 200) -> None:
     """A process that writes checkpoints all the time is killed at random moments; what is there is always whole."""
     import torch
 
-    from rlhf_nb.checkpoint import clean_leftovers, latest_complete, problem_of
+    from rlhf_nb.run.checkpoint import clean_leftovers, latest_complete, problem_of
 
     torch.set_num_threads(1)
     root, rng, newest = Path(tempfile.mkdtemp(prefix="torn-")), random.Random(0), -1
@@ -210,7 +210,7 @@ def write_for_ever(root: Path, tell: int) -> None:
 
     import torch
 
-    from rlhf_nb.checkpoint import Part, clean_leftovers, latest_complete, save_part
+    from rlhf_nb.run.checkpoint import Part, clean_leftovers, latest_complete, save_part
 
     clean_leftovers(root)
     last = latest_complete(root)
@@ -237,8 +237,8 @@ def compression(steps: int = 40) -> None:
     """What smaller gradients cost in accuracy and gain in time, over loopback."""
     import torch
 
-    from rlhf_nb.checkpoint import latest_complete, load_checkpoint
-    from rlhf_nb.telemetry import read_metrics
+    from rlhf_nb.run.checkpoint import latest_complete, load_checkpoint
+    from rlhf_nb.run.log import read_metrics
 
     start = {f"model.{n}": p for n, p in model_of(256, 4)[0].state_dict().items()}
     found = {}

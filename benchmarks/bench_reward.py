@@ -23,12 +23,12 @@ import peers
 
 def run_ours(job: dict[str, Any]) -> None:
     """Train with rlhf_nb, a step at each turn."""
-    from rlhf_nb.callbacks import Callback
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.loop import Trainer
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.models.load import load_tokenizer
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.reward import Reward, RewardConfig
 
     gate = harness.Gate()

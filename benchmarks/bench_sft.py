@@ -32,11 +32,11 @@ def run_ours(job: dict[str, Any]) -> None:
     """Train with rlhf_nb, a step at each turn."""
     from collections.abc import Iterator
 
-    from rlhf_nb.callbacks import Callback
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
-    from rlhf_nb.loop import Trainer
     from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.sft import SFT, SFTConfig
 
     gate = harness.Gate()

@@ -1,4 +1,4 @@
-"""The memory planner (`rlhf_nb.topology`) against what was measured on the CPU, in fresh processes.
+"""The memory planner (`rlhf_nb.scale.topology`) against what was measured on the CPU, in fresh processes.
 
     python benchmarks/check_topology.py [--only sft ppo] [--allocator default]   # eight settings, one process each: peaks
     python benchmarks/check_topology.py --stages [qwen2]                         # DDP and ZeRO on two processes: who holds what
@@ -182,7 +182,7 @@ def predicted(setting: dict[str, Any], **split: Any) -> Any:
     """The planner's account."""
     from transformers import AutoConfig
 
-    from rlhf_nb.topology import FORMATS, Job, Split, predict
+    from rlhf_nb.scale.topology import FORMATS, Job, Split, predict
 
     shape = dict(setting["model"])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
@@ -280,8 +280,8 @@ def learn(setting: dict[str, Any]) -> dict[str, float]:
 
 
 def stages(model: str) -> None:
-    """The table of DDP and ZeRO, MiB on rank 0; last, the numbers as a dict, for notebook 71."""
-    from rlhf_nb.launch import launch
+    """The table of DDP and ZeRO, MiB on rank 0; last, the numbers as a dict, for notebook 710."""
+    from rlhf_nb.scale.launch import launch
 
     roles = {"parameters": "policy", "gradients": "gradients", "optimizer": "optimizer", "messages": "overhead"}
     print("measured (predicted), MiB on rank 0; the first four as the optimizer begins its third step\n")

@@ -32,9 +32,9 @@ from rlhf_nb.losses.kto import UNPAIRED
 from rlhf_nb.losses.preference import LOSSES
 from rlhf_nb.models.adapters import Reference
 from rlhf_nb.models.load import load_causal_lm
+from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
-from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
 from rlhf_nb.train.reward import RewardConfig, RewardTrainer
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 

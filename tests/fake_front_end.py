@@ -18,8 +18,8 @@ import sys, time, warnings
 sys.path.insert(0, {root!r})
 warnings.filterwarnings("ignore")
 from pathlib import Path
-from rlhf_nb.telemetry import EventLog, RunDir, Requests
-from rlhf_nb.callbacks import Callbacks
+from rlhf_nb.run.log import EventLog, RunDir, Requests
+from rlhf_nb.run.callbacks import Callbacks
 from rlhf_nb.widgets.dashboard import Dashboard, pump_kind, front_end
 
 class Loop:  # what a trainer looks like from here

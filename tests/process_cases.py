@@ -55,7 +55,7 @@ def reward(lora: bool = False, **over: Any) -> Any:
 
 def dpo(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
-    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
 
     return PreferenceTrainer(
         PreferenceConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80)

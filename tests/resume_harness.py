@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from rlhf_nb.config import TrainConfig
-from rlhf_nb.engine import trained_tensors
-from rlhf_nb.loop import BaseMethod, Trainer
-from rlhf_nb.telemetry import read_metrics
+from rlhf_nb.run.engine import trained_tensors
+from rlhf_nb.run.log import read_metrics
+from rlhf_nb.run.loop import BaseMethod, Trainer
 from rlhf_nb.types import Batch, LossSum
 
 sys.path.insert(0, str(Path(__file__).parent))  # children find this module by its name
@@ -189,7 +189,7 @@ def ppo(run_dir: Path) -> Trainer:
 def dpo(run_dir: Path) -> Trainer:
     """With everything that a checkpoint must hold: a reference that moves, and BCO's threshold."""
     from rlhf_nb.data import toy
-    from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
 
     settings = _toy(
         steps=16, mini_batch_size=8, loss={"sigmoid": 1.0, "bco_pair": 0.5}, reference="moving", sync_every=3
@@ -240,8 +240,8 @@ def nash(run_dir: Path) -> Trainer:
 
 def _pairs(run_dir: Path, **over: Any) -> Trainer:
     from rlhf_nb.data import toy
-    from rlhf_nb.rewards.judge import FunctionJudge
-    from rlhf_nb.train.online import OnlineDPOConfig, OnlineDPOTrainer
+    from rlhf_nb.judges.judge import FunctionJudge
+    from rlhf_nb.train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     config = OnlineDPOConfig.preset("toy", **_toy(**_GROUPS | {"num_generations": 2}, **over))
     rows, held = toy.train_prompts(64), toy.test_prompts(4)
@@ -311,7 +311,7 @@ def _context() -> Any:
                 "rlhf_nb.train.sft",
                 "rlhf_nb.train.kto",
                 "rlhf_nb.train.rloo",
-                "rlhf_nb.train.online",
+                "rlhf_nb.train.online_dpo",
                 "resume_harness",
             ]
         )

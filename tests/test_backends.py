@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from rlhf_nb.callbacks import where_time_goes
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.losses.group import truncated_weights
 from rlhf_nb.rollout.backends import OurSampler, TransformersContinuous, make_sampler
+from rlhf_nb.run.callbacks import where_time_goes
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
-from rlhf_nb.train.online import OnlineDPOConfig, OnlineDPOTrainer
+from rlhf_nb.train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 from rlhf_nb.train.rloo import RLOOConfig, RLOOTrainer
 from rlhf_nb.types import PromptBatch, Rollout

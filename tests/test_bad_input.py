@@ -17,14 +17,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb import checkpoint
-from rlhf_nb.checkpoint import latest_complete
-from rlhf_nb.cli import app
+from rlhf_nb.app.cli import app
 from rlhf_nb.core import DataError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import to_format
 from rlhf_nb.models.load import load_tokenizer, save_model
-from rlhf_nb.telemetry import read_metrics
+from rlhf_nb.run import checkpoint
+from rlhf_nb.run.checkpoint import latest_complete
+from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 
 torch.set_num_threads(1)  # small models, and other tests beside these

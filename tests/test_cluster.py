@@ -10,9 +10,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from rlhf_nb.cluster import accelerate_config, accelerate_configs, kubernetes_manifest, slurm_script
 from rlhf_nb.core import ConfigError
-from rlhf_nb.engine import asked_strategy
+from rlhf_nb.run.engine import asked_strategy
+from rlhf_nb.scale.cluster import accelerate_config, accelerate_configs, kubernetes_manifest, slurm_script
 
 KINDS = {
     "ddp": ("MULTI_GPU", None), "cpu2": ("MULTI_GPU", None), "zero2": ("DEEPSPEED", 2), "zero3": ("DEEPSPEED", 3),
@@ -151,7 +151,7 @@ def test_a_run_outside_the_volume_is_refused() -> None:
 def test_the_grafana_board_asks_for_metrics_that_are_served(tmp_path: Path) -> None:
     import json
 
-    from rlhf_nb.report import prometheus
+    from rlhf_nb.app.report import prometheus
 
     board = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
     asked = {n for p in board["panels"] for t in p["targets"] for n in re.findall(r"rlhf_nb_\w+", t["expr"])}

@@ -17,11 +17,11 @@ import pytest
 import torch
 from resume_harness import Numbers, Regression, outcome, regression_config, run_to_end, spawn
 
-from rlhf_nb.callbacks import Callback
 from rlhf_nb.config import TrainConfig
 from rlhf_nb.core import RunError
-from rlhf_nb.loop import Control, Trainer
-from rlhf_nb.telemetry import EventLog, Requests, RunDir, append_line, read_metrics
+from rlhf_nb.run.callbacks import Callback
+from rlhf_nb.run.log import EventLog, Requests, RunDir, append_line, read_metrics
+from rlhf_nb.run.loop import Control, Trainer
 
 
 class Steered(Regression):
@@ -212,7 +212,7 @@ def test_steered_run_survives_kills_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_without_control_state(tmp_path: Path) -> None:
-    import rlhf_nb.loop as loop
+    import rlhf_nb.run.loop as loop
 
     run = trainer(tmp_path / "run", steps=4)
     run.fit()

@@ -12,10 +12,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_nb.data.sources import MemorySource
-from rlhf_nb.loop import Trainer
 from rlhf_nb.models.load import disable_dropout
+from rlhf_nb.run.loop import Trainer
+from rlhf_nb.train.dpo import Preference, PreferenceConfig, make_reference, with_reference
 from rlhf_nb.train.kto import KTO, KTOConfig
-from rlhf_nb.train.preference import Preference, PreferenceConfig, make_reference, with_reference
 
 FIXTURE = json.loads((Path(__file__).parent / "data" / "dpo_run.json").read_text(encoding="utf-8"))
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)

@@ -19,8 +19,7 @@ from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import train_bpe
-from rlhf_nb.rewards.base import Rewards
-from rlhf_nb.rewards.constitution import (
+from rlhf_nb.judges.constitution import (
     Constitution,
     ModelWriter,
     ai_preferences,
@@ -28,7 +27,7 @@ from rlhf_nb.rewards.constitution import (
     drawn_principle,
     load_constitution,
 )  # fmt: skip
-from rlhf_nb.rewards.judge import (
+from rlhf_nb.judges.judge import (
     AnswerCache,
     EndpointJudge,
     FunctionJudge,
@@ -43,6 +42,7 @@ from rlhf_nb.rewards.judge import (
     read_choice,
     read_reply,
 )  # fmt: skip
+from rlhf_nb.rewards.base import Rewards
 from rlhf_nb.types import Completions, Rollout
 
 torch.set_num_threads(1)

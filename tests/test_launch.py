@@ -25,7 +25,7 @@ from process_cases import ROOT, free_port, run_ranks
 from safetensors.torch import load_file
 
 from rlhf_nb.core import ConfigError, RunError
-from rlhf_nb.launch import check_request, first_failure, launch
+from rlhf_nb.scale.launch import check_request, first_failure, launch
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 TESTS = str(Path(__file__).parent)
@@ -176,7 +176,7 @@ def test_kills_change_nothing(tmp_path: Path, kills: int = 10, length: int = 20)
 @pytest.mark.slow
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
     def one_breaks(limit: int) -> None:
-        from rlhf_nb.engine import Engine
+        from rlhf_nb.run.engine import Engine
 
         engine = Engine()
         if engine.rank == 1:
@@ -218,7 +218,7 @@ def test_no_orphans_when_the_kernel_dies(tmp_path: Path) -> None:
         f"""
         import sys; sys.path.insert(0, {TESTS!r})
         from test_launch import case_on_ranks
-        from rlhf_nb.launch import launch
+        from rlhf_nb.scale.launch import launch
         launch(case_on_ranks, "sft", {str(tmp_path)!r}, steps=100000, num_processes=2, device="cpu", run_dir={str(tmp_path)!r})
         """
     )
@@ -253,7 +253,7 @@ def machine(number: int, folder: Path, port: int, **over: Any) -> subprocess.Pop
         f"""
         import sys; sys.path.insert(0, {TESTS!r})
         from test_launch import case_on_ranks
-        from rlhf_nb.launch import launch
+        from rlhf_nb.scale.launch import launch
         result = launch(case_on_ranks, "sft", {str(folder)!r}, save_every=1, num_processes=2, strategy="zero2", machines=2, machine={number},
                         address="127.0.0.2", port={port}, device="cpu", run_dir={str(folder)!r}, **{over!r})
         print(result.history[-1]["step"])
@@ -314,7 +314,7 @@ STARTERS = {
 @pytest.mark.parametrize("how", sorted(STARTERS))
 def test_started_by_others(tmp_path: Path, how: str, method: str) -> None:
     """`torchrun` and `accelerate launch` of `-m rlhf_nb METHOD --config run.yaml`: what one process does, told once."""
-    from rlhf_nb.cluster import accelerate_config
+    from rlhf_nb.scale.cluster import accelerate_config
 
     over = ["steps=4", "mini_batch_size=8", "epochs=null", "device=cpu"] + (
         ["rollout_batch_size=16", "reward=gold"] if method == "ppo" else []
@@ -350,12 +350,12 @@ def odd_rank(what: str, folder: str, **over: Any) -> None:
     if os.environ["RANK"] == "1" and what == "disk":
         import errno
 
-        import rlhf_nb.checkpoint
+        import rlhf_nb.run.checkpoint
 
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        rlhf_nb.checkpoint.save_file = full
+        rlhf_nb.run.checkpoint.save_file = full
     case_on_ranks("sft", folder, **over)
 
 
@@ -444,9 +444,9 @@ def test_labelling_on_two_processes(tmp_path: Path) -> None:
 @needs_deepspeed
 def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage in fresh processes; a stage's model is that of one process, and what is finished is skipped."""
+    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.config import merge
-    from rlhf_nb.pipeline import PipelineConfig, RLHFPipeline
-    from rlhf_nb.train.preference import PreferenceConfig
+    from rlhf_nb.train.dpo import PreferenceConfig
     from rlhf_nb.train.stage import lasting
 
     short = {"steps": 3, "data": {"path": None}, "mini_batch_size": 8}

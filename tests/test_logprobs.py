@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_nb import logprobs as lp
 from rlhf_nb.core import ConfigError, DataError, ModelError
-from rlhf_nb.logprobs import (
+from rlhf_nb.scoring import scores as lp
+from rlhf_nb.scoring.scores import (
     completion_logps,
     completion_values,
     head_logps,

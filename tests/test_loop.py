@@ -19,15 +19,15 @@ import torch
 from resume_harness import Numbers, Points, Regression, outcome, regression_config, run_to_end, spawn
 from torch import nn
 
-import rlhf_nb.checkpoint as checkpoint
-import rlhf_nb.engine as engine
-import rlhf_nb.loop as loop
-from rlhf_nb.callbacks import Callback, EarlyStop, Flags
-from rlhf_nb.checkpoint import AsyncWriter, latest_complete, load_checkpoint, problem_of, save_checkpoint
+import rlhf_nb.run.checkpoint as checkpoint
+import rlhf_nb.run.engine as engine
+import rlhf_nb.run.loop as loop
 from rlhf_nb.config import TrainConfig
 from rlhf_nb.core import CheckpointError, ConfigError, RunError
-from rlhf_nb.loop import BaseMethod, Trainer
-from rlhf_nb.telemetry import EventLog, read_metrics
+from rlhf_nb.run.callbacks import Callback, EarlyStop, Flags
+from rlhf_nb.run.checkpoint import AsyncWriter, latest_complete, load_checkpoint, problem_of, save_checkpoint
+from rlhf_nb.run.log import EventLog, read_metrics
+from rlhf_nb.run.loop import BaseMethod, Trainer
 from rlhf_nb.types import LossSum
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf_nb.core import decide_precision
-from rlhf_nb.engine import Engine
-from rlhf_nb.loop import _weigh
+from rlhf_nb.run.engine import Engine
+from rlhf_nb.run.loop import _weigh
 from rlhf_nb.train.grpo import GRPO, VARIANTS, GRPOConfig
 from rlhf_nb.train.rloo import RLOO, RLOOConfig
 from rlhf_nb.types import Rollout

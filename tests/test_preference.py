@@ -11,15 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.cli import app
+from rlhf_nb.app.cli import app
 from rlhf_nb.config import LoraSettings, ModelConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError, decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.models.load import load_causal_lm, save_model
+from rlhf_nb.train.dpo import ImplicitReward, PreferenceConfig, PreferenceTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
-from rlhf_nb.train.preference import ImplicitReward, PreferenceConfig, PreferenceTrainer
 from rlhf_nb.types import Completions
 
 torch.set_num_threads(1)

@@ -16,10 +16,10 @@ import torch
 from process_cases import CASES, LORA, run_ranks
 from safetensors.torch import load_file
 
-from rlhf_nb import checkpoint
-from rlhf_nb.checkpoint import Part, latest_complete, load_checkpoint, problem_of, save_part
 from rlhf_nb.core import CheckpointError, Precision, RunError
-from rlhf_nb.sharded import connect
+from rlhf_nb.run import checkpoint
+from rlhf_nb.run.checkpoint import Part, latest_complete, load_checkpoint, problem_of, save_part
+from rlhf_nb.run.strategies import connect
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 BAR = 1e-4

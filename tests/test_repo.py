@@ -1,8 +1,7 @@
-"""What keeps the repository honest: exports, clean notebooks, layers, style, types, README."""
+"""What keeps the repository honest: exports, clean notebooks, style, types, README."""
 
 from __future__ import annotations
 
-import ast
 import filecmp
 import json
 import re
@@ -17,59 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 BIN = Path(sys.executable).parent
 
-# Layer of every module: imports point down only. `loop` and `losses` never import each other.
-LAYERS = {
-    "core": 0, "config": 0, "types": 0, "workers": 0,
-    "decoder": 1, "logprobs": 1, "kl": 1, "advantages": 1, "losses": 1,
-    "data": 2, "models": 3,
-    "rollout": 4, "rewards": 4, "evaluate": 4,
-    "engine": 5, "sharded": 5, "checkpoint": 5, "callbacks": 5, "loop": 5, "telemetry": 5,
-    "train": 6, "launch": 7, "topology": 7, "cluster": 7, "widgets": 8, "report": 8,
-    "cli": 9, "pipeline": 9, "serve": 9, "export": 9, "doctor": 9, "__main__": 9,
-}  # fmt: skip
-
 
 def modules() -> list[Path]:
     return sorted(p for p in (ROOT / "rlhf_nb").rglob("*.py") if p.name not in ("__init__.py", "_modidx.py"))
-
-
-def imported_parts(path: Path) -> set[str]:
-    """Top-level parts of rlhf_nb which a module imports, wherever in the file the import stands."""
-    here = path.relative_to(ROOT).with_suffix("").parts
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            base = here[: -node.level] if node.level else ()
-            names = [(*base, *(node.module or "").split("."))] if node.module else [(*base, a.name) for a in node.names]
-            found |= {n[1] for n in names if n[0] == "rlhf_nb" and len(n) > 1 and n[1]}
-        elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("rlhf_nb.")}
-    return found
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT / "rlhf_nb")))
-def test_layers(path: Path) -> None:
-    own = path.relative_to(ROOT / "rlhf_nb").with_suffix("").parts[0]
-    assert own in LAYERS, f"{own} has no layer: add it to LAYERS"
-    for part in imported_parts(path) - {own}:
-        assert LAYERS[part] <= LAYERS[own], f"{own} (layer {LAYERS[own]}) imports {part} (layer {LAYERS[part]})"
-        if LAYERS[own] == 5:
-            assert LAYERS[part] in (0, 1, 5), f"the loop's layer must not know {part}"
-        if LAYERS[own] == 7:
-            known = ("engine", "config", "core", "types", "telemetry", *(["train"] if own == "launch" else []))
-            assert part in known, f"{own} must not know {part}"
-        assert {own, part} != {"loop", "losses"}, "loop and losses meet in train.* only"
-
-
-def test_layer_rule_can_fail(tmp_path: Path) -> None:
-    bad = ROOT / "rlhf_nb" / "kl.py"
-    source = bad.read_text(encoding="utf-8") + "\nfrom .train.ppo import PPO\n"
-    tree_names = {
-        n.module.split(".")[0]
-        for n in ast.walk(ast.parse(source))
-        if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module
-    }
-    assert "train" in tree_names and LAYERS["train"] > LAYERS["kl"]
 
 
 def test_exports_match_notebooks(tmp_path: Path) -> None:

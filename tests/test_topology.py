@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
-from rlhf_nb.topology import (
+from rlhf_nb.scale.topology import (
     ASSUMPTIONS,
     FORMATS,
     METHODS,
@@ -89,7 +89,7 @@ def test_accounts_add_up() -> None:
 def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
     import torch
 
-    from rlhf_nb.logprobs import pack
+    from rlhf_nb.scoring.scores import pack
     from rlhf_nb.types import Completions
 
     for prompt, completion in ((200, 20), (100, 50), (4, 60), (64, 64), (30, 90)):
@@ -128,8 +128,8 @@ def test_table_states_what_it_assumes() -> None:
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "ppo", "preference", "kto", "grpo", "rloo", "online"])
 def test_every_configuration_can_be_planned(kind: str) -> None:
+    from rlhf_nb.app.doctor import METHOD_OF
     from rlhf_nb.data import toy
-    from rlhf_nb.doctor import METHOD_OF
 
     config = next(c for c, m in METHOD_OF.items() if m == kind).preset("toy")  # type: ignore[attr-defined]
     job = job_of(config, kind, decide_precision("cpu"))  # type: ignore[arg-type]

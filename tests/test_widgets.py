@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from rlhf_nb.app.report import prometheus, report, serve_metrics, watch
 from rlhf_nb.core import RunError
-from rlhf_nb.report import prometheus, report, serve_metrics, watch
-from rlhf_nb.telemetry import EventLog, RunDir, read_metrics
+from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
 from rlhf_nb.widgets.charts import Axes, Line, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Board, Dashboard, front_end, group_panels, health_of, still

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_nb import workers
-from rlhf_nb.logprobs import completion_logps, plan, shared_among, work
-from rlhf_nb.train.preference import PreferenceConfig, PreferenceTrainer
+from rlhf_nb.fast import workers
+from rlhf_nb.scoring.scores import completion_logps, plan, shared_among, work
+from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
 from rlhf_nb.types import Completions
 
 
@@ -54,7 +54,7 @@ def pairs(n: int) -> list[dict[str, Any]]:
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    import rlhf_nb.train.preference as module
+    import rlhf_nb.train.dpo as module
 
     monkeypatch.setattr(module, "tokenize_preferences", lambda rows, *_, **__: rows)
     config = PreferenceConfig(
@@ -102,7 +102,7 @@ def test_scores_do_not_depend_on_cores(monkeypatch: pytest.MonkeyPatch, two_thre
         return done
 
     with torch.no_grad(), monkeypatch.context() as patched:
-        patched.setattr("rlhf_nb.logprobs.spread", watch)
+        patched.setattr("rlhf_nb.scoring.scores.spread", watch)
         two = completion_logps(net, c, entropy=True, token_budget=64)
     assert [len(threads) for threads in seen] == [2]
     torch.set_num_threads(1)

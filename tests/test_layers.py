@@ -1,0 +1,149 @@
+"""The rooms of the package: imports point down only, no circles between files, a notebook is named like its module."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A room may import rooms on lower floors, never another room on its own floor.
+FLOORS = {
+    "core": 0.0, "types": 0.1, "config": 0.2,
+    "losses": 1.0, "fast": 1.0, "scoring": 1.1,
+    "data": 2.0, "models": 3.0,
+    "rollout": 4.0, "sandbox": 4.0, "rewards": 4.1, "evaluate": 4.2, "judges": 4.3,
+    "run": 5.0, "train": 6.0, "scale": 7.0, "widgets": 8.0, "app": 9.0, "__main__": 10.0,
+}  # fmt: skip
+ONLY = {  # rooms that see less than their floor would let them
+    "run": {"core", "types", "config", "fast", "scoring"},
+    "scale": {"core", "types", "config", "run", "train"},
+}
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """For each module, by dotted name below the package, the modules of the package that it imports anywhere in its text."""
+    names = {}
+    for path in package.rglob("*.py"):
+        if path.name != "_modidx.py" and path != package / "__init__.py":
+            parts = path.relative_to(package).with_suffix("").parts
+            names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found = {}
+    for name, path in names.items():
+        inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        targets: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                above = [package.name, *inside][: len(inside) + 2 - node.level] if node.level else []
+                module = [*above, *(node.module or "").split(".")] if node.module else above
+                if module[:1] == [package.name]:
+                    within = module[1:]
+                    targets |= {".".join([*within, a.name]) for a in node.names} & set(names)
+                    targets |= {".".join(within)} & set(names)
+            elif isinstance(node, ast.Import):
+                targets |= {a.name.removeprefix(f"{package.name}.") for a in node.names} & set(names)
+        found[name] = targets - {name}
+    return found
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Each import that does not point down, in words."""
+    wrong = []
+    for module, targets in sorted(graph.items()):
+        room = module.split(".")[0]
+        if room not in FLOORS:
+            wrong.append(f"{room} has no floor: add it to FLOORS")
+            continue
+        for target in sorted(targets):
+            other = target.split(".")[0]
+            if other != room and other in FLOORS:
+                if FLOORS[other] >= FLOORS[room]:
+                    wrong.append(f"{module} (floor {FLOORS[room]}) imports {target} (floor {FLOORS[other]})")
+                elif room in ONLY and other not in ONLY[room]:
+                    wrong.append(f"{module} must not know {target}")
+    return wrong
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that import each other, directly or through others."""
+    reach = {m: set(t) for m, t in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for _, seen in reach.items():
+            more = set().union(*(reach[t] for t in seen)) - seen if seen else set()
+            changed |= bool(more)
+            seen |= more
+    rings = {frozenset(m for m in graph if m in reach[a] and a in reach[m]) for a in graph if a in reach[a]}
+    return [set(r) for r in rings]
+
+
+def test_imports_point_down() -> None:
+    assert not upward(imports(ROOT / "rlhf_nb"))
+
+
+def test_no_circles_between_files() -> None:
+    assert not circles(imports(ROOT / "rlhf_nb"))
+
+
+def test_benchmarks_have_no_circles() -> None:
+    names = {p.stem: p for p in (ROOT / "benchmarks").glob("*.py")}
+    graph = {}
+    for name, path in names.items():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        used = {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+        used |= {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        graph[name] = {u for u in used if u in names} - {name}
+    assert not circles(graph)
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / "rlhf_nb" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder / "rlhf_nb"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"losses/kl.py": "from ..train.ppo import PPO", "train/ppo.py": ""}, ["losses.kl (floor 1.0) imports train.ppo (floor 6.0)"]),
+        ({"losses/kl.py": "def f():\n    from rlhf_nb.data import toy", "data/toy.py": ""}, ["losses.kl (floor 1.0) imports data.toy (floor 2.0)"]),
+        ({"fast/a.py": "import rlhf_nb.losses.kl as kl", "losses/kl.py": ""}, ["fast.a (floor 1.0) imports losses.kl (floor 1.0)"]),
+        ({"run/loop.py": "from ..models.load import x", "models/load.py": ""}, ["run.loop must not know models.load"]),
+        ({"attic/a.py": ""}, ["attic has no floor: add it to FLOORS"]),
+        ({"train/ppo.py": "from ..losses.kl import x\nfrom . import setup", "losses/kl.py": "", "train/setup.py": ""}, []),
+    ],
+    ids=["up", "up-inside-a-function", "sideways", "not-for-run", "unknown-room", "down"],
+)  # fmt: skip
+def test_the_rule_of_floors_can_fail(tmp_path: Path, files: dict[str, str], said: list[str]) -> None:
+    assert upward(imports(write(tmp_path, files))) == said
+
+
+def test_circles_are_seen(tmp_path: Path) -> None:
+    files = {
+        "train/a.py": "from .b import x",
+        "train/b.py": "def f():\n    from . import c",
+        "train/c.py": "import rlhf_nb.train.a",
+    }
+    assert circles(imports(write(tmp_path, files))) == [{"train.a", "train.b", "train.c"}]
+    assert not circles(imports(write(tmp_path / "clean", {**files, "train/c.py": ""})))
+
+
+def test_the_graph_is_read_at_all() -> None:
+    graph = imports(ROOT / "rlhf_nb")
+    assert len(graph) > 60 and sum(map(len, graph.values())) > 200
+    assert {"losses.policy", "losses.kl"} <= graph["train.ppo"] and "core" in graph["config"]
+
+
+def test_a_notebook_is_named_like_its_module() -> None:
+    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        found = re.match(r"#\| default_exp ([a-z_.0-9]+)\n?$", first)
+        assert found, f"{path.name} begins with {first!r}, not with its module's name"
+        assert re.fullmatch(r"\d{3}_" + found[1].replace(".", "_"), path.stem), f"{path.name} exports {found[1]}"
