@@ -52,7 +52,7 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
-    from rlhf_nb.train.dpo import Preference, PreferenceConfig, make_reference, with_reference
+    from rlhf_nb.train.dpo import DPO, DPOConfig, make_reference, with_reference
 
     gate = harness.Gate()
 
@@ -64,7 +64,7 @@ def run_ours(job: dict[str, Any]) -> None:
         def on_step(self, run: Any, event: dict[str, Any]) -> None:
             gate.step_done(loss=event["loss"], pairs=job["batch"], **{k: event[v] for k, v in READ.items()})
 
-    config = PreferenceConfig(
+    config = DPOConfig(
         output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["batch"], token_budget=job["token_budget"],
         optimizer={"lr": job["lr"], "schedule": "constant", "warmup_steps": 0}, beta=job["beta"], reference="cached" if job["cached"] else "frozen",
         reference_cache=job["output"] + "-reference", precision="fp32", device="cpu", console=False,
@@ -77,7 +77,7 @@ def run_ours(job: dict[str, Any]) -> None:
         assert reference is not None
         rows, reference = with_reference(rows, reference, config), None
     source = MemorySource(rows, shuffle=False)
-    Trainer(Preference(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
+    Trainer(DPO(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
 
 
 def run_trl(job: dict[str, Any]) -> None:
