@@ -25,8 +25,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import bench_kto
 import harness
-import peers
+import pairs
 
 WAYS = ("random", "grouped", "single", "cached", "cached-grouped", "cached-single")
 FIXTURE = harness.ROOT / "tests" / "data" / "dpo_run.json"
@@ -51,7 +52,7 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
-    from rlhf_nb.train.dpo import Preference, PreferenceConfig, make_reference, with_reference
+    from rlhf_nb.train.dpo import DPO, DPOConfig, make_reference, with_reference
 
     gate = harness.Gate()
 
@@ -63,7 +64,7 @@ def run_ours(job: dict[str, Any]) -> None:
         def on_step(self, run: Any, event: dict[str, Any]) -> None:
             gate.step_done(loss=event["loss"], pairs=job["batch"], **{k: event[v] for k, v in READ.items()})
 
-    config = PreferenceConfig(
+    config = DPOConfig(
         output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["batch"], token_budget=job["token_budget"],
         optimizer={"lr": job["lr"], "schedule": "constant", "warmup_steps": 0}, beta=job["beta"], reference="cached" if job["cached"] else "frozen",
         reference_cache=job["output"] + "-reference", precision="fp32", device="cpu", console=False,
@@ -76,7 +77,7 @@ def run_ours(job: dict[str, Any]) -> None:
         assert reference is not None
         rows, reference = with_reference(rows, reference, config), None
     source = MemorySource(rows, shuffle=False)
-    Trainer(Preference(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
+    Trainer(DPO(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
 
 
 def run_trl(job: dict[str, Any]) -> None:
@@ -120,88 +121,20 @@ def run_trl(job: dict[str, Any]) -> None:
     trainer.train()
 
 
-def prepare(data: Path, folder: Path, batch: int) -> dict[str, list[dict[str, Any]]]:
-    """Write the model, and return tokenized pairs at random and grouped by length."""
-    import random
-
-    pairs = harness.hh_pairs(data)
-    tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
-    model = harness.qwen2(tokenizer)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    columns = {
-        k: tokenizer([p[k] for p in pairs], add_special_tokens=False)["input_ids"]
-        for k in ("prompt", "chosen", "rejected")
-    }
-    end = [tokenizer.eos_token_id]
-    rows = [
-        {"prompt_ids": p, "chosen_ids": a + end, "rejected_ids": b + end, "margin": None}
-        for p, a, b in zip(columns["prompt"], columns["chosen"], columns["rejected"])
-        if len(p) + max(len(a), len(b)) < 1024
-    ]
-    random.Random(0).shuffle(rows)
-    lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"{size:.1f}M parameters, {len(rows)} pairs, {sum(lengths) / len(rows):.0f} tokens in the longer side on average"
-    )
-    order = harness.grouped(lengths, batch)
-    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
-    random.Random(1).shuffle(batches)
-    return {"random": rows, "grouped": [rows[i] for b in batches for i in b]}
-
-
-def near(ours: harness.Worker, theirs: harness.Worker, keys: tuple[str, ...], tolerance: float) -> dict[str, float]:
-    """Largest difference of each number over all steps, relative to the larger of the two, and for margins to what fp32 can know.
-
-    Margins start at 0 and are β (0.1) times differences of log-probs of hundreds of nats: below 1e-3 of these, differences count absolutely.
-
-    Raises:
-        SystemExit: it is above the tolerance, so the two sides don't compute the same thing.
-    """
-    out = dict.fromkeys(keys, 0.0)
-    for a, b in zip(ours.steps, theirs.steps, strict=True):
-        for k in keys:
-            floor = max(0.1, 1e-3 * abs(a.get("chosen", 0.0))) if k == "margin" else 0.1
-            out[k] = max(out[k], abs(a[k] - b[k]) / max(abs(a[k]), abs(b[k]), floor))
-    print(f"  {len(ours.steps)} steps agree to " + ", ".join(f"{k} {v:.1e}" for k, v in out.items()), flush=True)
-    if not all(v <= tolerance for v in out.values()):
-        raise SystemExit(
-            f"{ours.name} and {theirs.name} don't compute the same thing: {out}, tolerance {tolerance:.0e}"
-        )
-    return out
-
-
-def job_of(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """What a worker is told, on both sides alike."""
-    usual = {"batch": 8, "lr": 1e-4, "beta": 0.1, "threads": 2, "token_budget": 1024, "cached": False, "accumulate": 1}
-    usual |= {"checkpointing": False}  # of TRL
-    return {"model": str(folder / "model"), "rows": rows, **usual, **fields}
-
-
-def both(job: dict[str, Any], name: str, folder: Path) -> dict[str, tuple[Path | str, dict[str, Any]]]:
-    """The two sides of a comparison, as `harness.workers` takes them."""
-    interpreters = {"ours": harness.sys.executable, "trl": peers.ensure("trl-1.16")}
-    return {
-        side: (python, job | {"side": side, "output": str(folder / f"{side}-{name}")})
-        for side, python in interpreters.items()
-    }
-
-
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Speeds and memory in each of TRL's ways."""
     steps = min(args.steps, 5) if args.quick else args.steps
-    orders, total = prepare(args.data, folder, args.batch), args.warmup + steps + 1
+    orders, total = pairs.prepare(args.data, folder, args.batch), args.warmup + steps + 1
     for way in args.against or (("random", "cached") if args.quick else WAYS):
         rows = orders["grouped" if "grouped" in way else "random"][: args.batch * total]
-        job = job_of(
+        job = pairs.job_of(
             folder, rows, batch=args.batch, steps=total, threads=args.threads, token_budget=args.token_budget,
             cached="cached" in way, accumulate=args.batch if "single" in way else 1,
         )  # fmt: skip
         print(f"TRL {way}, {args.threads} threads, {steps} steps each, in turn, our token budget {args.token_budget}")
-        with harness.workers(__file__, both(job, way, folder), args.threads) as (ours, trl):
+        with harness.workers(__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
             harness.alternate([ours, trl], args.warmup, steps)
-        near(ours, trl, ("loss", *READ), 1e-4)
+        pairs.near(ours, trl, ("loss", *READ), 1e-4)
         harness.show(ours, trl, args.warmup, "pairs", "pairs")
 
 
@@ -279,27 +212,25 @@ def tiny_setup(folder: Path) -> dict[str, Any]:
 
 def record(check: bool, threads: int) -> None:
     """Run TRL and ours on the small data; write what TRL says (or, with `check`, compare it with what is stored)."""
-    import bench_kto
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stored = tiny_setup(folder)
         stored["runs"] = {}
-        answers = bench_kto.labelled(stored["rows"], RUNS["kto"]["batch"])
-        stored["answers"] = bench_kto.strangers(answers, RUNS["kto"]["batch"])
+        answers = pairs.labelled(stored["rows"], RUNS["kto"]["batch"])
+        stored["answers"] = pairs.strangers(answers, RUNS["kto"]["batch"])
         for name, settings in RUNS.items():
             other = name == "kto"
-            job = job_of(
+            job = pairs.job_of(
                 folder,
                 answers if other else stored["rows"],
                 threads=threads,
                 **settings | {"steps": settings["steps"] + 1},
             )
             script, read = (bench_kto.__file__, bench_kto.READ) if other else (__file__, READ)
-            with harness.workers(script, both(job, name, folder), threads) as (ours, trl):
+            with harness.workers(script, pairs.both(job, name, folder), threads) as (ours, trl):
                 harness.alternate([ours, trl], 0, settings["steps"])
             print(name)
-            near(ours, trl, ("loss", *read), 1e-4)
+            pairs.near(ours, trl, ("loss", *read), 1e-4)
             steps = [{k: s[k] for k in ("loss", *read)} for s in trl.steps]
             stored["runs"][name] = {"settings": settings, "steps": steps}
     if not check:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import bench_dpo
 import harness
+import pairs
 
 WAYS = ("batch", "checkpointing", "single")
 
@@ -81,7 +82,7 @@ def main() -> None:
         folder = Path(name)
         rows, fixed = prepare(folder, args)
         for way in args.against:
-            job = bench_dpo.job_of(
+            job = pairs.job_of(
                 folder, rows, batch=args.pairs, steps=args.steps + 1, lr=1e-5, threads=args.threads, token_budget=args.token_budget,
                 cached=args.cached, accumulate=args.pairs if way == "single" else 1, checkpointing=way == "checkpointing",
             )  # fmt: skip
@@ -89,9 +90,9 @@ def main() -> None:
                 f"TRL {way}, {args.steps} steps, reference {'cached' if args.cached else 'beside the policy'}",
                 flush=True,
             )
-            with harness.workers(bench_dpo.__file__, bench_dpo.both(job, way, folder), args.threads) as (ours, trl):
+            with harness.workers(bench_dpo.__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
                 harness.alternate([ours, trl], 0, args.steps)
-            bench_dpo.near(ours, trl, ("loss", *bench_dpo.READ), 1e-4)
+            pairs.near(ours, trl, ("loss", *bench_dpo.READ), 1e-4)
             peaks = [max(s["peak"] for s in w.steps) for w in (ours, trl)]
             above = [p - w.info["memory"] for p, w in zip(peaks, (ours, trl))]
             rest = [a - fixed for a in above]

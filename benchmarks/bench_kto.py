@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import bench_dpo
 import harness
+import pairs
 
 WAYS = ("random", "grouped", "cached", "cached-grouped")
 READ = {"kl": "kl", "margin": "rewards/margins"}  # what is compared besides the loss, and its name in a log
@@ -59,7 +59,7 @@ def run_ours(job: dict[str, Any]) -> None:
     where = ModelConfig(name_or_path=job["model"])
     tokenizer = load_tokenizer(where)
     model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32")))
-    reference, rows = make_reference(config, model, tokenizer), strangers(job["rows"], job["batch"])
+    reference, rows = make_reference(config, model, tokenizer), pairs.strangers(job["rows"], job["batch"])
     if job["cached"]:
         assert reference is not None
         rows, reference = with_reference(rows, reference, config), None
@@ -110,24 +110,6 @@ def run_trl(job: dict[str, Any]) -> None:
     ).train()  # fmt: skip
 
 
-def strangers(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    """Each row with the answer of the row before it in its batch, as TRL pairs them to measure the reference point."""
-    before = [i - 1 if i % batch else i + batch - 1 for i in range(len(rows))]
-    return [row | {"other_ids": rows[j]["completion_ids"]} for row, j in zip(rows, before, strict=True)]
-
-
-def labelled(pairs: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    """One answer of each pair, good and bad in turn, so that every batch has both."""
-    return [
-        {
-            "prompt_ids": r["prompt_ids"],
-            "completion_ids": r["rejected_ids" if i % 2 else "chosen_ids"],
-            "label": i % 2 == 0,
-        }
-        for i, r in enumerate(pairs[: len(pairs) // batch * batch])
-    ]
-
-
 def main() -> None:
     parser = harness.arguments(__doc__, steps=12)
     parser.add_argument("--batch", type=int, default=8, help="answers a step")
@@ -150,10 +132,10 @@ def main() -> None:
     total = args.warmup + steps + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        orders = bench_dpo.prepare(args.data, folder, args.batch)
+        orders = pairs.prepare(args.data, folder, args.batch)
         for way in args.against or (("random", "cached") if args.quick else WAYS):
-            rows = labelled(orders["grouped" if "grouped" in way else "random"][: args.batch * total], args.batch)
-            job = bench_dpo.job_of(
+            rows = pairs.labelled(orders["grouped" if "grouped" in way else "random"][: args.batch * total], args.batch)
+            job = pairs.job_of(
                 folder,
                 rows,
                 batch=args.batch,
@@ -165,9 +147,9 @@ def main() -> None:
             print(
                 f"TRL {way}, {args.threads} threads, {steps} steps each, in turn, our token budget {args.token_budget}"
             )
-            with harness.workers(__file__, bench_dpo.both(job, way, folder), args.threads) as (ours, trl):
+            with harness.workers(__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
                 harness.alternate([ours, trl], args.warmup, steps)
-            bench_dpo.near(ours, trl, ("loss", *READ), 1e-4)
+            pairs.near(ours, trl, ("loss", *READ), 1e-4)
             harness.show(ours, trl, args.warmup, "answers", "answers")
 
 

@@ -47,7 +47,7 @@ def dpo_rank(folder: str, width: int = 256, steps: int = 12, **over: Any) -> Non
     import torch
 
     from rlhf_nb.data import toy
-    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 
     torch.set_num_threads(1)
     settings = {
@@ -59,8 +59,8 @@ def dpo_rank(folder: str, width: int = 256, steps: int = 12, **over: Any) -> Non
         "token_budget": 2048,
         "output_dir": folder,
     }
-    config = PreferenceConfig.preset("toy", **(settings | over))
-    PreferenceTrainer(config, *model_of(width, 4), rows=toy.preference_rows(64 * 8)).fit(overwrite=True)
+    config = DPOConfig.preset("toy", **(settings | over))
+    DPOTrainer(config, *model_of(width, 4), rows=toy.preference_rows(64 * 8)).fit(overwrite=True)
 
 
 def generation_rank(folder: str, width: int = 256, tokens: int = 100) -> None:

@@ -105,7 +105,7 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
     from rlhf_nb.config import LoraSettings
     from rlhf_nb.models.adapters import add_lora
     from rlhf_nb.models.heads import RewardModel
-    from rlhf_nb.train import grpo, ppo, preference, reward, sft
+    from rlhf_nb.train import dpo, grpo, ppo, reward, sft
 
     method, tokenizer = setting["method"], tokenizer_for(model.config.vocab_size)
     lora = LoraSettings(r=setting["lora"]) if "lora" in setting else None
@@ -124,8 +124,8 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
         return reward.RewardTrainer(reward.RewardConfig(**settings, calibrate_rows=0), policy, tokenizer, rows, [])
     if method == "preference":
         kind = "frozen" if setting.get("reference", True) else "cached"
-        config = preference.PreferenceConfig(**settings, reference=kind, reference_cache=f"{folder}/cache")
-        return preference.PreferenceTrainer(config, policy, tokenizer, rows, [])
+        config = dpo.DPOConfig(**settings, reference=kind, reference_cache=f"{folder}/cache")
+        return dpo.DPOTrainer(config, policy, tokenizer, rows, [])
     settings |= {"rollout_batch_size": setting["rollout_batch"], "sampling": {"max_new_tokens": c, "min_new_tokens": c}}
     if method == "grpo":
         grouped = grpo.GRPOConfig(**settings, num_generations=setting["group"])

@@ -32,7 +32,7 @@ from rlhf_nb.losses.kto import UNPAIRED
 from rlhf_nb.losses.preference import LOSSES
 from rlhf_nb.models.adapters import Reference
 from rlhf_nb.models.load import load_causal_lm
-from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 from rlhf_nb.train.reward import RewardConfig, RewardTrainer
@@ -96,7 +96,7 @@ class World:
     def preference(self, name: str, beta: float, epochs: float, **over: Any) -> dict[str, Any]:
         """One loss at one β."""
         model = self.policy()
-        kind = (KTOConfig, KTOTrainer) if name in UNPAIRED else (PreferenceConfig, PreferenceTrainer)
+        kind = (KTOConfig, KTOTrainer) if name in UNPAIRED else (DPOConfig, DPOTrainer)
         config: Any = kind[0].preset(
             "toy", output_dir=f"{self.folder}/{name}{beta}", seed=self.seed, console=False, loss=name, beta=beta, epochs=epochs, **over
         )  # fmt: skip

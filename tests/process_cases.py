@@ -55,11 +55,9 @@ def reward(lora: bool = False, **over: Any) -> Any:
 
 def dpo(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
-    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 
-    return PreferenceTrainer(
-        PreferenceConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80)
-    )
+    return DPOTrainer(DPOConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80))
 
 
 def tr_dpo(**over: Any) -> Any:

@@ -189,14 +189,14 @@ def ppo(run_dir: Path) -> Trainer:
 def dpo(run_dir: Path) -> Trainer:
     """With everything that a checkpoint must hold: a reference that moves, and BCO's threshold."""
     from rlhf_nb.data import toy
-    from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
+    from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 
     settings = _toy(
         steps=16, mini_batch_size=8, loss={"sigmoid": 1.0, "bco_pair": 0.5}, reference="moving", sync_every=3
     )
     rows, held = toy.preference_rows(64), toy.preference_rows(8, seed=1)
-    config = PreferenceConfig.preset("toy", **settings)
-    return PreferenceTrainer(config, *_toy_model(), rows=rows, eval_rows=held, run_dir=run_dir)
+    config = DPOConfig.preset("toy", **settings)
+    return DPOTrainer(config, *_toy_model(), rows=rows, eval_rows=held, run_dir=run_dir)
 
 
 def kto(run_dir: Path) -> Trainer:

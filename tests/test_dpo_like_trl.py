@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_nb.data.sources import MemorySource
 from rlhf_nb.models.load import disable_dropout
 from rlhf_nb.run.loop import Trainer
-from rlhf_nb.train.dpo import Preference, PreferenceConfig, make_reference, with_reference
+from rlhf_nb.train.dpo import DPO, DPOConfig, make_reference, with_reference
 from rlhf_nb.train.kto import KTO, KTOConfig
 
 FIXTURE = json.loads((Path(__file__).parent / "data" / "dpo_run.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def tiny_model() -> Any:
 
 def train(folder: Path, settings: dict[str, Any], rows: list[dict[str, Any]], **changed: Any) -> list[dict[str, float]]:
     """Our run: what is compared, per step."""
-    config = PreferenceConfig(
+    config = DPOConfig(
         output_dir=str(folder), steps=settings["steps"], epochs=None, mini_batch_size=settings["batch"], beta=settings["beta"],
         optimizer={"lr": settings["lr"], "schedule": "constant", "warmup_steps": 0}, reference="cached" if settings.get("cached") else "frozen",
         reference_cache=str(folder / "reference"), precision="fp32", device="cpu", console=False, **{"token_budget": 128, **changed},
@@ -50,7 +50,7 @@ def train(folder: Path, settings: dict[str, Any], rows: list[dict[str, Any]], **
         assert reference is not None
         rows, reference = with_reference(rows, reference, config), None
     history = Trainer(
-        Preference(model, TOKENIZER, config, reference),
+        DPO(model, TOKENIZER, config, reference),
         MemorySource(rows, shuffle=False),
         config,
         run_dir=folder / "run",

@@ -446,13 +446,13 @@ def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Each stage in fresh processes; a stage's model is that of one process, and what is finished is skipped."""
     from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.config import merge
-    from rlhf_nb.train.dpo import PreferenceConfig
+    from rlhf_nb.train.dpo import DPOConfig
     from rlhf_nb.train.stage import lasting
 
     short = {"steps": 3, "data": {"path": None}, "mini_batch_size": 8}
     values = {
         "console": False, "eval_prompts": 16, "questions": 0, "base": {"size": "tiny"}, "sft": {"steps": 5, "mini_batch_size": 16},
-        "reward": None, "ppo": None, "dpo": merge(PreferenceConfig.preset_values("toy"), short),
+        "reward": None, "ppo": None, "dpo": merge(DPOConfig.preset_values("toy"), short),
     }  # fmt: skip
     said: list[str] = []
     one, two = (

@@ -18,7 +18,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.models.load import load_causal_lm, save_model
-from rlhf_nb.train.dpo import ImplicitReward, PreferenceConfig, PreferenceTrainer
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer, ImplicitReward
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.types import Completions
 
@@ -33,7 +33,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def dpo(folder: Path, rows: list[Any] | None = None, model: Any = None, **over: Any) -> PreferenceTrainer:
+def dpo(folder: Path, rows: list[Any] | None = None, model: Any = None, **over: Any) -> DPOTrainer:
     """A trainer on the tiny toy model."""
     settings: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -42,9 +42,9 @@ def dpo(folder: Path, rows: list[Any] | None = None, model: Any = None, **over: 
         "epochs": None,
         "mini_batch_size": 8,
     }
-    config = PreferenceConfig.preset("toy", **(settings | over))
+    config = DPOConfig.preset("toy", **(settings | over))
     model = toy.build_model(0, "tiny") if model is None else model
-    return PreferenceTrainer(config, model, toy.build_tokenizer(), PAIRS if rows is None else rows)
+    return DPOTrainer(config, model, toy.build_tokenizer(), PAIRS if rows is None else rows)
 
 
 def kto(folder: Path, rows: list[Any], **over: Any) -> KTOTrainer:
@@ -152,11 +152,11 @@ def test_lora_reference_is_the_base_model_and_saves_plain(tmp_path: Path) -> Non
 
     save_model(toy.build_model(0, "tiny"), toy.build_tokenizer(), tmp_path / "base")
     place = ModelConfig(name_or_path=str(tmp_path / "base"), lora=LoraSettings(r=4))
-    config = PreferenceConfig.preset(
+    config = DPOConfig.preset(
         "toy", output_dir=str(tmp_path / "run"), console=False, steps=6, epochs=None, mini_batch_size=8,
         model=place.to_dict(), optimizer={"lr": 1e-2},
     )  # fmt: skip
-    trainer = PreferenceTrainer(config, rows=PAIRS)
+    trainer = DPOTrainer(config, rows=PAIRS)
     history = trainer.fit()
     assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and history[-1]["loss"] < 0.69
     trainer.method.save_model(tmp_path / "model")
@@ -196,7 +196,7 @@ def test_wrong_settings_are_said_at_once() -> None:
     ]
     for over, says in cases:
         with pytest.raises(ConfigError, match=says):
-            PreferenceConfig(**over)
+            DPOConfig(**over)
 
 
 @pytest.mark.parametrize("command", ["dpo", "kto"])

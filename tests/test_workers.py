@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from rlhf_nb.fast import workers
 from rlhf_nb.scoring.scores import completion_logps, plan, shared_among, work
-from rlhf_nb.train.dpo import PreferenceConfig, PreferenceTrainer
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.types import Completions
 
 
@@ -57,12 +57,12 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
     import rlhf_nb.train.dpo as module
 
     monkeypatch.setattr(module, "tokenize_preferences", lambda rows, *_, **__: rows)
-    config = PreferenceConfig(
+    config = DPOConfig(
         output_dir=str(folder), mini_batch_size=8, rollout_batch_size=8, steps=4, epochs=None, device="cpu", token_budget=64,
         console=False, optimizer={"lr": 1e-3},
     )  # fmt: skip
     net = model()
-    trainer = PreferenceTrainer(config, net, Tokenizer(), rows=pairs(32), eval_rows=[])
+    trainer = DPOTrainer(config, net, Tokenizer(), rows=pairs(32), eval_rows=[])
     trainer.method.save_model = lambda folder: None  # type: ignore[method-assign]
     history = trainer.fit()
     return [e["loss"] for e in history], {k: v.clone() for k, v in net.state_dict().items()}, trainer

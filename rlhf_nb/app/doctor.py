@@ -32,7 +32,7 @@ from ..train.grpo import GRPOConfig
 from ..train.kto import KTOConfig, tokenize_labelled
 from ..train.online_dpo import OnlineDPOConfig
 from ..train.ppo import PPOConfig
-from ..train.dpo import PreferenceConfig
+from ..train.dpo import DPOConfig
 from ..train.reward import RewardConfig
 from ..train.rlaif import RLAIFConfig
 from ..train.rloo import RLOOConfig
@@ -283,7 +283,7 @@ def check_threads(threads: int | None = None, cores: int | None = None) -> list[
 
 # %% ../../nbs/920_app_doctor.ipynb #6ca18fe4
 METHOD_OF: dict[type, Method] = {
-    SFTConfig: "sft", RewardConfig: "reward", PPOConfig: "ppo", PreferenceConfig: "preference", KTOConfig: "kto", GRPOConfig: "grpo",
+    SFTConfig: "sft", RewardConfig: "reward", PPOConfig: "ppo", DPOConfig: "preference", KTOConfig: "kto", GRPOConfig: "grpo",
     RLOOConfig: "rloo", OnlineDPOConfig: "online",
 }  # fmt: skip
 LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
@@ -338,7 +338,7 @@ _REMEDIES = {
 
 # %% ../../nbs/920_app_doctor.ipynb #9e84bfe5
 KINDS: dict[type, Kind] = {
-    SFTConfig: "sft", RewardConfig: "preference", PPOConfig: "prompt", PreferenceConfig: "preference", KTOConfig: "unpaired",
+    SFTConfig: "sft", RewardConfig: "preference", PPOConfig: "prompt", DPOConfig: "preference", KTOConfig: "unpaired",
     GRPOConfig: "prompt", RLOOConfig: "prompt", OnlineDPOConfig: "prompt",
 }  # fmt: skip
 ROWS = 2000  # looked at

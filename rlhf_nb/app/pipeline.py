@@ -31,7 +31,7 @@ from ..train.grpo import GRPOConfig
 from ..train.kto import KTOConfig
 from ..train.online_dpo import OnlineDPOConfig
 from ..train.ppo import PPOConfig, load_reward
-from ..train.dpo import PreferenceConfig
+from ..train.dpo import DPOConfig
 from ..train.reward import RewardConfig
 from ..train.rlaif import RLAIFConfig
 from ..train.rloo import RLOOConfig
@@ -127,7 +127,7 @@ class PipelineConfig(StrictConfig):
     )
     rloo: RLOOConfig | None = Field(default=None, description="REINFORCE with a baseline")
     online: OnlineDPOConfig | None = Field(default=None, description="DPO on pairs of the policy's own answers")
-    dpo: PreferenceConfig | None = Field(default=None, description="preferences without a reward model")
+    dpo: DPOConfig | None = Field(default=None, description="preferences without a reward model")
     kto: KTOConfig | None = Field(default=None, description="single answers with a label")
     eval_prompts: int = Field(default=256, ge=1, description="held-out prompts that every model answers at the end")
     questions: int = Field(default=5, ge=0, description="of these, how many are printed with their answers")
@@ -324,7 +324,7 @@ def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
         config: with `then`.
     """
     ways: dict[str, dict[str, Any]] = {
-        "dpo": {"dpo": PreferenceConfig},
+        "dpo": {"dpo": DPOConfig},
         "reward": {"reward": RewardConfig, "ppo": PPOConfig},
     }
     kinds = ways[str(config.then)]

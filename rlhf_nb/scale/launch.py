@@ -173,7 +173,7 @@ class Lifeline(threading.Thread):
 # %% ../../nbs/700_scale_launch.ipynb #8c0942d4
 METHODS = {
     "SFTConfig": "sft", "RewardConfig": "reward", "PPOConfig": "ppo", "GRPOConfig": "grpo", "RLOOConfig": "rloo",
-    "PreferenceConfig": "dpo", "KTOConfig": "kto", "OnlineDPOConfig": "online", "RLAIFConfig": "rlaif",
+    "DPOConfig": "dpo", "KTOConfig": "kto", "OnlineDPOConfig": "online", "RLAIFConfig": "rlaif",
 }  # fmt: skip
 
 

@@ -32,15 +32,16 @@ from rlhf_nb.losses.preference import (
 from ..models.adapters import Reference
 from ..models.load import disable_dropout, evaluating, load_causal_lm, load_tokenizer, save_model
 from ..models.reference import MovingReference, cached_sums
+from .registry import register
 from .setup import CausalScorer, Row, fill_in, make_source, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['PreferenceConfig', 'ReferencedPairs', 'Preference', 'check_same_tokens', 'make_reference', 'PreferenceTrainer',
-           'with_reference', 'ImplicitReward']
+__all__ = ['DPOConfig', 'ReferencedPairs', 'DPO', 'check_same_tokens', 'make_reference', 'DPOTrainer', 'with_reference',
+           'ImplicitReward']
 
 # %% ../../nbs/620_train_dpo.ipynb #758fe292
-class PreferenceConfig(TrainConfig):
+class DPOConfig(TrainConfig):
     """Everything that a run of the DPO family needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -113,7 +114,7 @@ class PreferenceConfig(TrainConfig):
         return check_losses(self.losses, self.beta, self.options, self.wpo)
 
     @model_validator(mode="after")
-    def _losses(self) -> PreferenceConfig:
+    def _losses(self) -> DPOConfig:
         """Losses, options and reference go together."""
         try:
             needs = self.needs_reference
@@ -125,7 +126,7 @@ class PreferenceConfig(TrainConfig):
         return self
 
 # %% ../../nbs/620_train_dpo.ipynb #0b04d675
-def _reference_problem(c: PreferenceConfig, needs: bool) -> str | None:
+def _reference_problem(c: DPOConfig, needs: bool) -> str | None:
     """Why this kind of reference doesn't fit the rest of the configuration."""
     names = ", ".join(c.losses)
     if c.reference == "none" and needs:
@@ -151,7 +152,7 @@ class ReferencedPairs(PreferenceBatch):
     ref_rejected_logps: Tensor | None = None  # float[B]
 
 # %% ../../nbs/620_train_dpo.ipynb #2cfd9ad2
-class Preference(BaseMethod):
+class DPO(BaseMethod):
     """The DPO family as a method of the loop.
 
     Args:
@@ -166,10 +167,10 @@ class Preference(BaseMethod):
 
     name = "preference"
     columns = ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "lr")
-    config: PreferenceConfig
+    config: DPOConfig
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: PreferenceConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
+        self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
     ) -> None:  # fmt: skip
         self.module = CausalScorer(model, config.token_budget)
         self.model, self.tokenizer, self.config, self.reference = model, tokenizer, config, reference
@@ -329,7 +330,12 @@ def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True)
     return Reference(model)
 
 # %% ../../nbs/620_train_dpo.ipynb #216fa889
-class PreferenceTrainer(Trainer):
+@register(
+    "dpo", DPOConfig, rows="preference", starts_from=("online", "rloo", "grpo", "ppo", "sft"),
+    holds=lambda c: ("policy", "reference") if c.needs_reference and c.reference != "cached" else ("policy",),
+    about="Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
+)  # fmt: skip
+class DPOTrainer(Trainer):
     """DPO and its family, ready to `fit()`.
 
     Args:
@@ -341,11 +347,11 @@ class PreferenceTrainer(Trainer):
         callbacks: observers of the run.
     """
 
-    method: Preference
+    method: DPO
 
     def __init__(
         self,
-        config: PreferenceConfig,
+        config: DPOConfig,
         model: Any = None,
         tokenizer: Any = None,
         rows: list[Row] | None = None,
@@ -371,11 +377,11 @@ class PreferenceTrainer(Trainer):
         source = make_source(config.data, rows, "preference", config.seed, tokens)
         held_out = tokens(eval_rows, warn=False) if eval_rows else ()
         kept = None if config.reference == "cached" else reference
-        method = Preference(model, tokenizer, config, kept, held_out)
+        method = DPO(model, tokenizer, config, kept, held_out)
         super().__init__(method, source, config, callbacks=callbacks, **options)
 
 
-def with_reference(rows: list[Row], reference: Reference, config: PreferenceConfig) -> list[Row]:
+def with_reference(rows: list[Row], reference: Reference, config: DPOConfig) -> list[Row]:
     """Tokenized pairs with the reference's log-probs as columns, from the cache on disk where it has them.
 
     Args:

@@ -19,7 +19,7 @@ from .grpo import GRPOTrainer
 from .kto import KTOTrainer
 from .online_dpo import OnlineDPOTrainer
 from .ppo import PPOTrainer
-from .dpo import PreferenceTrainer
+from .dpo import DPOTrainer
 from .reward import RewardTrainer
 from .rlaif import Labelling, RLAIFConfig
 from .rloo import RLOOTrainer
@@ -32,7 +32,7 @@ __all__ = ['TRAINERS', 'make_trainer', 'watch', 'write_json', 'read_json', 'Stag
 # %% ../../nbs/690_train_stage.ipynb #d1077854
 TRAINERS: dict[str, Callable[[Any], Any]] = {
     "sft": SFTTrainer, "reward": RewardTrainer, "ppo": PPOTrainer, "grpo": GRPOTrainer, "rloo": RLOOTrainer, "online": OnlineDPOTrainer,
-    "dpo": PreferenceTrainer, "kto": KTOTrainer,
+    "dpo": DPOTrainer, "kto": KTOTrainer,
 }  # fmt: skip
 
 
