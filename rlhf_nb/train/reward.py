@@ -19,6 +19,7 @@ from ..run.loop import BaseMethod, History, Trainer
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.load import evaluating
+from .registry import register
 from .setup import Row, fill_in, make_source, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -235,6 +236,10 @@ def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
     ]  # fmt: skip
 
 # %% ../../nbs/615_train_reward.ipynb #a7675dd0
+@register(
+    "reward", RewardConfig, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
+    about="Learn a reward model from preferences.",
+)  # fmt: skip
 class RewardTrainer(Trainer):
     """Reward modelling, ready to `fit()`; afterwards `members` hold the trained models.
 

@@ -18,6 +18,7 @@ from ..scoring.scores import plan
 from ..run.loop import BaseMethod, Trainer
 from ..losses.sft import sft_loss
 from ..models.load import save_model
+from .registry import register
 from .setup import CausalScorer, Row, fill_in, make_source
 from ..types import Completions, LossSum
 
@@ -95,6 +96,7 @@ class SFT(BaseMethod):
         save_model(self.model, self.tokenizer, directory, merge=True)
 
 # %% ../../nbs/610_train_sft.ipynb #26c2c8e5
+@register("sft", SFTConfig, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
 class SFTTrainer(Trainer):
     """Supervised fine-tuning, ready to `fit()`.
 
