@@ -61,7 +61,9 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
     if model.gradient_checkpointing:
-        enable_gradient_checkpointing(net).train()  # transformers checkpoints in training mode only; dropout is off in either
+        enable_gradient_checkpointing(
+            net
+        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
