@@ -28,7 +28,15 @@ from rlhf_nb.judges.constitution import (
     load_constitution,
 )  # fmt: skip
 from rlhf_nb.judges.endpoint import AnswerCache, EndpointJudge, read_choice, read_reply
-from rlhf_nb.judges.judge import FunctionJudge, JudgeReward, JudgeTemplate, Verdicts, agreement, fill, label_pairs  # fmt: skip
+from rlhf_nb.judges.judge import (  # fmt: skip
+    FunctionJudge,
+    JudgeReward,
+    JudgeTemplate,
+    Verdicts,
+    agreement,
+    fill,
+    label_pairs,
+)
 from rlhf_nb.judges.model import ModelJudge, label_ids
 from rlhf_nb.rewards.base import Rewards
 from rlhf_nb.types import Completions, Rollout

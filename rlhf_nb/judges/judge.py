@@ -520,9 +520,9 @@ def label_pairs(
     more = dict(columns or {})
     _aligned(prompts=prompts, answers_a=answers_a, answers_b=answers_b, criteria=criteria, **more)
     for what, column in (("prompt", prompts), ("first answer", answers_a), ("second answer", answers_b)):
-        for row, text in enumerate(column):
+        for i, text in enumerate(column):
             if not text or not plain(text).strip():
-                raise DataError(f"row {row}: the {what} is empty, so there is nothing to compare. Drop the row.")
+                raise DataError(f"row {i}: the {what} is empty, so there is nothing to compare. Drop the row.")
     keep = [i for i in range(len(prompts)) if plain(answers_a[i]).strip() != plain(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
     by = None if criteria is None else [criteria[i] for i in keep]
