@@ -19,7 +19,7 @@ from ..data.formats import detect_format, to_rows
 from ..data.sources import MemorySource, OpenRows, StreamSource, deduplicate, open_rows, read_rows
 from ..run.engine import Engine
 from ..scoring.scores import TokenScores, completion_logps, plan
-from ..models.adapters import Reference, add_lora
+from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
@@ -62,6 +62,10 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
+    if model.gradient_checkpointing:
+        enable_gradient_checkpointing(
+            net
+        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
