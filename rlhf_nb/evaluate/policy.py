@@ -291,7 +291,11 @@ def before_after(
         rows = [rows[round(j * (len(rows) - 1) / (count - 1))] for j in range(count)]
     out = []
     for i in rows[:count]:
-        row: dict[str, Any] = {"prompt": _as_text(before.prompts[i]), "before": before.texts[i], "after": after.texts[i]}
+        row: dict[str, Any] = {
+            "prompt": _as_text(before.prompts[i]),
+            "before": before.texts[i],
+            "after": after.texts[i],
+        }
         if score is not None:
             row |= {"score_before": float(before.scores[score][i]), "score_after": float(after.scores[score][i])}
         out.append(row)
