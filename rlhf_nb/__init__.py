@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .models.heads import RewardModel, ValueModel
     from .models.load import load_model, load_tokenizer, save_model
     from .rewards.base import Rewards
+    from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
     from .scale.launch import launch
     from .train.dpo import DPOConfig, DPOTrainer
@@ -43,6 +44,7 @@ _HOMES = {
     "models.heads": "RewardModel ValueModel",
     "models.load": "load_model load_tokenizer save_model",
     "rewards.base": "Rewards",
+    "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
     "scale.launch": "launch",
     "train.dpo": "DPOConfig DPOTrainer",
