@@ -115,8 +115,9 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
     """Rows of a file; where it breaks off or isn't what its name says, how far it could be read."""
     k = 0
     try:
-        for k, row in enumerate(_READERS[kind](path), 1):
+        for row in _READERS[kind](path):
             yield row
+            k += 1
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as e:
         said = f"{type(e).__name__}: {e}".splitlines()[0]
         raise DataError(f"{path} can't be read beyond row {k} ({said}); fetch or write it again.") from e
