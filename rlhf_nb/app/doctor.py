@@ -15,7 +15,14 @@ import torch
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, pick_device, probe_gpu
 from ..data.formats import to_rows
-from ..data.sources import deduplicate, length_report, LengthReport, tokenize_preferences, tokenize_prompts, tokenize_sft
+from rlhf_nb.data.sources import (
+    deduplicate,
+    length_report,
+    LengthReport,
+    tokenize_preferences,
+    tokenize_prompts,
+    tokenize_sft,
+)
 from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
 from .pipeline import Plan, PipelineConfig, Stage, make_base
