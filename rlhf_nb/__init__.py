@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import DataConfig, LoraSettings, ModelConfig, OptimizerConfig, SamplingConfig
     from .core import RlhfError
-    from .data.sources import read_rows
+    from .data.readers import read_rows
     from .evaluate.policy import evaluate, win_rate
     from .judges.endpoint import EndpointJudge
     from .judges.judge import FunctionJudge
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "config": "DataConfig LoraSettings ModelConfig OptimizerConfig SamplingConfig",
     "core": "RlhfError",
-    "data.sources": "read_rows",
+    "data.readers": "read_rows",
     "evaluate.policy": "evaluate win_rate",
     "judges.endpoint": "EndpointJudge",
     "judges.judge": "FunctionJudge",
