@@ -32,6 +32,7 @@ from rlhf_nb.losses.preference import (
 from ..models.adapters import Reference
 from ..models.load import disable_dropout, evaluating, load_causal_lm, load_tokenizer, save_model
 from ..models.reference import MovingReference, cached_sums
+from .registry import register
 from .setup import CausalScorer, Row, fill_in, make_source, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -329,6 +330,11 @@ def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True)
     return Reference(model)
 
 # %% ../../nbs/620_train_dpo.ipynb #216fa889
+@register(
+    "dpo", DPOConfig, rows="preference", starts_from=("online", "rloo", "grpo", "ppo", "sft"),
+    holds=lambda c: ("policy", "reference") if c.needs_reference and c.reference != "cached" else ("policy",),
+    about="Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
+)  # fmt: skip
 class DPOTrainer(Trainer):
     """DPO and its family, ready to `fit()`.
 

@@ -14,6 +14,7 @@ from ..config import PathText
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from .group import Group, GroupConfig, GroupTrainer, group_presets
+from .registry import register
 from .setup import global_moments
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -152,6 +153,10 @@ class GRPO(Group):
         return terms
 
 # %% ../../nbs/645_train_grpo.ipynb #57ffd691
+@register(
+    "grpo", GRPOConfig, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
+    about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
+)  # fmt: skip
 class GRPOTrainer(GroupTrainer):
     """GRPO, Dr. GRPO, DAPO, BNPO, GSPO or CISPO, ready to `fit()`; see `GroupTrainer`."""
 

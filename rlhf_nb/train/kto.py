@@ -26,6 +26,7 @@ from ..models.adapters import Reference
 from ..models.load import disable_dropout, evaluating, save_model
 from ..models.reference import MovingReference, cached_sums
 from .dpo import make_reference
+from .registry import register
 from .setup import CausalScorer, Row, fill_in, in_kind
 from ..types import Completions, LossSum
 
@@ -343,6 +344,11 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
     return out
 
 # %% ../../nbs/625_train_kto.ipynb #aa188a22
+@register(
+    "kto", KTOConfig, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
+    holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
+    about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
+)  # fmt: skip
 class KTOTrainer(Trainer):
     """KTO, APO-zero or BCO on single answers, ready to `fit()`.
 

@@ -17,6 +17,7 @@ from ..judges.judge import as_duel
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
 from .group import Group, GroupConfig, GroupTrainer, group_presets
+from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -137,6 +138,10 @@ class OnlineDPO(Group):
         return terms
 
 # %% ../../nbs/660_train_online_dpo.ipynb #0fa57aba
+@register(
+    "online", OnlineDPOConfig, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
+    about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
+)  # fmt: skip
 class OnlineDPOTrainer(GroupTrainer):
     """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; see `GroupTrainer`. The reward may be a judge."""
 

@@ -29,6 +29,7 @@ from ..models.heads import RewardModel, ValueModel
 from ..models.load import is_toy, using_adapter
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, RunningNormalizer, apply_eos_penalty
 from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
+from .registry import register
 from .setup import Row, fill_in, make_source
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -415,6 +416,10 @@ def build_net(policy: Any, config: PPOConfig, reward: Any) -> PolicyValue:
     return separate(policy, rm if rm is not None else ValueModel.from_policy(policy, init="zero", seed=config.seed))
 
 
+@register(
+    "ppo", PPOConfig, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
+    holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
+)  # fmt: skip
 class PPOTrainer(Trainer):
     """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`.
 

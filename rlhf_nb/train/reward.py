@@ -18,6 +18,7 @@ from ..run.loop import History
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.load import evaluating
+from .registry import register
 from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -233,6 +234,10 @@ def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
     ]  # fmt: skip
 
 # %% ../../nbs/615_train_reward.ipynb #a7675dd0
+@register(
+    "reward", RewardConfig, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
+    about="Learn a reward model from preferences.",
+)  # fmt: skip
 class RewardTrainer(TextTrainer):
     """Reward modelling on preferences, ready to `fit()`; afterwards `members` hold the trained models.
 

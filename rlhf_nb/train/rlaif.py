@@ -30,6 +30,7 @@ from rlhf_nb.judges.judge import (
     Agreement, EndpointConfig, EndpointJudge, FunctionJudge, Judge, JudgeTemplate, ModelJudge, Verdicts, agreement, label_pairs,
 )  # fmt: skip
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
+from .registry import register
 from .setup import Row, load_rows
 
 # %% auto #0
@@ -377,6 +378,10 @@ def sum_up(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
+@register(
+    "rlaif", RLAIFConfig, rows="prompt", leaves="pairs",
+    about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
+)  # fmt: skip
 class Labelling(_Folder):
     """A labelling job, ready to `run()`; several processes share out the prompts of each chunk, and the first writes.
 

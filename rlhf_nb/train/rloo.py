@@ -14,6 +14,7 @@ from ..config import PathText
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
 from .group import Group, GroupConfig, GroupTrainer, group_presets
+from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -120,6 +121,10 @@ class RLOO(Group):
         return {"policy": (policy, 1.0)}
 
 # %% ../../nbs/650_train_rloo.ipynb #6b7a4735
+@register(
+    "rloo", RLOOConfig, rows="prompt", online=True, holds=("policy", "reference"),
+    about="Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
+)  # fmt: skip
 class RLOOTrainer(GroupTrainer):
     """RLOO, ReMax or REINFORCE++, ready to `fit()`; see `GroupTrainer`."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
 from ..data.sources import collate_completions, tokenize_sft
 from ..losses.sft import sft_loss
+from .registry import register
 from .setup import Row, TextMethod, TextTrainer, toy_presets
 from ..types import Completions, LossSum
 
@@ -77,6 +78,7 @@ class SFT(TextMethod):
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 
 # %% ../../nbs/610_train_sft.ipynb #26c2c8e5
+@register("sft", SFTConfig, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
 class SFTTrainer(TextTrainer):
     """Supervised fine-tuning on demonstrations, ready to `fit()`; arguments as in `TextTrainer`."""
 
