@@ -20,7 +20,7 @@ from ..data.sources import MemorySource, OpenRows, StreamSource, deduplicate, op
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
 from ..scoring.scores import TokenScores, completion_logps, plan
-from ..models.adapters import add_lora
+from ..models.adapters import add_lora, enable_gradient_checkpointing
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -61,6 +61,10 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
+    if model.gradient_checkpointing:
+        enable_gradient_checkpointing(
+            net
+        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
