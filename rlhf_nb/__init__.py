@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from .core import RlhfError
     from .data.sources import read_rows
     from .evaluate.policy import evaluate, win_rate
-    from .judges.judge import EndpointJudge, FunctionJudge, ModelJudge
+    from .judges.endpoint import EndpointJudge
+    from .judges.judge import FunctionJudge
+    from .judges.model import ModelJudge
     from .models.adapters import add_lora
     from .models.heads import RewardModel, ValueModel
     from .models.load import load_model, load_tokenizer, save_model
@@ -35,7 +37,9 @@ _HOMES = {
     "core": "RlhfError",
     "data.sources": "read_rows",
     "evaluate.policy": "evaluate win_rate",
-    "judges.judge": "EndpointJudge FunctionJudge ModelJudge",
+    "judges.endpoint": "EndpointJudge",
+    "judges.judge": "FunctionJudge",
+    "judges.model": "ModelJudge",
     "models.adapters": "add_lora",
     "models.heads": "RewardModel ValueModel",
     "models.load": "load_model load_tokenizer save_model",

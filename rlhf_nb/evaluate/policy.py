@@ -16,7 +16,7 @@ from ..core import ConfigError, DataError
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.scores import TOKEN_BUDGET, completion_logps
 from ..rewards.base import Rewards
-from ..rewards.verify import extract_number, majority_vote, pass_at_k
+from ..rewards.answers import extract_number, majority_vote, pass_at_k
 from ..rollout.backends import make_sampler
 from ..types import PromptBatch, Rollout
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
 from ..core import ConfigError, ModelError, decide_precision
@@ -16,7 +17,7 @@ from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
-from .setup import Row, TextMethod, TextTrainer
+from .setup import Row, TextMethod, TextTrainer, frozen_parts
 from ..types import Batch, Completions
 
 # %% auto #0
@@ -145,6 +146,10 @@ class OfflineMethod(TextMethod):
         if self.config.reference == "cached":
             self.reference = None
 
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, unless it moves."""
+        return frozen_parts(self.reference)
+
     def cache_reference(self, rows: list[Row]) -> list[Row]:
         """Tokenized rows, with the reference's log-probs where the config wants these cached."""
         if self.config.reference != "cached" or self.reference is None:
@@ -160,7 +165,7 @@ class OfflineMethod(TextMethod):
         """2B completions: the two answers of each row, next to each other."""
         raise NotImplementedError
 
-    def sums(self, logps: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    def sums(self, logps: Tensor, lens: Tensor) -> Tensor:
         """[2B], log-prob of each answer from those of its tokens [2B, C]."""
         return logps.sum(1)
 

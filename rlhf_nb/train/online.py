@@ -26,8 +26,8 @@ from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
-from ..run.loop import Control, setting
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from ..run.control import Control, setting
+from .setup import Row, TextMethod, TextTrainer, frozen_parts, toy_presets
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -213,6 +213,10 @@ class OnlineMethod(TextMethod):
         """The sampling temperature, and the price of a nat where there is a reference."""
         found = {"temperature": setting(self, "sampling.temperature", 0.1, 2.0)}
         return found | ({"kl_coef": setting(self, "kl_coef", 0.0, 10.0)} if self.reference is not None else {})
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, and reward models."""
+        return frozen_parts(self.reference, self.rewards)
 
     @property
     def kl_coef(self) -> float:

@@ -13,7 +13,7 @@ from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
-from ..run.loop import Control
+from ..run.control import Control
 from .online import OnlineConfig, OnlineMethod, online_presets
 from ..types import PromptBatch, Rollout
 

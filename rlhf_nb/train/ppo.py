@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
 from ..config import OptimizerConfig, PathText
 from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
-from ..run.loop import Control
+from ..run.control import Control
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
 from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel

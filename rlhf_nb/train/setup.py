@@ -17,10 +17,12 @@ from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import detect_format, to_rows
 from ..data.sources import MemorySource, OpenRows, StreamSource, deduplicate, open_rows, read_rows
+from ..models.reference import MovingReference
+from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
 from ..scoring.scores import TokenScores, completion_logps, plan
-from ..models.adapters import add_lora, enable_gradient_checkpointing
+from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -29,7 +31,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
-           'make_source', 'toy_presets', 'TextMethod', 'split_pairs', 'TextTrainer']
+           'make_source', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -202,6 +204,21 @@ class TextMethod(BaseMethod):
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
         save_model(self.model, self.tokenizer, directory, merge=True)
+
+# %% ../../nbs/600_train_setup.ipynb #c6000001
+def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) -> list[nn.Module]:
+    """Models that a method only looks at: a reference with weights of its own that never move, and reward models.
+
+    Args:
+        reference: of the method, if it has one.
+        rewards: of the method, if it has any.
+    """
+    found: list[Any] = []
+    if reference is not None and not reference.adapters_off and not isinstance(reference, MovingReference):
+        found.append(reference.model)
+    for fn in rewards.fns if rewards is not None else ():
+        found += [m.model for m in (fn.members if isinstance(fn, Ensemble) else [fn]) if isinstance(m, RewardModelFn)]
+    return [model for model in found if isinstance(model, nn.Module)]
 
 # %% ../../nbs/600_train_setup.ipynb #ade18f29
 Pairs = TypeVar("Pairs", bound=PreferenceBatch)
