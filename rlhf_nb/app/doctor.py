@@ -298,7 +298,7 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
         precision: number formats.
     """
     method = next(m for c, m in METHOD_OF.items() if isinstance(config, c))
-    return predict(model_config, job_of(config, method, precision), Split(overhead=LIBRARIES))
+    return predict(model_config, X, Split(overhead=LIBRARIES))
 
 # %% ../../nbs/920_app_doctor.ipynb #cd90ba90
 def free_memory(device: torch.device) -> float | None:
