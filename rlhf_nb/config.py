@@ -15,12 +15,13 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .core import ConfigError, suggest
+from .aliases import elsewhere, translate
+from .core import ConfigError, did_you_mean, suggest
 
 # %% auto #0
-__all__ = ['M_', 'S_', 'PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge',
-           'parse_overrides', 'say_value', 'say_kind', 'explain', 'StrictConfig', 'LoraSettings', 'ModelConfig',
-           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'TrainConfig', 'batch_size_problem']
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
+           'say_value', 'say_kind', 'explain', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
+           'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #cf0b2bbf
 class _Loader(yaml.SafeLoader):
@@ -79,7 +80,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _find_file(path: Path) -> Path:
-    """The file itself, or a ConfigError that names the nearest one."""
+    """The file itself (of a run directory its config.yaml), or a ConfigError that names the nearest one."""
     if path.is_dir() and (path / "config.yaml").exists():
         path = path / "config.yaml"
     if not path.is_file():
@@ -210,16 +211,10 @@ def _options(kind: Any) -> list[Any]:
     return [kind]
 
 
-def _place_in_sentence(option: Any) -> int:
-    """Short words first, lists behind them, null at the end."""
-    origin: Any = get_origin(option)
-    return 2 if option is type(None) else int(origin is list)
-
-
 def say_kind(kind: Any, bounds: str = "") -> str:
     """An annotation in words, with the bounds behind the part they hold for."""
     words: list[str] = []
-    for option in sorted(_options(kind), key=_place_in_sentence):
+    for option in sorted(_options(kind), key=lambda o: (o is type(None), str(o).startswith("list"))):
         origin, args = get_origin(option), get_args(option)
         if origin is Literal:
             words.append(("one of " if len(args) > 1 else "") + ", ".join(repr(a) for a in args))
@@ -257,11 +252,7 @@ def _walk(root: type[BaseModel], loc: Iterable[int | str]) -> _Place:
         lists = [o for o in options if get_origin(o) in (list, tuple)]
         if isinstance(part, int) and lists:
             args = get_args(lists[0])
-            path, kind, info = (
-                [*path, part],
-                args[0 if get_origin(lists[0]) is list else min(part, len(args) - 1)],
-                None,
-            )
+            path, kind, info = [*path, part], args[min(part, len(args) - 1)], None
         elif groups and part not in {o.__name__ for o in groups}:
             group = next((o for o in groups if part in o.model_fields), groups[0])
             info = group.model_fields.get(str(part))
@@ -295,6 +286,9 @@ def _all_paths(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     """The sentence for a key that doesn't exist."""
     bad, above = str(place.path[-1]), str(place._replace(path=place.path[:-1]))
+    foreign = elsewhere(bad)
+    if foreign:
+        return f"{place}: unknown key {bad!r}. {foreign}"
     near = suggest(bad, place.group.model_fields)
     if near is not None:
         near = f"{above}.{near}" if above else near
@@ -305,14 +299,8 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 
 
-_BOUNDS = {
-    "gt": "> {}",
-    "ge": "≥ {}",
-    "lt": "< {}",
-    "le": "≤ {}",
-    "min_length": "of length ≥ {}",
-    "max_length": "of length ≤ {}",
-}
+_BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
+_BOUNDS |= {"min_length": "of length ≥ {}", "max_length": "of length ≤ {}"}
 
 
 def _expected(place: _Place) -> str:
@@ -377,14 +365,16 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
     return lines[0] if len(lines) == 1 else f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {s}" for s in lines)
 
 # %% ../nbs/010_config.ipynb #d7b4f7a1
-class _Checked(BaseModel):
-    """Settings that are checked when they are made and never change; every problem is a ConfigError."""
+class StrictConfig(BaseModel):
+    """A group of settings: checked when made, never changed, the same in Python, YAML, JSON and `key=value`."""
 
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"default": {}, "toy": {}}
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )  # fmt: skip
 
     def __init__(self, **data: Any) -> None:
+        data = self.in_our_words(data)
         try:
             super().__init__(**data)
         except ValidationError as e:
@@ -394,12 +384,24 @@ class _Checked(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
-    def model_validate(cls: type[M_], obj: Any, **kwargs: Any) -> M_:
+    def model_validate(cls: type[_S], obj: Any, **kwargs: Any) -> _S:
         """Settings from a nested dict."""
+        obj = cls.in_our_words(obj) if isinstance(obj, Mapping) else obj
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as e:
             raise ConfigError(explain(cls, obj, e)) from None
+
+    @classmethod
+    def has(cls, key: str) -> bool:
+        """Whether a dotted key such as `optimizer.lr` is a setting of this class."""
+        place = _walk(cls, key.split("."))
+        return place.info is not None and str(place) == key
+
+    @classmethod
+    def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
+        return translate(data, cls.has)
 
     @model_validator(mode="before")
     @classmethod
@@ -419,13 +421,6 @@ class _Checked(BaseModel):
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"{name}: settings don't change after they are made.")
-
-
-M_ = TypeVar("M_", bound=_Checked)
-
-# %% ../nbs/010_config.ipynb #7db8953d
-class _Written(_Checked):
-    """Settings that can be written down."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested values: only dicts, lists, texts, numbers, true/false and None."""
@@ -467,6 +462,50 @@ class _Written(_Checked):
         path.write_text(self.to_json() if path.suffix == ".json" else self.to_yaml(), encoding="utf-8")
         return path
 
+    @classmethod
+    def preset_values(cls, name: str) -> dict[str, Any]:
+        """What a preset sets, in this class and in those it is built on."""
+        levels = [c.__dict__.get("presets", {}) for c in reversed(cls.__mro__)]
+        known = sorted({p for level in levels for p in level})
+        if name not in known:
+            hint = did_you_mean(name, known, f"There are: {', '.join(known)}.")
+            raise ConfigError(f"preset {name!r} doesn't exist in {cls.__name__}. {hint}")
+        values: dict[str, Any] = {}
+        for level in levels:
+            values = merge(values, level.get(name, {}))
+        return values
+
+    @classmethod
+    def preset(cls: type[_S], name: str = "default", **over: Any) -> _S:
+        """A preset's settings with some replaced; `optimizer={"lr": 1e-5}` keeps the rest of the group."""
+        return cls.model_validate(merge(cls.preset_values(name), cls.in_our_words(over)))
+
+    @classmethod
+    def load(
+        cls: type[_S], path: str | Path | None = None, overrides: Iterable[str] = (), preset: str = "default"
+    ) -> _S:
+        """Preset, then file, then overrides; the later one wins.
+
+        Args:
+            path: a .yaml, .yml or .json file, a run directory, or None.
+            overrides: `key=value` texts, as on the command line.
+            preset: a name in `presets`.
+
+        Raises:
+            ConfigError: anything wrong with any of them.
+        """
+        data = cls.preset_values(preset)
+        if path is not None:
+            data = merge(data, cls.in_our_words(read_config_file(path)))
+        return cls.model_validate(merge(data, cls.in_our_words(parse_overrides(overrides))))
+
+    def replace(self: _S, **over: Any) -> _S:
+        """A copy with some settings replaced and everything checked again; groups are merged."""
+        return type(self).model_validate(merge(self.model_dump(exclude_unset=True), self.in_our_words(over)))
+
+
+_S = TypeVar("_S", bound=StrictConfig)
+
 # %% ../nbs/010_config.ipynb #5e67d03a
 def _with_comments(root: type[BaseModel], text: str) -> str:
     """YAML text with each setting's description behind it."""
@@ -483,70 +522,12 @@ def _with_comments(root: type[BaseModel], text: str) -> str:
         out.append(line)
     return "\n".join(out) + "\n"
 
-# %% ../nbs/010_config.ipynb #0c91ed83
-class StrictConfig(_Written):
-    """A group of settings: checked when made, never changed, the same in Python, YAML, JSON and `key=value`."""
-
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"default": {}, "toy": {}}
-
-    @classmethod
-    def preset_values(cls, name: str) -> dict[str, Any]:
-        """What a preset sets, in this class and in those it is built on."""
-        levels = [c.__dict__.get("presets", {}) for c in reversed(cls.__mro__)]
-        known = sorted({p for level in levels for p in level})
-        if name not in known:
-            near = suggest(name, known)
-            hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}."
-            raise ConfigError(f"preset {name!r} doesn't exist in {cls.__name__}. {hint}")
-        values: dict[str, Any] = {}
-        for level in levels:
-            values = merge(values, level.get(name, {}))
-        return values
-
-    @classmethod
-    def preset(cls: type[S_], name: str = "default", **over: Any) -> S_:
-        """A preset's settings with some replaced; `optimizer={"lr": 1e-5}` keeps the rest of the group."""
-        return cls.model_validate(merge(cls.preset_values(name), over))
-
-    @classmethod
-    def load(
-        cls: type[S_], path: str | Path | None = None, overrides: Iterable[str] = (), preset: str = "default"
-    ) -> S_:
-        """Preset, then file, then overrides; the later one wins.
-
-        Args:
-            path: a .yaml, .yml or .json file, a run directory, or None.
-            overrides: `key=value` texts, as on the command line.
-            preset: a name in `presets`.
-
-        Raises:
-            ConfigError: anything wrong with any of them.
-        """
-        data = cls.preset_values(preset)
-        if path is not None:
-            data = merge(data, read_config_file(path))
-        return cls.model_validate(merge(data, parse_overrides(overrides)))
-
-    def replace(self: S_, **over: Any) -> S_:
-        """A copy with some settings replaced and everything checked again; groups are merged."""
-        return type(self).model_validate(merge(self.model_dump(exclude_unset=True), over))
-
-
-S_ = TypeVar("S_", bound=StrictConfig)
-
 # %% ../nbs/010_config.ipynb #e8aa16ab
-def _as_tuple(value: Any) -> Any:
-    """Lists become tuples: neither YAML nor JSON has tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_text(value: Any) -> Any:
-    """Path objects become text."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-PathText = Annotated[str, BeforeValidator(_as_text)]  # a path; pathlib.Path is welcome
-Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+# a path (pathlib.Path is welcome), and a pair of numbers (neither YAML nor JSON has tuples)
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+Betas = Annotated[
+    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 
@@ -586,6 +567,7 @@ class ModelConfig(StrictConfig):
     chat_template: PathText | None = Field(default=None, description="Jinja text or file; null: the tokenizer's own")
     revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
+    gradient_checkpointing: bool = Field(default=False, description="compute activations twice instead of keeping them")
 
 
 class DataConfig(StrictConfig):
@@ -711,30 +693,23 @@ class TrainConfig(StrictConfig):
     @model_validator(mode="after")
     def _sizes(self) -> TrainConfig:
         """Batch sizes nest, and a run has an end."""
-        problem = batch_size_problem(self.micro_batch_size, self.mini_batch_size, self.rollout_batch_size)
-        if problem:
-            raise ValueError(problem)
+        micro, mini, rollout = self.micro_batch_size, self.mini_batch_size, self.rollout_batch_size
+        if mini > rollout:
+            raise ValueError(
+                f"mini_batch_size is {mini} but rollout_batch_size is {rollout}: an optimizer step can't use more rows than "
+                f"were collected. Lower mini_batch_size to {rollout}, or raise rollout_batch_size."
+            )
+        if rollout % mini:
+            below = rollout // mini * mini
+            raise ValueError(
+                f"rollout_batch_size is {rollout}, not a multiple of mini_batch_size {mini}: the last optimizer step would "
+                f"see a smaller batch. Use {below} or {below + mini}."
+            )
+        if micro is not None and micro > mini:
+            raise ValueError(
+                f"micro_batch_size is {micro} but mini_batch_size is {mini}: a forward can't hold more rows than an "
+                f"optimizer step. Lower micro_batch_size to {mini}, or set it to null."
+            )
         if self.steps is None and self.epochs is None:
             raise ValueError("steps and epochs are both null: give one of them, so that the run has an end.")
         return self
-
-# %% ../nbs/010_config.ipynb #bb717309
-def batch_size_problem(micro: int | None, mini: int, rollout: int) -> str | None:
-    """What is wrong with three batch sizes, as a sentence; None when they nest."""
-    if mini > rollout:
-        return (
-            f"mini_batch_size is {mini} but rollout_batch_size is {rollout}: an optimizer step can't use more rows than "
-            f"were collected. Lower mini_batch_size to {rollout}, or raise rollout_batch_size."
-        )
-    if rollout % mini:
-        below = rollout // mini * mini
-        return (
-            f"rollout_batch_size is {rollout}, not a multiple of mini_batch_size {mini}: the last optimizer step would "
-            f"see a smaller batch. Use {below} or {below + mini}."
-        )
-    if micro is not None and micro > mini:
-        return (
-            f"micro_batch_size is {micro} but mini_batch_size is {mini}: a forward can't hold more rows than an "
-            f"optimizer step. Lower micro_batch_size to {mini}, or set it to null."
-        )
-    return None

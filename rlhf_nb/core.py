@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import random
-import struct
 import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError', 'RunError', 'suggest', 'GPU',
-           'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state',
-           'set_rng_state', 'masked_sum', 'masked_mean', 'masked_var', 'masked_std']
+__all__ = ['DTYPES', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError', 'RunError',
+           'suggest', 'did_you_mean', 'GPU', 'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed',
+           'seed_everything', 'rng_state', 'set_rng_state']
 
 # %% ../nbs/000_core.ipynb #be3465a6
 class RlhfError(Exception):
@@ -63,6 +62,12 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
     found = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
     return plain[found[0]] if found else None
 
+
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
+    """The end of an error message about a mistyped name: "Did you mean 'x'?", or `otherwise` where nothing looks alike."""
+    near = suggest(name, choices)
+    return f"Did you mean {near!r}?" if near else otherwise
+
 # %% ../nbs/000_core.ipynb #ea410878
 class GPU(NamedTuple):
     """What the choice of a number format must know of a CUDA device."""
@@ -97,7 +102,7 @@ class Precision(NamedTuple):
         return {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.compute_dtype]
 
 # %% ../nbs/000_core.ipynb #797293a9
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
@@ -153,8 +158,8 @@ def pick_device(want: str = "auto") -> torch.device:
     try:
         device = torch.device(want)
     except (RuntimeError, TypeError) as e:
-        near = "cuda" if want.startswith("gpu") else suggest(want, ["auto", "cpu", "cuda", "mps"])
-        hint = f"Did you mean {near!r}?" if near else "Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'."
+        known, remedy = ["auto", "cpu", "cuda", "mps"], "Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'."
+        hint = did_you_mean("cuda" if want.startswith("gpu") else want, known, remedy)
         raise ConfigError(f"device: {want!r} is no device. {hint}") from e
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -181,13 +186,12 @@ def decide_precision(
     Raises:
         ConfigError: an unknown format, or one this device can't train in.
     """
-    if want != "auto" and want not in _DTYPES:
-        near = suggest(want, ["auto", *_DTYPES])
-        hint = f"Did you mean {near!r}?" if near else "Use 'auto', 'fp32', 'bf16' or 'fp16'."
+    if want != "auto" and want not in DTYPES:
+        hint = did_you_mean(want, ["auto", *DTYPES], "Use 'auto', 'fp32', 'bf16' or 'fp16'.")
         raise ConfigError(f"precision: {want!r} is no number format known here. {hint}")
     where = device if isinstance(device, torch.device) else pick_device(device or "auto")
     name, reason = _cuda_choice(probe(where), want) if where.type == "cuda" else _other_choice(where.type, want)
-    dtype = _DTYPES[name]
+    dtype = DTYPES[name]
     return Precision(where, dtype, torch.float32, dtype, name == "fp16", reason)
 
 # %% ../nbs/000_core.ipynb #b692ffe0
@@ -214,14 +218,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 # %% ../nbs/000_core.ipynb #da889be4
-def _bits(x: float) -> int:
-    """A float's 64 bits as an integer."""
-    return int(struct.unpack("<q", struct.pack("<d", x))[0])
-
-
-def _unbits(n: int) -> float:
-    """The float with these 64 bits."""
-    return float(struct.unpack("<d", struct.pack("<q", n))[0])
+def _float_bits(x: float) -> int:
+    """A float's 64 bits as an integer; `np.int64(n).view(np.float64)` is the way back."""
+    return int(np.float64(x).view(np.int64))
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -231,9 +230,9 @@ def rng_state() -> dict[str, Tensor]:
         "python" and "numpy" (int64), "torch" (uint8), and "cuda.0", "cuda.1", ..., "mps" where they are in use.
     """
     version, words, gauss = random.getstate()
-    python = [version, int(gauss is not None), _bits(gauss or 0.0), *words]
+    python = [version, int(gauss is not None), _float_bits(float(gauss or 0.0)), *words]
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy = [int(position), int(has_gauss), _bits(float(cached)), *map(int, keys)]
+    numpy = [int(position), int(has_gauss), _float_bits(float(cached)), *map(int, keys)]
     state = {"python": torch.tensor(python), "numpy": torch.tensor(numpy), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state |= {f"cuda.{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
@@ -260,9 +259,11 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
             )
     try:
         version, has_gauss, gauss, *words = state["python"].tolist()
-        random.setstate((version, tuple(words), _unbits(gauss) if has_gauss else None))
+        random.setstate((version, tuple(words), float(np.int64(gauss).view(np.float64)) if has_gauss else None))
         position, has_gauss, cached, *keys = state["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _unbits(cached)))
+        np.random.set_state(
+            ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(np.int64(cached).view(np.float64)))
+        )
         torch.set_rng_state(state["torch"].cpu())
     except (ValueError, OverflowError, TypeError, RuntimeError) as e:
         raise CheckpointError(f"the random state is damaged ({e}). Resume from an older checkpoint.") from e
@@ -274,71 +275,3 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
             warnings.warn(f"random state of {name} not restored: torch sees {here} CUDA devices here", stacklevel=2)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
-
-# %% ../nbs/000_core.ipynb #296ac9e0
-def _masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """x in at least 32 bits with zeros where the mask is 0, and the mask as booleans; shapes must be equal."""
-    if x.shape != mask.shape:
-        raise DataError(
-            f"masked statistics: x has shape {list(x.shape)} but its mask has {list(mask.shape)}. "
-            "They must be equal: a broadcast mask counts the wrong number of tokens."
-        )
-    keep = mask.bool()
-    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device)), keep
-
-
-def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x where the mask is 1; NaN at masked places is harmless, in the gradient too.
-
-    Args:
-        x: any shape; half precision is summed in float32.
-        mask: same shape, bool or 0/1.
-        dim: sum over this dimension only; None sums over all.
-    """
-    kept, _ = _masked(x, mask)
-    return kept.sum() if dim is None else kept.sum(dim)
-
-
-def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of x where the mask is 1; 0 where nothing is kept.
-
-    Args:
-        x: any shape.
-        mask: same shape, bool or 0/1.
-        dim: average over this dimension only; None averages over all kept elements at once.
-    """
-    kept, keep = _masked(x, mask)
-    total, count = (kept.sum(), keep.sum()) if dim is None else (kept.sum(dim), keep.sum(dim))
-    return total / count.clamp(min=1)
-
-# %% ../nbs/000_core.ipynb #5f3a676b
-def masked_var(x: Tensor, mask: Tensor, dim: int | None = None, unbiased: bool = True) -> Tensor:
-    """Variance of x where the mask is 1; 0 where fewer than two elements are kept.
-
-    Args:
-        x: any shape.
-        mask: same shape, bool or 0/1.
-        dim: along this dimension only; None takes all kept elements at once.
-        unbiased: divide by n − 1 (a sample's variance) rather than by n.
-    """
-    mean = masked_mean(x, mask, dim)
-    kept, keep = _masked(x, mask)
-    apart = torch.where(keep, kept - (mean if dim is None else mean.unsqueeze(dim)), torch.zeros_like(kept))
-    square, count = apart.square(), keep
-    total, n = (square.sum(), count.sum()) if dim is None else (square.sum(dim), count.sum(dim))
-    return total / (n - int(unbiased)).clamp(min=1)
-
-
-def masked_std(x: Tensor, mask: Tensor, dim: int | None = None, unbiased: bool = True) -> Tensor:
-    """Standard deviation of x where the mask is 1; 0, with gradient 0, where nothing varies.
-
-    Args:
-        x: any shape.
-        mask: same shape, bool or 0/1.
-        dim: along this dimension only; None takes all kept elements at once.
-        unbiased: divide by n − 1 rather than by n.
-    """
-    var = masked_var(x, mask, dim, unbiased)
-    varies = var > 0
-    return torch.where(varies, torch.where(varies, var, torch.ones_like(var)).sqrt(), torch.zeros_like(var))

@@ -138,6 +138,10 @@ class Batch:
         """Batches of one row."""
         return (self[i] for i in range(len(self)))
 
+    def lengths(self) -> list[tuple[int, ...]]:
+        """Of each row, how many tokens its prompt has, then each of its answers; empty where rows hold none."""
+        return []
+
     def to(self: B_, device: torch.device | str) -> B_:
         """The same batch with its tensors on another device."""
         return type(self)(**{k: _move(v, device) for k, v in self.columns_dict().items()})
@@ -271,6 +275,10 @@ class Completions(Batch):
     def prompt_lens(self) -> Tensor:
         """int64[B], tokens of each prompt."""
         return self.prompt_mask.sum(1)
+
+    def lengths(self) -> list[tuple[int, ...]]:
+        """(prompt, completion) of each row."""
+        return list(zip(self.prompt_lens.tolist(), self.completion_lens.tolist()))
 
     @property
     def real(self) -> Tensor:
@@ -431,6 +439,11 @@ class PreferenceBatch(Batch):
     rejected_ids: Tensor  # int64[B, D], padded on the right; D may differ from C
     rejected_lens: Tensor  # int64[B]
     margin: Tensor | None = None  # float[B], how much better the chosen one is, where somebody said
+
+    def lengths(self) -> list[tuple[int, ...]]:
+        """(prompt, chosen, rejected) of each row."""
+        lens = (self.prompt_mask.sum(1), self.chosen_lens, self.rejected_lens)
+        return list(zip(*(x.tolist() for x in lens)))
 
     def check(self: P_) -> P_:
         """Raise DataError if the columns don't belong together; return self."""

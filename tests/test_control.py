@@ -20,8 +20,9 @@ from resume_harness import Numbers, Regression, outcome, regression_config, run_
 from rlhf_nb.config import TrainConfig
 from rlhf_nb.core import RunError
 from rlhf_nb.run.callbacks import Callback
+from rlhf_nb.run.control import Control
 from rlhf_nb.run.log import EventLog, Requests, RunDir, append_line, read_metrics
-from rlhf_nb.run.loop import Control, Trainer
+from rlhf_nb.run.loop import Trainer
 
 
 class Steered(Regression):
@@ -186,9 +187,9 @@ def test_a_checkpoint_holds_what_was_set_before_it(tmp_path: Path) -> None:
     """It is written in the background, while the run goes on and is steered."""
     run = trainer(tmp_path / "run", Person({3: [("set", "coef", 0.5)]}), steps=4)
     run.start()
-    state = run.desk.state_dict()
+    state = run.control.state_dict()
     run.fit()
-    assert state["values"] == {} and run.desk.values == {"coef": 0.5}
+    assert state["values"] == {} and run.control.values == {"coef": 0.5}
 
 
 def test_steered_run_survives_kills_bit_for_bit(tmp_path: Path) -> None:
@@ -212,14 +213,14 @@ def test_steered_run_survives_kills_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_without_control_state(tmp_path: Path) -> None:
-    import rlhf_nb.run.loop as loop
+    import rlhf_nb.run.state as state
 
     run = trainer(tmp_path / "run", steps=4)
     run.fit()
-    tensors, meta = loop._run_state(run)
+    tensors, meta = state.run_state(run)
     del meta["control"]
     fresh = trainer(tmp_path / "other", steps=4)
-    assert loop._restore(fresh, tensors, meta) == 0 and fresh.lr_scale == 1.0
+    assert state.restore(fresh, tensors, meta) == 0 and fresh.engine.lr_scale == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_grpo_offers_its_numbers(tmp_path: Path) -> None:
     run.fit()
     assert run.method.config.kl_coef == 0.3 and run.method.config.sampling.temperature == 0.7
     free = _toy("grpo", tmp_path / "free", Person({}))
-    assert set(free.desk.controls()) == {"lr", "temperature"}  # without a reference nothing is paid for drift
+    assert set(free.control.controls()) == {"lr", "temperature"}  # without a reference nothing is paid for drift
     free.fit()
     start = next(e for e in read_metrics(tmp_path / "free") if e["type"] == "start")
     assert start["controls"]["temperature"] == {"value": 1.0, "low": 0.1, "high": 2.0} and start["format"] == 1
@@ -408,10 +409,10 @@ def test_looking_costs_microseconds(tmp_path: Path) -> None:
     run = trainer(tmp_path / "run", steps=2)
     run.fit()
     append_line(run.run_dir.control_path, {"id": "x", "request": "save"})
-    run.desk.listen()
+    run.control.listen()
     begin = time.perf_counter()
     for _ in range(1000):
-        assert not run.desk.waiting()
+        assert not run.control.waiting()
     assert (time.perf_counter() - begin) / 1000 < 2e-4
 
 

@@ -27,21 +27,17 @@ from rlhf_nb.judges.constitution import (
     drawn_principle,
     load_constitution,
 )  # fmt: skip
-from rlhf_nb.judges.judge import (
-    AnswerCache,
-    EndpointJudge,
+from rlhf_nb.judges.endpoint import AnswerCache, EndpointJudge, read_choice, read_reply
+from rlhf_nb.judges.judge import (  # fmt: skip
     FunctionJudge,
     JudgeReward,
     JudgeTemplate,
-    ModelJudge,
     Verdicts,
     agreement,
     fill,
-    label_ids,
     label_pairs,
-    read_choice,
-    read_reply,
-)  # fmt: skip
+)
+from rlhf_nb.judges.model import ModelJudge, label_ids
 from rlhf_nb.rewards.base import Rewards
 from rlhf_nb.types import Completions, Rollout
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import rlhf_nb.run.checkpoint as checkpoint
 import rlhf_nb.run.engine as engine
-import rlhf_nb.run.loop as loop
+import rlhf_nb.run.state as state
 from rlhf_nb.config import TrainConfig
 from rlhf_nb.core import CheckpointError, ConfigError, RunError
 from rlhf_nb.run.callbacks import Callback, EarlyStop, Flags
@@ -193,7 +193,7 @@ def test_forgetting_any_part_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
     resumed = trainer(tmp_path / "b")
     if forgotten == "rng":
-        monkeypatch.setattr(loop, "set_rng_state", lambda state: None)
+        monkeypatch.setattr(state, "set_rng_state", lambda state: None)
     elif forgotten == "optimizer":
         monkeypatch.setattr(resumed.engine.optimizer, "load_state_dict", lambda state: None)
     elif forgotten == "buffers":

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_nb.core import decide_precision
-from rlhf_nb.run.engine import Engine
-from rlhf_nb.run.loop import _weigh
+from rlhf_nb.run.engine import Engine, weigh
 from rlhf_nb.train.grpo import GRPO, VARIANTS, GRPOConfig
 from rlhf_nb.train.rloo import RLOO, RLOOConfig
 from rlhf_nb.types import Rollout
@@ -67,7 +66,7 @@ def ours(case: dict[str, Any], cuts: tuple[int, ...] = ()) -> tuple[Tensor, Tens
     counts, loss, stats = self.denominators(mini), torch.zeros((), dtype=torch.float64), {}
     for a, b in zip((0, *cuts), (*cuts, len(mini))):
         terms = self.loss(mini[a:b])
-        loss = loss + _weigh(terms, counts, torch.device("cpu"))
+        loss = loss + weigh(terms, counts, torch.device("cpu"))
         for term, _ in terms.values():
             for name, (total, n) in term.stats.items():
                 before = stats.get(name, (0.0, 0.0))
@@ -102,11 +101,11 @@ def test_fixture_can_fail_and_is_whole() -> None:
     leaf, r = tensor(X["old"]).requires_grad_(), rollout()
     r.old_logps = tensor(X["logps"])
     self = method(case, leaf)
-    swapped = _weigh(self.loss(self.advantages(r)), self.denominators(r), torch.device("cpu"))
+    swapped = weigh(self.loss(self.advantages(r)), self.denominators(r), torch.device("cpu"))
     assert abs(float(swapped.detach()) - case["loss"]) > 1e-3
     r = rollout()
     r.completion_mask = torch.ones_like(r.completion_mask)
-    unmasked = _weigh(self.loss(self.advantages(r)), self.denominators(r), torch.device("cpu"))
+    unmasked = weigh(self.loss(self.advantages(r)), self.denominators(r), torch.device("cpu"))
     assert abs(float(unmasked.detach()) - case["loss"]) > 1e-3
 
 

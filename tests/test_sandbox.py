@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 
-from rlhf_nb.rewards import verify
 from rlhf_nb.rewards.base import Rewards
-from rlhf_nb.rewards.verify import PythonTests, Sandbox, SandboxResult
+from rlhf_nb.rewards.code import PythonTests
+from rlhf_nb.sandbox import runner
+from rlhf_nb.sandbox.runner import Sandbox, SandboxResult
 from rlhf_nb.types import Completions, Rollout
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the sandbox needs POSIX limits")
@@ -61,9 +62,9 @@ def _orphan(pid: int) -> bool:
 
 def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the audit hook out of the child, so that only the kernel stands in the way."""
-    source, call = verify._child_source(), '    _audit(folder, job["readable"])\n'
+    source, call = runner._child_source(), '    _audit(folder, job["readable"])\n'
     assert source.count(call) == 1
-    monkeypatch.setattr(verify, "_child_source", lambda: source.replace(call, ""))
+    monkeypatch.setattr(runner, "_child_source", lambda: source.replace(call, ""))
 
 
 MODES = ["all", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hook", "kernel"))]
@@ -76,7 +77,7 @@ def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sand
         return Sandbox(timeout_s=1, wall_s=2.5, fences=())
     box = Sandbox(timeout_s=1, wall_s=2.5)
     if request.param == "kernel":
-        if missing := set(verify.FENCES) - set(box.fences_here()):
+        if missing := set(runner.FENCES) - set(box.fences_here()):
             pytest.skip(f"this machine has no {', '.join(sorted(missing))}")
         without_hook(monkeypatch)
     return box
@@ -225,15 +226,15 @@ def test_other_processes(code: str, box: Sandbox) -> None:
 def test_kernel_fences_hold_against_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the hook gone and ctypes at hand, the kernel alone refuses."""
     box = Sandbox(timeout_s=1, wall_s=2.5)
-    if missing := set(verify.FENCES) - set(box.fences_here()):
+    if missing := set(runner.FENCES) - set(box.fences_here()):
         pytest.skip(f"this machine has no {', '.join(sorted(missing))}")
     without_hook(monkeypatch)
     head = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     calls = {
         "socket": "libc.socket(2, 1, 0)",
         "fork": "libc.fork()",
-        "vfork by number": "libc.syscall(58)" if verify.platform.machine() == "x86_64" else "-1",
-        "x32 socket": "libc.syscall(0x40000000 + 41, 2, 1, 0)" if verify.platform.machine() == "x86_64" else "-1",
+        "vfork by number": "libc.syscall(58)" if runner.platform.machine() == "x86_64" else "-1",
+        "x32 socket": "libc.syscall(0x40000000 + 41, 2, 1, 0)" if runner.platform.machine() == "x86_64" else "-1",
         "ptrace": f"libc.ptrace(16, {os.getpid()}, 0, 0)",
         "unshare": "libc.unshare(0x10000000)",
         "mount": "libc.mount(b'/', b'.', None, 4096, None)",
@@ -252,13 +253,13 @@ def test_kernel_fences_hold_against_machine_code(monkeypatch: pytest.MonkeyPatch
 def test_seccomp_table() -> None:
     """Both columns are there, no number twice, and jumps fit into a byte."""
     for machine in ("x86_64", "aarch64"):
-        arch, refused = verify._refused_calls(machine)
+        arch, refused = runner._refused_calls(machine)
         if LINUX:
             assert arch and len(set(refused)) == len(refused) and 50 < len(refused) < 250
-    assert verify._refused_calls("riscv64") == (0, [])
+    assert runner._refused_calls("riscv64") == (0, [])
 
 
-@pytest.mark.parametrize("fences", [(), ("namespaces",), ("landlock",), ("seccomp",), verify.FENCES], ids=str)
+@pytest.mark.parametrize("fences", [(), ("namespaces",), ("landlock",), ("seccomp",), runner.FENCES], ids=str)
 def test_decent_programs_run(fences: tuple[str, ...]) -> None:
     code = """
 import asyncio, collections, dataclasses, datetime, decimal, enum, functools, hashlib, heapq, itertools, json, math
@@ -342,7 +343,7 @@ def test_a_slow_pair_ends_the_row() -> None:
 
 @pytest.mark.skipif(not LINUX, reason="the death signal is Linux's")
 def test_nothing_outlives_a_killed_training(tmp_path: Path) -> None:
-    code = "from rlhf_nb.rewards.verify import Sandbox; Sandbox(timeout_s=100, wall_s=100).run('import time; print(1, flush=True); time.sleep(100)')"  # fmt: skip
+    code = "from rlhf_nb.sandbox.runner import Sandbox; Sandbox(timeout_s=100, wall_s=100).run('import time; print(1, flush=True); time.sleep(100)')"  # fmt: skip
     training = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
 
     def children() -> set[int]:
@@ -365,7 +366,7 @@ def test_nothing_outlives_a_killed_training(tmp_path: Path) -> None:
 def test_files_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     descriptors = len(os.listdir("/proc/self/fd")) if LINUX else 0
-    for fences in ((), verify.FENCES):
+    for fences in ((), runner.FENCES):
         box = Sandbox(timeout_s=1, fences=fences)
         assert box.run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.mkdir('locked', 0)").outcome == "passed"  # fmt: skip
     assert os.listdir(tmp_path) == []

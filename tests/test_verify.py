@@ -17,28 +17,28 @@ import pytest
 import torch
 
 from rlhf_nb.core import ConfigError, RewardError
-from rlhf_nb.rewards.base import Rewards
-from rlhf_nb.rewards.verify import (
+from rlhf_nb.rewards.answers import (
     ExactMatch,
+    MultipleChoice,
+    Number,
+    extract_choice,
+    extract_number,
+    final_answer,
+    majority_vote,
+    normalize_text,
+    pass_at_k,
+)
+from rlhf_nb.rewards.base import Rewards
+from rlhf_nb.rewards.code import PythonTests, extract_code, parse_tests
+from rlhf_nb.rewards.formats import (
     Gated,
     JsonMatches,
     Length,
     Matches,
-    MultipleChoice,
-    Number,
-    PythonTests,
     Repetition,
     ThinkFormat,
-    extract_choice,
-    extract_code,
-    extract_number,
-    final_answer,
-    majority_vote,
     near_target,
-    normalize_text,
     parse_json,
-    parse_tests,
-    pass_at_k,
     repetition,
     soft_overlong,
 )
@@ -224,7 +224,7 @@ def test_json_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="pip install jsonschema"):
         JsonMatches({"type": "object"})
     assert JsonMatches()(["?"], ["[1]"]) == [1.0]
-    code = "import sys, rlhf_nb.rewards.verify; assert 'jsonschema' not in sys.modules"
+    code = "import sys, rlhf_nb.rewards.formats; assert 'jsonschema' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

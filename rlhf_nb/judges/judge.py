@@ -3,38 +3,22 @@
 # %% ../../nbs/470_judges_judge.ipynb #b4579944
 from __future__ import annotations
 
-import http.client
 import inspect
-import json
 import math
-import os
 import random
 import re
-import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ..config import PathText, StrictConfig
-from ..core import ConfigError, DataError, ModelError, RewardError, derive_seed, suggest
-from ..data.templates import encode_continuations, encode_pairs, encode_prompts
+from ..config import StrictConfig
+from ..core import ConfigError, DataError, RewardError, derive_seed, suggest
 from ..evaluate.policy import wilson_interval
-from ..scoring.scores import TOKEN_BUDGET, completion_logps
-from ..rollout.sampler import eval_mode
-from ..types import Completions
 
 Opinions = list[float | None]  # one per row; None = the judge has none
 Texts = Sequence[Any]  # one text or list of messages per row
@@ -42,9 +26,8 @@ Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it
 
 # %% auto #0
 __all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'FunctionJudge', 'fill',
-           'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'WordJudge', 'label_ids', 'ModelJudge', 'Agreement',
-           'agreement', 'Patience', 'EndpointConfig', 'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge',
-           'JudgeReward', 'Duel', 'as_duel', 'Labelled', 'label_pairs']
+           'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel', 'as_duel',
+           'Labelled', 'label_pairs']
 
 # %% ../../nbs/470_judges_judge.ipynb #46b74760
 class Judge(Protocol):
@@ -117,9 +100,14 @@ class Verdicts:
         return {"position_bias": self.position_bias, "flips": self.flips, "no_opinion": float(silent)}
 
 
-def _twice(x: Criteria) -> list[str] | None:
-    """Criteria for both orders."""
-    return None if x is None else [*x, *x]
+def _both_orders(
+    ask: Callable[..., Opinions], prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria
+) -> Verdicts:
+    """Both orders, asked as one batch."""
+    n = _aligned(prompts=prompts, firsts=firsts, seconds=seconds, criteria=criteria)
+    twice = None if criteria is None else [*criteria, *criteria]
+    got = ask([*prompts, *prompts], [*firsts, *seconds], [*seconds, *firsts], twice)
+    return Verdicts(got[:n], [None if p is None else 1 - p for p in got[n:]])
 
 # %% ../../nbs/470_judges_judge.ipynb #1a5d9293
 class BothOrders(ABC):
@@ -139,9 +127,7 @@ class BothOrders(ABC):
             prompts, firsts, seconds: [B] texts or messages.
             criteria: [B], by what to judge; None leaves it to the judge.
         """
-        n = _aligned(prompts=prompts, firsts=firsts, seconds=seconds, criteria=criteria)
-        got = self.ask_once([*prompts, *prompts], [*firsts, *seconds], [*seconds, *firsts], _twice(criteria))
-        verdicts = Verdicts(got[:n], [None if p is None else 1 - p for p in got[n:]])
+        verdicts = _both_orders(self.ask_once, prompts, firsts, seconds, criteria)
         self.stats = {**getattr(self, "stats", {}), **verdicts.stats}
         return verdicts
 
@@ -210,9 +196,8 @@ def check_gaps(template: str, needed: Sequence[str], known: Sequence[str]) -> st
     for name in there:
         if name not in (*needed, *known):
             near = suggest(name, [*needed, *known])
-            hint = (
-                f"Did you mean {{{near}}}?" if near else f"Gaps are {', '.join(f'{{{k}}}' for k in (*needed, *known))}."
-            )
+            gaps = ", ".join(f"{{{gap}}}" for gap in (*needed, *known))
+            hint = f"Did you mean {{{near}}}?" if near else f"Gaps are {gaps}."
             raise ValueError(f"the gap {{{name}}} is unknown. {hint}")
     return template
 
@@ -265,12 +250,8 @@ class JudgeTemplate(StrictConfig):
 
     def comparison(self, prompt: Any, first: Any, second: Any, labels: Sequence[str], by: str | None = None) -> str:
         """The question "which is better?" for one pair, judged `by` a criterion."""
-        gaps = {
-            "first": self._answer(first),
-            "second": self._answer(second),
-            "label_a": labels[0],
-            "label_b": labels[1],
-        }
+        gaps = {"first": self._answer(first), "second": self._answer(second)}
+        gaps |= {"label_a": labels[0], "label_b": labels[1]}
         return fill(self.compare, prompt=plain(prompt), criterion=by or self.criterion, **gaps)
 
     def rating(self, prompt: Any, answer: Any, labels: Sequence[str], by: str | None = None) -> str:
@@ -287,12 +268,8 @@ class JudgeTemplate(StrictConfig):
 def _check_labels(labels: Sequence[str], least: int, most: int | None, what: str) -> tuple[str, ...]:
     """Labels that can be told apart."""
     many = f"{least}" if most == least else f"at least {least}"
-    good = not isinstance(labels, str) and len(labels) >= least and (most is None or len(labels) <= most)
-    if (
-        not good
-        or len(set(labels)) != len(labels)
-        or not all(isinstance(x, str) and x.strip() == x and x for x in labels)
-    ):
+    usable = not isinstance(labels, str) and all(isinstance(x, str) and x and x.strip() == x for x in labels)
+    if not usable or not least <= len(set(labels)) == len(labels) <= (most or len(labels)):
         raise ConfigError(f"{what} is {labels!r}; expected {many} different texts, without spaces at their ends.")
     return tuple(labels)
 
@@ -306,7 +283,7 @@ def _values(ratings: Sequence[str]) -> list[float]:
 
 # %% ../../nbs/470_judges_judge.ipynb #996aa56d
 class TemplateJudge(BothOrders):
-    """A judge that answers questions in words; a subclass gives the probabilities of the replies (`reply_probs`)."""
+    """A judge that is asked in words, and compares and rates by the probabilities of its replies; a subclass gives these (`reply_probs`)."""
 
     def __init__(
         self, template: JudgeTemplate | None, labels: Sequence[str], ratings: Sequence[str], name: str = "judge"
@@ -319,17 +296,14 @@ class TemplateJudge(BothOrders):
     def reply_probs(self, questions: list[str], labels: tuple[str, ...]) -> list[list[float] | None]:
         """For each question the probability of each label, summing to 1; None without a usable reply."""
 
-    def _criteria(self, criteria: Sequence[str] | None, n: int, text: str) -> Sequence[str | None]:
+    @staticmethod
+    def _criteria(criteria: Criteria, n: int, text: str) -> Sequence[str | None]:
         """A criterion per row, refused where the template would not show it."""
         if criteria is not None and "{criterion}" not in text:
             raise ConfigError(
                 "criteria were given, but the judge's template has no {criterion}: they would change nothing."
             )
         return [None] * n if criteria is None else criteria
-
-# %% ../../nbs/470_judges_judge.ipynb #9cf7b866
-class WordJudge(TemplateJudge):
-    """Comparing and rating by the probabilities of replies."""
 
     def ask_once(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria) -> Opinions:
         """P(first label), [B]."""
@@ -349,113 +323,6 @@ class WordJudge(TemplateJudge):
         questions = [self.template.rating(p, a, self.ratings, c) for p, a, c in rows]
         values, got = _values(self.ratings), self.reply_probs(questions, self.ratings)
         return [None if p is None else sum(v * x for v, x in zip(values, p, strict=True)) for p in got]
-
-# %% ../../nbs/470_judges_judge.ipynb #4c68e728
-def label_ids(tokenizer: Any, labels: Sequence[str], chat: bool, glue: str = " ") -> list[list[int]]:
-    """The tokens by which labels are told apart, as continuations of a question.
-
-    Args:
-        tokenizer: of the judge.
-        labels: what the judge may reply.
-        chat: replies are messages of the tokenizer's chat template, otherwise plain text.
-        glue: what stands between question and reply in plain text.
-
-    Raises:
-        ModelError: a label holds an unknown word, or begins with another label.
-    """
-    if chat:
-        ask = [{"role": "user", "content": "?"}]
-        replies: list[Any] = [[{"role": "assistant", "content": label}] for label in labels]
-        ids = [row[1] for row in encode_pairs(tokenizer, [ask] * len(labels), replies)]
-    else:
-        ids = encode_continuations(tokenizer, [glue + label for label in labels])
-    while all(len(row) > 1 for row in ids) and len({row[-1] for row in ids}) == 1:
-        ids = [row[:-1] for row in ids]  # a shared ending says nothing
-    for i, row in enumerate(ids):
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in row:
-            raise ModelError(
-                f"label {labels[i]!r} holds a word that the tokenizer doesn't know: use labels of its vocabulary."
-            )
-        for j, other in enumerate(ids):
-            if i != j and other[: len(row)] == row:
-                raise ModelError(
-                    f"label {labels[j]!r} is tokens {other} and begins with label {labels[i]!r}, tokens {row}: their "
-                    "probabilities can't be told apart. Use labels that differ in their first token, such as A and B."
-                )
-    return ids
-
-# %% ../../nbs/470_judges_judge.ipynb #7f5e87f9
-class _LabelReader(WordJudge):
-    """Reads log-probs of labels from a causal language model."""
-
-    def __init__(
-        self, model: Any, tokenizer: Any, template: JudgeTemplate | None = None, labels: Sequence[str] = ("A", "B"),
-        ratings: Sequence[str] = ("1", "2", "3", "4", "5"), *, chat: bool | None = None,
-        token_budget: int = TOKEN_BUDGET, name: str = "judge",
-    ) -> None:  # fmt: skip
-        super().__init__(template, labels, ratings, name)
-        self.model, self.tokenizer, self.token_budget = model, tokenizer, token_budget
-        self.chat = bool(tokenizer.chat_template) if chat is None else chat
-        self.ids: dict[tuple[str, ...], list[list[int]]] = {}
-        for asked, text in ((self.labels, self.template.compare), (self.ratings, self.template.rate)):
-            self.ids[asked] = label_ids(tokenizer, asked, self.chat, "" if text[-1:].isspace() else " ")
-
-    def label_logps(self, questions: list[str], labels: tuple[str, ...]) -> Tensor:
-        """log p of each label as the beginning of the reply, float64[B, labels]."""
-        turns = [{"role": "system", "content": self.template.system}] if self.template.system else []
-        asked = [[*turns, {"role": "user", "content": q}] if self.chat else q for q in questions]
-        prompts, replies = encode_prompts(self.tokenizer, asked), self.ids[labels]
-        self._check_window(max(map(len, prompts)) + max(map(len, replies)))
-        c = Completions.from_lists([p for p in prompts for _ in replies], replies * len(prompts))
-        device = self.model.get_input_embeddings().weight.device
-        with torch.no_grad(), eval_mode(self.model):
-            logps = completion_logps(self.model, c.to(device), token_budget=self.token_budget).logps
-        return logps.sum(1).double().cpu().view(len(prompts), len(replies))
-
-    def _check_window(self, longest: int) -> None:
-        """Refuse what the model was not made to read: many models answer all the same, and answer nonsense."""
-        window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        if window is not None and longest > window:
-            raise DataError(
-                f"a question to judge {self.name!r} is {longest} tokens long, but the model reads {window}: shorten prompts or "
-                "answers, or take a judge with a wider window."
-            )
-
-# %% ../../nbs/470_judges_judge.ipynb #879770eb
-class ModelJudge(_LabelReader):
-    """A causal language model as a judge, by the probabilities of its possible replies.
-
-    Args:
-        model: causal language model of transformers, with or without adapters.
-        tokenizer: its tokenizer.
-        template: the words it is asked in (default: `JudgeTemplate()`).
-        labels: the two replies to "which is better?".
-        ratings: replies to "how good is it?", worst to best; worth their number, or their place if they aren't numbers.
-        chat: ask through the tokenizer's chat template; None: if it has one.
-        token_budget: most tokens in one forward.
-        name: for logs.
-
-    `stats` of the last call hold position_bias, flips, and label_mass: the mean probability of all labels together. Near 0
-    the model wants to say something else, and its opinion is worth nothing.
-
-    Raises:
-        ModelError: labels that can't be told apart.
-        ConfigError: not two labels, or fewer than two ratings.
-
-    Source: Lee et al., arXiv 2309.00267, section 2: probabilities, both orders, expected rating.
-    """
-
-    def reply_probs(self, questions: list[str], labels: tuple[str, ...]) -> list[list[float] | None]:
-        """The model's probabilities of the labels among themselves."""
-        if not questions:
-            return []
-        logps = self.label_logps(questions, labels)
-        if not bool(logps.isfinite().all()):
-            raise ModelError(
-                "the judge's log-probabilities are not finite: its weights or activations hold NaN or Inf."
-            )
-        self.stats = {"label_mass": float(logps.exp().sum(1).mean())}
-        return [list(map(float, row)) for row in logps.softmax(1).tolist()]
 
 # %% ../../nbs/470_judges_judge.ipynb #9fd8b0e1
 class Agreement(NamedTuple):
@@ -522,431 +389,6 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
         judge_probs.position_bias if isinstance(judge_probs, Verdicts) else math.nan,
         sum(x is None for x in said), sum(g == 0.5 for g in gold),
     )  # fmt: skip
-
-# %% ../../nbs/470_judges_judge.ipynb #13bce65b
-class Patience(StrictConfig):
-    """How many requests at a time, how long to wait, how often to try again."""
-
-    concurrency: int = Field(default=8, ge=1, description="requests in flight")
-    timeout: float = Field(default=60.0, gt=0, description="seconds for one request")
-    attempts: int = Field(default=5, ge=1, description="tries of a request that fails")
-    backoff: float = Field(
-        default=0.5, ge=0, description="seconds before the second try; doubled before each further one"
-    )
-    backoff_max: float = Field(default=30.0, ge=0, description="longest wait between tries")
-    budget: float = Field(default=1800.0, gt=0, description="seconds for one call of compare or rate, waits included")
-    max_requests: int | None = Field(default=None, ge=1, description="requests in this judge's life; null: no limit")
-
-# %% ../../nbs/470_judges_judge.ipynb #5caf608e
-class EndpointConfig(Patience):
-    """Where a judge can be asked over HTTP, and how patiently."""
-
-    url: str = Field(description="base address of a server with OpenAI's interface, http://localhost:8000/v1")
-    model: str = Field(min_length=1, description="name of the model there")
-    key_env: str | None = Field(default=None, description="NAME of the environment variable with the key; null: no key")
-    logprobs: bool = Field(
-        default=True, description="ask for probabilities; a server without them is then read as text"
-    )
-    top_logprobs: int = Field(default=20, ge=1, description="likeliest tokens to ask for")
-    temperature: float = Field(default=0.0, ge=0, description="of the reply")
-    max_tokens: int = Field(default=16, ge=1, description="longest reply")
-    cache: PathText | None = Field(
-        default=None, description="JSONL file of answers, kept between runs; null: memory only"
-    )
-    extra: dict[str, Any] = Field(default_factory=dict, description="further fields of the request")
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str) -> str:
-        """An http address with a host."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ValueError(
-                "expected an address like http://localhost:8000/v1, with http or https and a host, no password."
-            )
-        return url.rstrip("/")
-
-    @field_validator("key_env")
-    @classmethod
-    def _name_only(cls, name: str | None) -> str | None:
-        """A name, never the key: configs are saved and logged. (The message must not repeat what was given.)"""
-        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-            raise ValueError("give the NAME of an environment variable (capitals, digits, _), never the key itself.")
-        return name
-
-    @property
-    def address(self) -> str:
-        """Where requests go."""
-        return self.url if self.url.endswith("/chat/completions") else self.url + "/chat/completions"
-
-# %% ../../nbs/470_judges_judge.ipynb #5429b827
-class _Trouble(Exception):
-    """A request failed in a way that may pass."""
-
-    wait: float = 0.0  # seconds the server asked for
-
-
-class _Refused(Exception):
-    """A request failed in a way that won't pass."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the key would follow it to another host."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """None: raise HTTPError instead."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
-_MOST_BYTES = 1 << 24
-
-
-def _read_all(response: Any, deadline: float) -> bytes:
-    """The body, within a deadline and a size that no honest answer exceeds."""
-    parts, size = [], 0
-    while chunk := response.read1(1 << 16):
-        parts.append(chunk)
-        size += len(chunk)
-        if size > _MOST_BYTES or time.monotonic() > deadline:
-            raise _Trouble(f"the answer was still coming after {size} bytes")
-    return b"".join(parts)
-
-# %% ../../nbs/470_judges_judge.ipynb #50f17c79
-def _http_error(e: urllib.error.HTTPError, address: str) -> Exception:
-    """Which kind of error an HTTP status is, in words."""
-    try:
-        said = " ".join(e.read(2000).decode("utf-8", "replace").split())[:200]
-    except (OSError, http.client.HTTPException):
-        said = ""
-    shown = f"HTTP {e.code}" + (f": {said}" if said else "")
-    if e.code >= 500 or e.code in (408, 409, 425, 429):
-        trouble = _Trouble(shown)
-        after = e.headers.get("Retry-After", "")
-        trouble.wait = float(after) if after.isdigit() else 0.0
-        return trouble
-    hints = {401: "Is the key right?", 403: "Is the key right?", 404: f"Is {address} right, and the model's name?"}
-    hint = "It points elsewhere: use the final address." if 300 <= e.code < 400 else hints.get(e.code, "")
-    return _Refused(f"{shown}. {hint}".rstrip())
-
-# %% ../../nbs/470_judges_judge.ipynb #1fcce3ef
-def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float) -> Any:
-    """POST JSON, return JSON that has `choices`; _Trouble or _Refused otherwise."""
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    deadline = time.monotonic() + timeout
-    try:
-        with _OPENER.open(request, timeout=timeout) as response:
-            raw = _read_all(response, deadline)
-    except urllib.error.HTTPError as e:
-        with e:
-            raise _http_error(e, address) from e
-    except (TimeoutError, urllib.error.URLError, http.client.HTTPException, OSError) as e:
-        why = e.reason if isinstance(e, urllib.error.URLError) else e
-        silent = isinstance(why, TimeoutError)
-        raise _Trouble(f"no answer within {timeout:g} s" if silent else f"{type(why).__name__}: {why}") from e
-    try:
-        reply = json.loads(raw)
-    except ValueError as e:
-        raise _Refused(f"{raw[:60]!r} is not JSON, so {address} is not an address with OpenAI's interface.") from e
-    if isinstance(reply, dict) and "error" in reply and not reply.get("choices"):
-        raise _Trouble(f"the server reports {str(reply['error'])[:200]}")
-    if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
-        raise _Refused(
-            f"the answer {str(reply)[:80]} has no choices, so {address} is not an address with OpenAI's interface."
-        )
-    return reply["choices"][0]
-
-# %% ../../nbs/470_judges_judge.ipynb #d92f29ed
-def read_choice(text: str, labels: Sequence[str]) -> int | None:
-    """Which label a reply means, as its index; None if it doesn't clearly mean one.
-
-    Args:
-        text: what the judge wrote.
-        labels: what it was asked to choose from.
-    """
-    text = text.strip()
-    if labels[-1].isdigit():
-        text = re.sub(rf"\s*(?:/|out of)\s*{labels[-1]}(?=\W*$|\W)", "", text)  # "4/5", "4 out of 5"
-    one = "|".join(map(re.escape, sorted(labels, key=len, reverse=True)))
-    start = re.match(rf"\W*({one})(?:\W*$|\s*[.,:;)\]*\n])", text)
-    end = re.search(rf"(?<![\w'])({one})\W*$", text)
-    found = {m[1] for m in (start, end) if m}
-    between = re.search(rf"(?<![\w'])({one})\s*(?:,|/|or|and)\s*({one})(?!\w)", text)  # "A or B" chooses neither
-    return None if len(found) != 1 or between else list(labels).index(found.pop())
-
-
-def _bare(token: Any) -> str:
-    """A token without spaces and signs around it."""
-    return re.sub(r"^\W+|\W+$", "", str(token))
-
-
-def read_reply(choice: Any, labels: Sequence[str]) -> tuple[list[float] | None, bool]:
-    """Probabilities of the labels in one choice of a chat completion, and whether they are more than 0 and 1."""
-    message = choice.get("message") if isinstance(choice, dict) else None
-    text = message.get("content") if isinstance(message, dict) else None
-    at = read_choice(text, labels) if isinstance(text, str) else None
-    if at is None:
-        return None, False
-    sure = [float(i == at) for i in range(len(labels))]
-    try:
-        places = [x for x in choice["logprobs"]["content"] if _bare(x["token"]) == labels[at]]
-        place = places[0 if re.match(r"\W*" + re.escape(labels[at]), str(text)) else -1]
-        top = [(_bare(t["token"]), math.exp(float(t["logprob"]))) for t in place["top_logprobs"]]
-    except (KeyError, IndexError, TypeError, ValueError):
-        return sure, False  # no log-probs, or in another form: the text alone
-    mass = [sum(p for word, p in top if word == label) for label in labels]
-    total = sum(mass)
-    return ([m / total for m in mass], True) if 0 < total < math.inf else (sure, False)
-
-# %% ../../nbs/470_judges_judge.ipynb #bc83bee3
-def _read_lines(path: Path) -> list[str]:
-    """Lines of a file that can also be written to; it is made if need be. The last one is "" unless it is torn."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", encoding="utf-8", errors="replace") as f:
-            f.seek(0)
-            return f.read().split("\n")
-    except OSError as e:
-        raise ConfigError(f"cache: {str(path)!r} can't be used ({e}): name a file in a folder you can write to.") from e
-
-# %% ../../nbs/470_judges_judge.ipynb #beb9dbeb
-class AnswerCache:
-    """Answers by the content of their question, in memory and, given a path, in a JSONL file.
-
-    Args:
-        path: one line an answer, appended at once; None: memory only.
-
-    Raises:
-        ConfigError: the file can't be read or made.
-    """
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        self.path, self.found, self.damaged = Path(path) if path is not None else None, dict[str, list[float]](), 0
-        self._lock, self._torn = threading.Lock(), False
-        lines = _read_lines(self.path) if self.path is not None else [""]
-        self._torn = bool(lines[-1])
-        for line in filter(None, lines):
-            try:
-                entry = json.loads(line)
-                self.found[str(entry["key"])] = [float(p) for p in entry["probs"]]
-            except (ValueError, KeyError, TypeError):
-                self.damaged += 1
-
-    @staticmethod
-    def key(**what: Any) -> str:
-        """The name of a question: a hash of all that decides the answer."""
-        return blake2b(json.dumps(what, sort_keys=True, ensure_ascii=False).encode(), digest_size=16).hexdigest()
-
-    def put(self, key: str, probs: list[float]) -> None:
-        """Keep an answer."""
-        with self._lock:
-            self.found[key] = probs
-            if self.path is not None:
-                line = json.dumps({"key": key, "probs": probs}) + "\n"
-                with self.path.open("a", encoding="utf-8") as f:
-                    f.write(("\n" if self._torn else "") + line)
-                self._torn = False
-
-# %% ../../nbs/470_judges_judge.ipynb #f6d86cd8
-class _Call:
-    """One call of compare or rate: its deadline, the sign that it has ended, and the failure that ended it."""
-
-    failure: Exception | None = None
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.deadline, self.over = seconds, time.monotonic() + seconds, threading.Event()
-
-    def fail(self, error: Exception) -> None:
-        """End the call; a thread that is about to ask the next question finds it ended."""
-        self.failure = self.failure or error
-        self.over.set()
-
-    def check(self) -> None:
-        """Raise when there is no point in another request."""
-        if self.over.is_set():
-            raise _Refused("the call has ended.")
-        if time.monotonic() >= self.deadline:
-            raise _Refused(
-                f"its budget of {self.seconds:g} s is used up. Raise budget or concurrency, or ask for fewer rows."
-            )
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than there is something to wait for."""
-        self.over.wait(max(0.0, min(seconds, self.deadline - time.monotonic())))
-
-    def timeout(self, longest: float) -> float:
-        """Seconds for the next request."""
-        return max(0.01, min(longest, self.deadline - time.monotonic()))
-
-# %% ../../nbs/470_judges_judge.ipynb #9ef8ff92
-class _Client:
-    """Sends questions to an endpoint, again where that may help."""
-
-    def __init__(self, config: EndpointConfig) -> None:
-        self.config, self.counts, self.use_logprobs = config, Counter[str](), config.logprobs
-        self._lock, self._random = threading.Lock(), random.Random()
-
-    def key(self) -> str | None:
-        """The API key, read when it is needed and kept nowhere."""
-        name = self.config.key_env
-        if name is not None and not os.environ.get(name):
-            raise ConfigError(f"key_env is {name!r}, but that environment variable isn't set: export {name}=... first.")
-        return os.environ[name].strip() if name is not None else None
-
-    def count(self, what: str) -> None:
-        """One more of something; the limit on requests is kept here."""
-        with self._lock:
-            most = self.config.max_requests
-            if what == "requests" and most is not None and self.counts[what] >= most:
-                raise _Refused(f"its limit of max_requests={most} is used up.")
-            self.counts[what] += 1
-
-# %% ../../nbs/470_judges_judge.ipynb #b5bf894f
-class _Sender(_Client):
-    """Questions in, choices out."""
-
-    def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """The request for one question."""
-        c = self.config
-        more = {"logprobs": True, "top_logprobs": c.top_logprobs} if self.use_logprobs else {}
-        how = {"temperature": c.temperature, "max_tokens": c.max_tokens}
-        return {"model": c.model, "messages": messages, **how, **more, **c.extra}
-
-    def send(self, messages: list[dict[str, str]], key: str | None, call: _Call) -> Any:
-        """The server's choice, after as many tries as the config allows.
-
-        Raises:
-            _Refused: it is no use; says why.
-        """
-        failed = 0
-        while True:
-            call.check()
-            self.count("requests")
-            probabilities = self.use_logprobs
-            try:
-                return _post(self.config.address, self.body(messages), key, call.timeout(self.config.timeout))
-            except _Refused as e:
-                if not (probabilities and "logprob" in str(e).lower()):
-                    raise
-                self.use_logprobs = False  # this server has none: ask again without, now and from now on
-            except _Trouble as e:
-                failed += 1
-                self.count("failures")
-                if failed >= self.config.attempts:
-                    raise _Refused(
-                        f"{failed} tries failed, the last with {e}. Is the server up, at this address?"
-                    ) from e
-                most = self.config.backoff_max
-                call.wait(
-                    max(min(e.wait, most), self._random.uniform(0, min(self.config.backoff * 2 ** (failed - 1), most)))
-                )
-
-# %% ../../nbs/470_judges_judge.ipynb #161313ba
-class _Endpoint(WordJudge):
-    """Settings, cache and client of a judge behind an address."""
-
-    def __init__(
-        self, url: str, model: str, template: JudgeTemplate | None = None, labels: Sequence[str] = ("A", "B"),
-        ratings: Sequence[str] = ("1", "2", "3", "4", "5"), *, name: str = "judge", **settings: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(template, labels, ratings, name)
-        self.config = EndpointConfig.model_validate({"url": url, "model": model, **settings})
-        self.cache, self._client = AnswerCache(self.config.cache), _Sender(self.config)
-        self._client.key()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What has happened so far."""
-        return dict(self._client.counts)
-
-    def _question_key(self, question: str, labels: tuple[str, ...]) -> str:
-        """Under which name an answer is kept: everything that decides it, but not where the server is."""
-        c = self.config
-        return AnswerCache.key(
-            model=c.model, system=self.template.system, question=question, labels=labels, temperature=c.temperature,
-            max_tokens=c.max_tokens, logprobs=c.logprobs, extra=c.extra,
-        )  # fmt: skip
-
-    def _one(self, key: str, question: str, labels: tuple[str, ...], secret: str | None, call: _Call) -> None:
-        """Ask one question; twice, if the first reply is unusable; keep the answer if there is one."""
-        system = [{"role": "system", "content": self.template.system}] if self.template.system else []
-        reminder = "\n\n" + fill(self.template.remind, labels=", ".join(labels))
-        for text in (question, question + reminder):
-            choice = self._client.send([*system, {"role": "user", "content": text}], secret, call)
-            probs, soft = read_reply(choice, labels)
-            if probs is not None:
-                self._client.count("with_logprobs" if soft else "text_only")
-                return self.cache.put(key, probs)
-            self._client.count("nonsense")
-
-# %% ../../nbs/470_judges_judge.ipynb #01cedaa0
-class _Asker(_Endpoint):
-    """Asks many questions at a time."""
-
-    def _ask_all(self, todo: dict[str, str], labels: tuple[str, ...]) -> None:
-        """All questions; the first failure ends the call."""
-        call, secret = _Call(self.config.budget), self._client.key()
-
-        def ask(key: str, question: str) -> None:
-            try:
-                self._one(key, question, labels, secret, call)
-            except (_Refused, OSError) as e:
-                call.fail(e)
-                raise
-
-        pool = ThreadPoolExecutor(min(self.config.concurrency, len(todo)), thread_name_prefix="judge")
-        try:
-            for done in as_completed([pool.submit(ask, k, q) for k, q in todo.items()]):
-                done.result()
-        except (_Refused, OSError) as e:
-            why = str(call.failure or e)
-            raise RewardError(self._stopped(why.replace(secret, "***") if secret else why, todo)) from None
-        finally:
-            call.over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _stopped(self, why: str, todo: dict[str, str]) -> str:
-        """The one sentence for a call that ended early."""
-        kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
-        return (
-            f"judge {self.name!r} at {self.config.address} stopped: {why} {kept} of {len(todo)} answers were obtained and are "
-            f"kept in {place}: asking again asks only for the rest."
-        )
-
-# %% ../../nbs/470_judges_judge.ipynb #d04dd3a6
-class EndpointJudge(_Asker):
-    """A judge behind an address with OpenAI's chat interface.
-
-    Args:
-        url: base address, http://localhost:8000/v1.
-        model: name of the model there.
-        template: the words it is asked in.
-        labels, ratings: as in `ModelJudge`.
-        name: for logs.
-        settings: further settings of `EndpointConfig`: key_env, cache, concurrency, timeout, attempts, budget, ...
-
-    `counts` hold, over the judge's life, requests, failures, nonsense (unusable replies), no_opinion, and how many replies
-    were read with_logprobs or text_only.
-
-    Raises:
-        ConfigError: settings that can't be meant, an unset key variable, an unusable cache file.
-    """
-
-    def reply_probs(self, questions: list[str], labels: tuple[str, ...]) -> list[list[float] | None]:
-        """Answers from the cache, and from the server what is not there.
-
-        Raises:
-            RewardError: the server can't be reached, refuses, or the budget is used up; answers so far are kept.
-        """
-        keys = [self._question_key(q, labels) for q in questions]
-        todo = {k: q for k, q in zip(keys, questions, strict=True) if k not in self.cache.found}
-        if todo:
-            self._ask_all(todo, labels)
-        found = [self.cache.found.get(k) for k in keys]
-        self._client.counts["no_opinion"] += sum(p is None for p in found)
-        return list(found)
 
 # %% ../../nbs/470_judges_judge.ipynb #90a23b05
 Mode = Literal["pointwise", "pairwise"]
@@ -1048,22 +490,6 @@ class Labelled(NamedTuple):
     rows: list[dict[str, Any]]  # prompt, chosen, rejected, probability (that chosen is better, > 0.5)
     stats: dict[str, float]
 
-
-def _verdicts(judge: Judge, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria) -> Verdicts:
-    """Both orders of any judge: its own, or from asking it twice."""
-    if isinstance(judge, BothOrders):
-        return judge.verdicts(prompts, firsts, seconds, criteria)
-    got = judge.compare([*prompts, *prompts], [*firsts, *seconds], [*seconds, *firsts], _twice(criteria))
-    return Verdicts(got[: len(prompts)], [None if p is None else 1 - p for p in got[len(prompts) :]])
-
-
-def _check_answers(prompts: Texts, answers_a: Texts, answers_b: Texts) -> None:
-    """Refuse prompts and answers that say nothing."""
-    for what, column in (("prompt", prompts), ("first answer", answers_a), ("second answer", answers_b)):
-        for row, text in enumerate(column):
-            if not text or not plain(text).strip():
-                raise DataError(f"row {row}: the {what} is empty, so there is nothing to compare. Drop the row.")
-
 # %% ../../nbs/470_judges_judge.ipynb #3d4a46c0
 def label_pairs(
     judge: Judge, prompts: Texts, answers_a: Texts, answers_b: Texts, *, criteria: Criteria = None, min_confidence: float = 0.5,
@@ -1093,10 +519,16 @@ def label_pairs(
         )
     more = dict(columns or {})
     _aligned(prompts=prompts, answers_a=answers_a, answers_b=answers_b, criteria=criteria, **more)
-    _check_answers(prompts, answers_a, answers_b)
+    for what, column in (("prompt", prompts), ("first answer", answers_a), ("second answer", answers_b)):
+        for i, text in enumerate(column):
+            if not text or not plain(text).strip():
+                raise DataError(f"row {i}: the {what} is empty, so there is nothing to compare. Drop the row.")
     keep = [i for i in range(len(prompts)) if plain(answers_a[i]).strip() != plain(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
-    verdicts = _verdicts(judge, p, a, b, None if criteria is None else [criteria[i] for i in keep])
+    by = None if criteria is None else [criteria[i] for i in keep]
+    verdicts = (
+        judge.verdicts(p, a, b, by) if isinstance(judge, BothOrders) else _both_orders(judge.compare, p, a, b, by)
+    )
     rows = []
     for i, prob in zip(keep, verdicts.probabilities, strict=True):
         if prob is not None and (sure := max(prob, 1 - prob)) > min_confidence:

@@ -20,13 +20,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import ModelError, Precision, suggest
+from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean, suggest
 
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
 __all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
-           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm',
+           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
            'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
            'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'save_adapter', 'evaluating']
 
@@ -52,10 +52,9 @@ def _no_such_path(path: Path, what: str) -> ModelError:
     near = suggest(there.name, siblings)
     if near is not None:
         rest = there.parent / near / path.relative_to(there)
-        return ModelError(
-            f"{what} {str(path)!r} doesn't exist. Did you mean {str(rest if rest.exists() else there.parent / near)!r}?"
-        )
-    hint = f"{str(there.parent)!r} holds: {', '.join(siblings[:8]) or 'nothing'}."
+        hint = f"Did you mean {str(rest if rest.exists() else there.parent / near)!r}?"
+    else:
+        hint = f"{str(there.parent)!r} holds: {', '.join(siblings[:8]) or 'nothing'}."
     return ModelError(f"{what} {str(path)!r} doesn't exist. {hint}")
 
 # %% ../../nbs/300_models_load.ipynb #52e25387
@@ -85,14 +84,9 @@ def find_model(name: str) -> tuple[str, str]:
     if "adapter_config.json" in files:
         return "adapter", str(path)
     if "config.json" not in files:
-        inside = sorted(
-            p.name for p in path.iterdir() if (p / "config.json").exists() or (p / "adapter_config.json").exists()
-        )
-        hint = (
-            f"Models are in its sub-directories: {', '.join(inside)}."
-            if inside
-            else f"It holds: {', '.join(sorted(files)[:8]) or 'nothing'}."
-        )
+        inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
+        hint = f"It holds: {', '.join(sorted(files)[:8]) or 'nothing'}."
+        hint = f"Models are in its sub-directories: {', '.join(inside)}." if inside else hint
         raise ModelError(f"{str(path)!r} has no config.json, so it is not a saved model. {hint}")
     if not any(f.endswith(".safetensors") for f in files):
         pickled = sorted(f for f in files if f.endswith((".bin", ".pt", ".pth")))
@@ -105,17 +99,8 @@ def find_model(name: str) -> tuple[str, str]:
     return "model", str(path)
 
 # %% ../../nbs/300_models_load.ipynb #0dea51d7
-_PADS = (
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|finetune_right_pad_id|>",
-    "<|pad_id|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "[UNK]",
-    "<unk>",
-)
+_PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
+_PADS += ["<|endoftext|>", "<|end_of_text|>", "[UNK]", "<unk>"]
 
 
 def ensure_pad(tokenizer: Any) -> str:
@@ -162,9 +147,7 @@ def quiet() -> Iterator[None]:
     hf.set_verbosity_error()
     hf.disable_progress_bar()
     real = other.is_deepspeed_available
-    if (
-        "deepspeed" not in sys.modules
-    ):  # saving asks whether the model is wrapped by it, and would import it to find out
+    if "deepspeed" not in sys.modules:  # saving asks whether it wraps the model, and would import it to find out
         other.is_deepspeed_available = lambda: False
     try:
         with warnings.catch_warnings():
@@ -195,11 +178,8 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        offline = (
-            os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-            or "internet connection" in str(e)
-            or "offline" in str(e).lower()
-        )
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         if Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
@@ -218,12 +198,20 @@ def _generic_tokenizer(folder: Path) -> bool:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in (
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-    )
+    generic = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
+)
+
+
 def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
@@ -245,36 +233,18 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
         if _looks_local(name):
             if not local.is_dir():
                 raise _no_such_path(local, "tokenizer directory")
-            if not any(
-                (local / f).exists()
-                for f in (
-                    "tokenizer.json",
-                    "tokenizer_config.json",
-                    "vocab.json",
-                    "tokenizer.model",
-                    "spiece.model",
-                    "vocab.txt",
-                )
-            ):
+            if not any((local / f).exists() for f in _TOKENIZER_FILES):
                 raise ModelError(
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
                 )
             name = str(local)
         kind: Any = PreTrainedTokenizerFast if _generic_tokenizer(local) else AutoTokenizer
-        tokenizer = load_or_explain(
-            "tokenizer",
-            name,
-            lambda: kind.from_pretrained(name, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code),
-        )
+        options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+        tokenizer = load_or_explain("tokenizer", name, lambda: kind.from_pretrained(name, **options))
     if cfg.chat_template is not None:
-        is_file = (
-            len(cfg.chat_template) < 1024
-            and "\n" not in cfg.chat_template
-            and Path(cfg.chat_template).expanduser().is_file()
-        )
-        tokenizer.chat_template = (
-            Path(cfg.chat_template).expanduser().read_text(encoding="utf-8") if is_file else cfg.chat_template
-        )
+        text, file = cfg.chat_template, Path(cfg.chat_template).expanduser()
+        is_file = len(text) < 1024 and "\n" not in text and file.is_file()
+        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else text
     done = ensure_pad(tokenizer)
     if done:
         _log.info("%s: %s", name, done)
@@ -320,9 +290,6 @@ def disable_dropout(model: M_) -> M_:
     return model
 
 # %% ../../nbs/300_models_load.ipynb #f697dbb6
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def weights_dtype(cfg: ModelConfig, precision: Precision, trainable: bool = True) -> torch.dtype:
     """The number format a model's weights are loaded in.
 
@@ -337,7 +304,7 @@ def weights_dtype(cfg: ModelConfig, precision: Precision, trainable: bool = True
     frozen = cfg.lora is not None or not trainable
     if cfg.dtype == "auto":
         return precision.frozen_dtype if frozen else precision.trainable_dtype
-    want = _DTYPES[cfg.dtype]
+    want = DTYPES[cfg.dtype]
     if not frozen and want != torch.float32:
         raise ModelError(
             f"model.dtype={cfg.dtype} was asked for, but all weights are trained and trained weights are kept in fp32 (half precision loses small updates, "
@@ -436,20 +403,12 @@ def load_causal_lm(
         model = build_model(seed).to(dtype)
     else:
         kind, where = find_model(str(cfg.name_or_path))
-        model = (
-            _load_adapter_merged(where, cfg, precision, dtype)
-            if kind == "adapter"
-            else _load_plain(where, cfg, precision, dtype)
-        )
+        load = _load_adapter_merged if kind == "adapter" else _load_plain
+        model = load(where, cfg, precision, dtype)
     if tokenizer is not None:
         added = resize_embeddings(model, len(tokenizer))
         if added:
-            _log.info(
-                "%s: embedding grown by %d row(s) for the tokenizer's %d tokens",
-                cfg.name_or_path,
-                added,
-                len(tokenizer),
-            )
+            _log.info("%s: embedding grown by %d row(s), to %d", cfg.name_or_path, added, len(tokenizer))
         set_special_tokens(model, tokenizer)
     disable_dropout(model)
     quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_toy(cfg.name_or_path)
@@ -488,6 +447,32 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
         resize_embeddings(model, len(load_tokenizer(cfg.replace(name_or_path=where, tokenizer=None))))
     model = load_or_explain("adapter", where, lambda: PeftModel.from_pretrained(model, where))
     return model.merge_and_unload()
+
+
+def load_model(
+    name: str | Path | None = None,
+    *,
+    trainable: bool = True,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub name")`.
+
+    Args:
+        name: a directory or a hub name; None builds the untrained toy model.
+        trainable: whether its weights will be trained (frozen ones may be half precision).
+        device: "auto", "cpu", "mps", "cuda" or "cuda:1".
+        precision: "auto", "fp32", "bf16" or "fp16".
+        options: further settings of `ModelConfig`, such as `attn_implementation`.
+
+    Raises:
+        ConfigError: an unknown setting, or a device that isn't there.
+        ModelError: see `load_causal_lm`.
+    """
+    cfg = ModelConfig(name_or_path=None if name is None else str(name), **options)
+    tokenizer = load_tokenizer(cfg)
+    return load_causal_lm(cfg, decide_precision(device, precision), tokenizer=tokenizer, trainable=trainable), tokenizer
 
 
 def set_special_tokens(model: Any, tokenizer: Any) -> None:
@@ -530,11 +515,8 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     layers = [layer for _, layer in lora_layers(model)]
     known = adapter_names(model)
     if name is not None and name not in known:
-        near = suggest(name, known)
-        raise ModelError(
-            f"the model has no adapter {name!r}. "
-            + (f"Did you mean {near!r}?" if near else f"It has: {', '.join(known) or 'none'}.")
-        )
+        hint = did_you_mean(name, known, f"It has: {', '.join(known) or 'none'}.")
+        raise ModelError(f"the model has no adapter {name!r}. {hint}")
     before = [(list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
     if all(not on if name is None else (on and active == [name]) for active, on in before):
         yield
@@ -607,14 +589,8 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
         return (weight.float() + delta.float()).to(weight.dtype)
 
 # %% ../../nbs/300_models_load.ipynb #3e666c65
-_OURS = (
-    "model*.safetensors",
-    "model*.index.json",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "reward_head.safetensors",
-    "REWARD_MODEL.md",
-)
+_OURS = ["model*.safetensors", "model*.index.json", "adapter_config.json", "adapter_model.safetensors"]
+_OURS += ["reward_head.safetensors", "REWARD_MODEL.md"]
 
 
 @contextmanager
@@ -712,14 +688,8 @@ def save_model(
         if names and not merge:
             save_adapter(model, str(adapter), folder)
         elif names:
-            plain = model.get_base_model()
-            save_weights(
-                type(plain),
-                plain.config,
-                merged_weights(model, adapter),
-                folder,
-                getattr(plain, "generation_config", None),
-            )
+            plain, weights = model.get_base_model(), merged_weights(model, adapter)
+            save_weights(type(plain), plain.config, weights, folder, getattr(plain, "generation_config", None))
         else:
             model.save_pretrained(folder)
         if verify:

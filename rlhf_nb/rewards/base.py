@@ -8,32 +8,28 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..core import ConfigError, RewardError, suggest
 from ..scoring.scores import TOKEN_BUDGET
+from ..rollout.sampler import eval_mode
+from .trl import as_reward
 from ..types import Completions, Rollout
 
 RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[float | None]]"]
 
 # %% auto #0
-__all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty', 'score_moments',
+__all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
            'RunningNormalizer']
 
 # %% ../../nbs/440_rewards_base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
     """An answer that is not a list of one entry per completion."""
-
-
-class _Bad(NamedTuple):
-    """Why one row's answer can't be used."""
-
-    row: int
-    why: str
 
 
 def _call_name(fn: Any, index: int) -> str:
@@ -49,11 +45,9 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     except (TypeError, ValueError):
         return {}  # a builtin without a signature: prompts and completions only
     known: dict[str, list[Any]] = dict(rollout.columns)
-    takes_ids = any(p.name == "completion_ids" for p in parameters)
-    if takes_ids and "completion_ids" not in known:
-        known["completion_ids"] = [
-            ids[:n].tolist() for ids, n in zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)
-        ]
+    if any(p.name == "completion_ids" for p in parameters) and "completion_ids" not in known:
+        rows = zip(rollout.completion_ids, rollout.completion_lens.tolist(), strict=True)
+        known["completion_ids"] = [ids[:n].tolist() for ids, n in rows]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for i, p in enumerate(parameters) if i >= 2 or p.kind is inspect.Parameter.KEYWORD_ONLY]
     named = [p for p in named if p.name not in ("prompts", "completions") and p.kind not in variadic]
@@ -68,74 +62,52 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     return known if takes_all else {p.name: known[p.name] for p in named if p.name in known}
 
 # %% ../../nbs/440_rewards_base.ipynb #8b536058
-def _check_answers(answers: Any, n: int) -> tuple[list[float | None], list[_Bad]]:
-    """One finite number or None per row; a list of the wrong length can't be blamed on a row and raises."""
-    if isinstance(answers, Tensor):
-        answers = (
-            answers.detach().float().cpu().flatten().tolist()
-            if answers.dim() <= 1 or answers.shape[1:].numel() == 1
-            else answers.tolist()
-        )
-    elif hasattr(answers, "tolist"):
-        answers = answers.tolist()
+def _check_answers(answers: Any, n: int) -> tuple[list[float | None], dict[int, str]]:
+    """One finite number or None per row, and by row what is wrong with the rest; a list of the wrong length can't be blamed on a row and raises."""
+    if isinstance(answers, Tensor) and (answers.dim() <= 1 or answers.shape[1:].numel() == 1):
+        answers = answers.detach().float().flatten()
+    answers = answers.tolist() if hasattr(answers, "tolist") else answers
     if isinstance(answers, str | dict) or not isinstance(answers, Sequence):
         raise _WrongForm(f"returned {type(answers).__name__}, expected a list of {n} numbers")
     if len(answers) != n:
         raise _WrongForm(f"returned {len(answers)} numbers for {n} completions")
     values: list[float | None] = []
-    bad = []
+    bad: dict[int, str] = {}
     for row, answer in enumerate(answers):
-        item = (
-            answer.item()
-            if hasattr(answer, "item")
-            and getattr(answer, "size", None) is not None
-            and not isinstance(answer, int | float)
-            else answer
-        )
-        if item is None:
-            values.append(None)
-        elif isinstance(item, bool | int | float) and math.isfinite(item):
-            values.append(float(item))
-        else:
-            values.append(None)
-            bad.append(
-                _Bad(
-                    row,
-                    f"returned {item!r}, expected a finite number or None"
-                    if isinstance(item, int | float)
-                    else f"returned {item!r} (a {type(item).__name__}), expected a number or None",
-                )
-            )
+        x = answer.item() if math.prod(getattr(answer, "shape", (0,))) == 1 else answer  # numpy's and torch's scalars
+        fine = isinstance(x, int | float) and math.isfinite(x)
+        values.append(float(x) if fine else None)
+        if not fine and isinstance(x, int | float):
+            bad[row] = f"returned {x!r}, expected a finite number or None"
+        elif not fine and x is not None:
+            bad[row] = f"returned {x!r} (a {type(x).__name__}), expected a number or None"
     return values, bad
 
 # %% ../../nbs/440_rewards_base.ipynb #088bf319
-class _Pending:
-    """Awaitables that run together in a thread of their own."""
+def _together(makers: Sequence[Callable[[], Awaitable[Any]]]) -> Callable[[], list[Any]]:
+    """Start awaitables, all at once, in a thread of their own; returns a function that waits for the results, exceptions among them."""
+    results: list[Any] = []
 
-    def __init__(self, makers: list[Callable[[], Awaitable[Any]]]) -> None:
-        self.results: list[Any] = []
-        self.thread = threading.Thread(target=self._run, args=(makers,), daemon=True, name="async rewards")
-        self.thread.start()
+    async def one(make: Callable[[], Awaitable[Any]]) -> Any:
+        return await make()
 
-    def _run(self, makers: list[Callable[[], Awaitable[Any]]]) -> None:
-        """The thread's work: one loop, everything at once; an exception is a result like any other."""
+    async def everything() -> list[Any]:
+        return await asyncio.gather(*map(one, makers), return_exceptions=True)
 
-        async def together() -> list[Any]:
-            async def one(make: Callable[[], Awaitable[Any]]) -> Any:
-                return await make()
-
-            return await asyncio.gather(*(one(m) for m in makers), return_exceptions=True)
-
+    def work() -> None:
         try:
-            self.results = asyncio.run(together())
+            results.extend(asyncio.run(everything()))
         except BaseException as e:  # handed to the caller's thread, which raises it
-            self.results = [e] * len(makers)
+            results.extend([e] * len(makers))
 
-    def wait(self) -> list[Any]:
-        """Results in order, exceptions among them; Ctrl-C gets through while waiting."""
-        while self.thread.is_alive():
-            self.thread.join(0.2)
-        return self.results
+    def wait() -> list[Any]:
+        while thread.is_alive():
+            thread.join(0.2)  # Ctrl-C gets through
+        return results
+
+    thread = threading.Thread(target=work, daemon=True, name="async rewards")
+    thread.start()
+    return wait
 
 
 def _is_async(fn: Any) -> bool:
@@ -153,116 +125,77 @@ class RolloutScorer(Protocol):
         """Scores [B], and parts [B] worth logging on their own."""
 
 
-def _excerpt(text: Any, limit: int = 200) -> str:
-    """A text, shortened for a message."""
-    shown = repr(text)
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
-
-# %% ../../nbs/440_rewards_base.ipynb #790c25cd
-def _maker(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
-    """A call of an async function, to be made in another thread."""
-    return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
-
-
 def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Any:
     """A function's answer, or the exception it ended in."""
     try:
         if isinstance(fn, RolloutScorer):
             return fn.score_rollout(rollout)
         answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
-        if inspect.isawaitable(answer):
-            later = answer
-            return _Pending([lambda: later]).wait()[0]
-        return answer
-    except Exception as e:
+        return _together([lambda: answer])()[0] if inspect.isawaitable(answer) else answer
+    except Exception as e:  # whatever a reward function may raise: `Rewards` says whose it is, or counts it
         return e
 
-# %% ../../nbs/440_rewards_base.ipynb #3a7654d9
-class _Judges:
-    """The functions of a `Rewards`, with their weights and names."""
 
-    def __init__(
-        self,
-        fns: Any,
-        weights: Sequence[float] | None = None,
-        names: Sequence[str] | None = None,
-        *,
-        on_error: Literal["raise", "skip"] = "raise",
-        fallback: float = 0.0,
-    ) -> None:
-        self.fns = list(fns) if isinstance(fns, list | tuple) else [fns]
-        if not self.fns:
-            raise ConfigError("no reward function was given, so there is nothing to learn from.")
-        for i, fn in enumerate(self.fns):
-            if not callable(fn) and not isinstance(fn, RolloutScorer):
-                raise ConfigError(
-                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble."
-                )
-        self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
-        for what, given in (("weights", weights), ("names", names)):
-            if given is not None and len(given) != len(self.fns):
-                raise ConfigError(
-                    f"{len(given)} {what} were given for {len(self.fns)} reward functions: one each is needed."
-                )
-        if not all(math.isfinite(w) for w in self.weights):
-            raise ConfigError(f"reward weights are {self.weights}: each must be a finite number.")
-        if on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error is {on_error!r}: use 'raise' or 'skip'.")
-        self.names: list[str] = []
-        for i, fn in enumerate(self.fns):
-            name = names[i] if names is not None else _call_name(fn, i)
-            self.names.append(name if name not in self.names else f"{name}_{i}")
-        self.on_error, self.fallback = on_error, fallback
-        self.stats: dict[str, float] = {}
+def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]]) -> list[Any]:
+    """`_attempt` of each call; async functions are started first and waited for last."""
+    waiting = [i for i, (fn, _, _) in enumerate(calls) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
 
-# %% ../../nbs/440_rewards_base.ipynb #01278863
-class _Answers(_Judges):
-    """Asks the functions, and settles what each answer means."""
+    def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
+        return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
 
-    def _ask(self, rollout: Rollout) -> list[tuple[list[float | None], dict[str, Tensor], int]]:
-        """What each function has to say, checked: see `_settle`. Async ones are asked first and waited for last."""
-        columns = [
-            {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout)
-            for fn, name in zip(self.fns, self.names, strict=True)
-        ]
-        waiting = [i for i, fn in enumerate(self.fns) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
-        pending = _Pending([_maker(self.fns[i], rollout, columns[i]) for i in waiting]) if waiting else None
-        answers: dict[int, Any] = {}
-        for i, fn in enumerate(self.fns):
-            if i not in waiting:
-                answers[i] = _attempt(fn, rollout, columns[i])
-        answers.update(zip(waiting, pending.wait() if pending else [], strict=True))
-        return [self._settle(i, answers[i], rollout, columns[i]) for i in range(len(self.fns))]
+    wait = _together([later(*calls[i]) for i in waiting]) if waiting else list
+    answers = {i: _attempt(*call) for i, call in enumerate(calls) if i not in waiting}
+    answers |= dict(zip(waiting, wait(), strict=True))
+    return [answers[i] for i in range(len(calls))]
 
-    def _settle(
-        self, i: int, answer: Any, rollout: Rollout, columns: dict[str, list[Any]]
-    ) -> tuple[list[float | None], dict[str, Tensor], int]:
-        """Checked answers of one function, parts of its own, and how many rows it failed on."""
-        fn, name, extra = self.fns[i], self.names[i], {}
-        problem: BaseException | None = answer if isinstance(answer, BaseException) else None
-        bad: list[_Bad] = []
-        values: list[float | None] = []
-        if problem is None:
-            if isinstance(fn, RolloutScorer):
-                answer, extra = answer
-            try:
-                values, bad = _check_answers(answer, len(rollout))
-            except _WrongForm as e:
-                problem = e
-        if isinstance(problem, RewardError):
-            raise problem
-        if problem is not None:
-            if isinstance(problem, _WrongForm) and self.on_error == "raise":
-                raise RewardError(
-                    f"reward function {name!r} {problem}: it must return one number (or None) per completion."
-                ) from problem
-            values, bad = _row_by_row(fn, rollout, columns, problem, self.on_error == "raise")
-        if bad and self.on_error == "raise":
-            raise _complaint(name, bad, rollout) from problem
-        return values, extra, len(bad)
+# %% ../../nbs/440_rewards_base.ipynb #d359de9e
+def _excerpt(text: Any, limit: int = 200) -> str:
+    """A text, shortened for a message."""
+    shown = repr(text)
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def _why(e: BaseException) -> str:
+    """An exception as the end of a sentence that starts with the function's name."""
+    return str(e) if isinstance(e, _WrongForm) else f"raised {type(e).__name__}: {e}"
+
+
+def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
+    """The error for rows that a function failed on."""
+    row = min(bad)
+    return RewardError(
+        f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt {_excerpt(rollout.prompts[row])}, "
+        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or set on_error='skip' to count and go on."
+    )
+
+
+def _row_by_row(
+    fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: Exception, stop: bool
+) -> tuple[list[float | None], dict[int, str]]:
+    """After a whole batch failed: each row's own answer, and what is wrong with those that fail alone (`stop`: the first of them only)."""
+    singles = [(fn, rollout[row], {k: [v[row]] for k, v in columns.items()}) for row in range(len(rollout))]
+    values: list[float | None] = []
+    bad: dict[int, str] = {}
+    answers = _attempt_all(singles) if _is_async(fn) else (_attempt(*single) for single in singles)
+    for row, answer in enumerate(answers):
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            got, wrong = _check_answers(answer[0] if isinstance(fn, RolloutScorer) else answer, 1)
+        except Exception as e:  # whatever the function raised
+            got, wrong = [None], {0: _why(e)}
+        values += got
+        if wrong:
+            bad[row] = wrong[0]
+        if bad and stop:
+            return values, bad
+    if not bad and not isinstance(problem, _WrongForm):  # only the batch as a whole fails
+        why = f"{_why(problem)} (for the whole batch; asked one by one, it answers)"
+        return [None] * len(rollout), dict.fromkeys(range(len(rollout)), why)
+    return values, bad
 
 # %% ../../nbs/440_rewards_base.ipynb #4a7614f5
-class Rewards(_Answers):
+class Rewards:
     """Several reward functions with weights, as one.
 
     Args:
@@ -275,6 +208,35 @@ class Rewards(_Answers):
     Raises:
         ConfigError: no functions, something that can't be called, or a number of weights that doesn't fit.
     """
+
+    def __init__(
+        self, fns: Any, weights: Sequence[float] | None = None, names: Sequence[str] | None = None, *,
+        on_error: Literal["raise", "skip"] = "raise", fallback: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.fns = [as_reward(fn) for fn in (fns if isinstance(fns, list | tuple) else [fns])]
+        if not self.fns:
+            raise ConfigError("no reward function was given, so there is nothing to learn from.")
+        for i, fn in enumerate(self.fns):
+            if not callable(fn) and not isinstance(fn, RolloutScorer):
+                raise ConfigError(
+                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble."
+                )
+        for what, given in (("weights", weights), ("names", names)):
+            if given is not None and len(given) != len(self.fns):
+                raise ConfigError(
+                    f"{len(given)} {what} were given for {len(self.fns)} reward functions: one each is needed."
+                )
+        self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
+        if not all(math.isfinite(w) for w in self.weights):
+            raise ConfigError(f"reward weights are {self.weights}: each must be a finite number.")
+        if on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error is {on_error!r}: use 'raise' or 'skip'.")
+        self.names: list[str] = []
+        for i, fn in enumerate(self.fns):
+            name = names[i] if names is not None else _call_name(fn, i)
+            self.names.append(name if name not in self.names else f"{name}_{i}")
+        self.on_error, self.fallback = on_error, fallback
+        self.stats: dict[str, float] = {}
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Score a rollout.
@@ -290,21 +252,19 @@ class Rewards(_Answers):
             RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
         """
         self.stats = {}
-        n, answers = len(rollout), self._ask(rollout)
+        n, device = len(rollout), rollout.completion_ids.device
         total, opinions = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
         parts: dict[str, Tensor] = {}
-        for name, weight, (values, extra, failed) in zip(self.names, self.weights, answers, strict=True):
+        for name, weight, (values, extra, failed) in zip(self.names, self.weights, self._ask(rollout), strict=True):
             has = torch.tensor([v is not None for v in values], dtype=torch.bool)
             column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
             total += torch.where(has, column * weight, torch.zeros_like(column))
             opinions += has
-            device = rollout.completion_ids.device
             parts[name] = column.float().to(device)
             parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
-            self.stats |= {f"rewards/{name}": float(column[has].mean()) if has.any() else math.nan}
-            silent_here = int((~has).sum()) - failed
-            self.stats |= {f"rewards/{name}/no_opinion": float(silent_here)} if silent_here else {}
-            self.stats |= {f"rewards/{name}/failed": float(failed)} if failed else {}
+            self.stats[f"rewards/{name}"] = float(column[has].mean()) if has.any() else math.nan
+            counts = {"no_opinion": int((~has).sum()) - failed, "failed": failed}
+            self.stats |= {f"rewards/{name}/{what}": float(x) for what, x in counts.items() if x}
         silent = (opinions == 0).nonzero().flatten().tolist()
         if silent and self.on_error == "raise":
             row = silent[0]
@@ -315,51 +275,41 @@ class Rewards(_Answers):
         scores = total.float()
         scores[silent] = self.fallback
         self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
-        return scores.to(rollout.completion_ids.device), parts
+        return scores.to(device), parts
 
-# %% ../../nbs/440_rewards_base.ipynb #d359de9e
-def _row_by_row(
-    fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: BaseException, stop: bool
-) -> tuple[list[float | None], list[_Bad]]:
-    """After a whole batch failed: ask again one row at a time, to learn which rows are to blame (`stop`: the first of them) and keep the others."""
-    values: list[float | None] = []
-    bad: list[_Bad] = []
-    singles = [(rollout[row], {k: [v[row]] for k, v in columns.items()}) for row in range(len(rollout))]
-    is_async = not isinstance(fn, RolloutScorer) and _is_async(fn)
-    together = _Pending([_maker(fn, single, one) for single, one in singles]).wait() if is_async else []
-    for row, (single, one) in enumerate(singles):
-        answer = together[row] if is_async else _attempt(fn, single, one)
+    def _ask(self, rollout: Rollout) -> list[tuple[list[float | None], dict[str, Tensor], int]]:
+        """For each function its checked answers, parts of its own, and how many rows it failed on."""
+        calls = [
+            (fn, rollout, {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout))
+            for fn, name in zip(self.fns, self.names, strict=True)
+        ]
+        answers = _attempt_all(calls)
+        return [self._settle(name, *call, x) for name, call, x in zip(self.names, calls, answers, strict=True)]
+
+    def _settle(
+        self, name: str, fn: Any, rollout: Rollout, columns: dict[str, list[Any]], answer: Any
+    ) -> tuple[list[float | None], dict[str, Tensor], int]:
+        """What one function's answer, or the exception it ended in, means."""
+        extra: dict[str, Tensor] = {}
+        problem: Exception | None = None
         try:
             if isinstance(answer, BaseException):
                 raise answer
-            got, wrong = _check_answers(answer[0] if isinstance(fn, RolloutScorer) else answer, 1)
-        except Exception as e:
-            got, wrong = [None], [_Bad(0, _why(e))]
-        values += got
-        bad += [_Bad(row, w.why) for w in wrong]
-        if bad and stop:
-            return values, bad
-    if not bad and not isinstance(problem, _WrongForm):  # only the batch as a whole fails
-        bad = [
-            _Bad(row, f"{_why(problem)} (for the whole batch; asked one by one, it answers)")
-            for row in range(len(rollout))
-        ]
-        values = [None] * len(rollout)
-    return values, bad
-
-
-def _why(e: BaseException) -> str:
-    """An exception as the end of a sentence that starts with the function's name."""
-    return str(e) if isinstance(e, _WrongForm) else f"raised {type(e).__name__}: {e}"
-
-
-def _complaint(name: str, bad: list[_Bad], rollout: Rollout) -> RewardError:
-    """The error for rows that a function failed on."""
-    row, why = bad[0].row, bad[0].why.rstrip(".")
-    return RewardError(
-        f"reward function {name!r} {why}, on row {row} of {len(rollout)}: prompt {_excerpt(rollout.prompts[row])}, "
-        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or set on_error='skip' to count and go on."
-    )
+            if isinstance(fn, RolloutScorer):
+                answer, extra = answer
+            values, bad = _check_answers(answer, len(rollout))
+        except RewardError:
+            raise
+        except Exception as e:  # whatever the function raised
+            problem = e
+            if isinstance(e, _WrongForm) and self.on_error == "raise":
+                raise RewardError(
+                    f"reward function {name!r} {e}: it must return one number (or None) per completion."
+                ) from e
+            values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise")
+        if bad and self.on_error == "raise":
+            raise _complaint(name, bad, rollout) from problem
+        return values, extra, len(bad)
 
 # %% ../../nbs/440_rewards_base.ipynb #d4d7ca5b
 class CanScore(Protocol):
@@ -380,12 +330,9 @@ class RewardModelFn:
     """
 
     def __init__(
-        self,
-        model: CanScore,
-        name: str = "reward_model",
-        token_budget: int = TOKEN_BUDGET,
+        self, model: CanScore, name: str = "reward_model", token_budget: int = TOKEN_BUDGET,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not hasattr(model, "score"):
             raise ConfigError(
                 f"{type(model).__name__} has no score(completions): give a RewardModel, or a function to Rewards."
@@ -396,39 +343,11 @@ class RewardModelFn:
         """Scores float[B] on the rollout's device, and no further parts."""
         module = self.model if isinstance(self.model, torch.nn.Module) else None
         device = self._device or (next(module.parameters()).device if module is not None else rollout.prompt_ids.device)
-        training = module is not None and module.training
-        c = Completions(
-            rollout.prompt_ids,
-            rollout.prompt_mask,
-            rollout.completion_ids,
-            rollout.completion_lens,
-            rollout.completion_mask,
-        ).to(device)
-        try:
-            if module is not None and training:
-                module.eval()
-            with torch.no_grad():
-                scores = self.model.score(c, self.token_budget).float()
-        finally:
-            if module is not None and training:
-                module.train()
+        tokens = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_lens)
+        c = Completions(*tokens, rollout.completion_mask).to(device)
+        with torch.no_grad(), eval_mode(module) if module is not None else nullcontext():
+            scores = self.model.score(c, self.token_budget).float()
         return scores.to(rollout.prompt_ids.device), {}
-
-# %% ../../nbs/440_rewards_base.ipynb #95f614b0
-def _check_ensemble(mode: str, members: int, lam: float) -> None:
-    """Raise ConfigError for settings that no ensemble can have."""
-    if mode not in ("mean", "min", "mean_minus_std"):
-        near = suggest(mode, ["mean", "min", "mean_minus_std"])
-        raise ConfigError(
-            f"ensemble mode {mode!r} doesn't exist. "
-            + (f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'.")
-        )
-    if members < 2:
-        raise ConfigError(
-            f"an ensemble of {members} can't disagree with itself: give at least two members, or use RewardModelFn."
-        )
-    if not lam >= 0:
-        raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
 
 # %% ../../nbs/440_rewards_base.ipynb #5d6bf42a
 class Ensemble:
@@ -445,14 +364,20 @@ class Ensemble:
     """
 
     def __init__(
-        self,
-        members: Sequence[CanScore | RewardModelFn],
-        mode: Literal["mean", "min", "mean_minus_std"] = "mean",
-        lam: float = 1.0,
-        name: str = "ensemble",
-        token_budget: int = TOKEN_BUDGET,
-    ) -> None:
-        _check_ensemble(mode, len(members), lam)
+        self, members: Sequence[CanScore | RewardModelFn], mode: Literal["mean", "min", "mean_minus_std"] = "mean",
+        lam: float = 1.0, name: str = "ensemble", token_budget: int = TOKEN_BUDGET,
+    ) -> None:  # fmt: skip
+        modes = ("mean", "min", "mean_minus_std")
+        if mode not in modes:
+            near = suggest(mode, modes)
+            hint = f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'."
+            raise ConfigError(f"ensemble mode {mode!r} doesn't exist. {hint}")
+        if len(members) < 2:
+            raise ConfigError(
+                f"an ensemble of {len(members)} can't disagree with itself: give at least two members, or use RewardModelFn."
+            )
+        if not lam >= 0:
+            raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
         self.members = [
             m if isinstance(m, RewardModelFn) else RewardModelFn(m, f"{name}/{i}", token_budget)
             for i, m in enumerate(members)
@@ -517,21 +442,6 @@ def apply_eos_penalty(
         raise ConfigError(f"EOS penalty mode {mode!r} doesn't exist: use 'fixed' or 'subtract'.")
     return torch.where(finished.bool(), scores, torch.full_like(scores, penalty))
 
-# %% ../../nbs/440_rewards_base.ipynb #21a99c65
-def score_moments(scores: Tensor) -> tuple[int, float, float]:
-    """(count, mean, sum of squared deviations) of a batch.
-
-    Raises:
-        RewardError: a score is not finite.
-    """
-    x = scores.detach().double().flatten().cpu()
-    if not bool(torch.isfinite(x).all()):
-        raise RewardError(
-            f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
-        )
-    mean = float(x.mean()) if len(x) else 0.0
-    return len(x), mean, float((x - mean).square().sum())
-
 # %% ../../nbs/440_rewards_base.ipynb #2f8a3f23
 @dataclass
 class RunningNormalizer:
@@ -555,22 +465,23 @@ class RunningNormalizer:
         """Standard deviation of all scores seen (1 until two have been)."""
         return math.sqrt(self.m2 / self.count) if self.count > 1 and self.m2 > 0 else 1.0
 
-    def moments(self, scores: Tensor) -> tuple[int, float, float]:
-        """(count, mean, sum of squared deviations) of a batch: what ranks exchange before `merge`."""
-        return score_moments(scores)
-
-    def merge(self, count: int, mean: float, m2: float) -> None:
-        """Take a batch's moments into the running ones."""
-        if count == 0:
-            return
-        total, delta = self.count + count, mean - self.mean
-        self.mean += delta * count / total
-        self.m2 += m2 + delta * delta * self.count * count / total
-        self.count = total
-
     def update(self, scores: Tensor) -> None:
-        """See a batch of scores."""
-        self.merge(*self.moments(scores))
+        """See a batch of scores.
+
+        Raises:
+            RewardError: a score is not finite.
+        """
+        x = scores.detach().double().flatten().cpu()
+        if not bool(torch.isfinite(x).all()):
+            raise RewardError(
+                f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
+            )
+        if len(x):
+            mean, total = float(x.mean()), self.count + len(x)
+            delta = mean - self.mean
+            self.mean += delta * len(x) / total
+            self.m2 += float((x - mean).square().sum()) + delta * delta * self.count * len(x) / total
+            self.count = total
 
     def normalize(self, scores: Tensor) -> Tensor:
         """Scores of unit size by what has been seen so far."""

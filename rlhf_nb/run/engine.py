@@ -3,10 +3,11 @@
 # %% ../../nbs/520_run_engine.ipynb #610b539f
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ..core import CheckpointError, ConfigError, ModelError, Precision, RunError, decide_precision, suggest
-from ..scoring.scores import one_forward
-from ..types import Batch
+from ..scoring.scores import gradients_in_place, one_forward, shared_among
+from ..fast.workers import Crew, draws_numbers, workers_for
+from ..types import Batch, LossSum
 
 BatchT = TypeVar("BatchT", bound=Batch)
-from ..scoring.scores import gradients_in_place
+Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'COMPRESSIONS', 'STRATEGIES', 'lr_factor', 'OptimizerSettings', 'build_optimizer', 'global_norm',
-           'nonfinite_parameter', 'StepReport', 'GradientWatch', 'Piece', 'Strategy', 'compress', 'Replicated',
+__all__ = ['BatchT', 'Terms', 'COMPRESSIONS', 'STRATEGIES', 'lr_factor', 'OptimizerSettings', 'build_optimizer', 'global_norm',
+           'nonfinite_parameter', 'weigh', 'StepReport', 'GradientWatch', 'Piece', 'Strategy', 'compress', 'Replicated',
            'states_by_name', 'asked_strategy', 'Engine', 'connect_plain', 'same_versions', 'trained_tensors',
            'check_names', 'load_tensors', 'frozen_fingerprint']
 
@@ -104,6 +106,29 @@ def nonfinite_parameter(module: nn.Module) -> str:
         if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
             return f"the first parameter with a non-finite gradient is {name}"
     return "every gradient is finite, so the loss itself is not"
+
+
+def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The loss of a micro-batch: weight · sum / denominator of the whole mini-batch, over all terms.
+
+    Args:
+        terms: of `method.loss`.
+        counts: the denominator of each term.
+        device: where the loss is.
+
+    Raises:
+        RunError: a term has no denominator.
+    """
+    if set(terms) - set(counts):
+        missing = sorted(set(terms) - set(counts))[0]
+        raise RunError(
+            f"the loss has a term {missing!r} but denominators() gave {sorted(counts)}: each term needs its count"
+        )
+    parts = []
+    for name, (term, weight) in terms.items():
+        count = counts[name].to(device)
+        parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
 class StepReport(NamedTuple):
@@ -392,8 +417,10 @@ class _Ranks:
         self.optimizer: torch.optim.AdamW | None = None
         self.settings: OptimizerSettings | None = None
         self.total_steps: int | None = None
+        self.lr_scale = 1.0  # what the schedule is multiplied by
         self._wrapped: nn.Module | None = None
         self._watch: GradientWatch | None = None
+        self._crew: Crew | None = None
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """The module inside a wrapper for several ranks."""
@@ -483,32 +510,28 @@ class _Talk(_Ranks):
 class _Trained(_Talk):
     """The one trainable module of an `Engine` and its optimizer."""
 
-    def prepare(self, module: nn.Module, settings: OptimizerSettings, total_steps: int | None = None) -> nn.Module:
+    def prepare(
+        self, module: nn.Module, settings: OptimizerSettings, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
+    ) -> nn.Module:  # fmt: skip
         """Take charge of the one trainable module; returns what forward must go through.
 
         Args:
             module: moved to the engine's device.
             settings: of the optimizer and its schedule.
             total_steps: the schedule's end.
+            frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out over ranks,
+                so are theirs. Models that hold trained weights are left alone.
         """
+        trained = {id(p) for p in module.parameters()}
+        frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
         self.module = module.to(self.device)
         self.settings, self.total_steps = settings, total_steps
         self.optimizer = self.strategy.optimize(self.module, settings)
         self.set_lr(0)
         self._wrapped = self.strategy.wrap()
+        for model in frozen:
+            self.strategy.keep_frozen(model)
         return self._wrapped
-
-    def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        """A model that is only looked at: on the device, without gradients, in evaluation mode."""
-        return module.to(self.device).requires_grad_(False).eval()
-
-    def share_frozen(self, module: nn.Module) -> None:
-        """Where the trained weights are shared out over ranks, do the same with a frozen model's.
-
-        Args:
-            module: may be used inside `generation_mode` only from here on.
-        """
-        self.strategy.keep_frozen(module)
 
     def generation_mode(self) -> AbstractContextManager[Any]:
         """Around acting and measuring: each rank holds all parameters inside, gathered once, and may make as many forwards as it likes."""
@@ -516,9 +539,9 @@ class _Trained(_Talk):
         return context
 
     def set_lr(self, step: int) -> float:
-        """Set the learning rate of a step (steps already done) and return it."""
+        """Set the learning rate of a step (steps already done), as scheduled times `lr_scale`, and return it."""
         optimizer, s = self._trained()
-        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps)
+        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps) * self.lr_scale
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr
@@ -553,6 +576,56 @@ class _Updates(_Trained):
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to what is there."""
         self.strategy.backward(loss)
+
+    def learn(self, method: Any, mini: Any, counts: Mapping[str, Tensor]) -> Iterable[tuple[Terms, Tensor]]:
+        """Forward and backward of a mini-batch in micro-batches, on this rank: one by one, or on several cores at once.
+
+        Args:
+            method: with `module`, `micro_batches`, `loss` and `cost`, as in `loop.BaseMethod`.
+            mini: this rank's rows.
+            counts: for each term of the loss its denominator, summed over ranks.
+
+        Returns:
+            Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
+        """
+        crew = self._crew_of(method.module)
+        with shared_among(crew.workers if crew else 1):
+            micros = method.micro_batches(mini)
+        if crew is None:
+            return self._one_by_one(method, micros, counts)
+
+        def alone(module: nn.Module, micro: Any) -> tuple[Terms, Tensor]:
+            through = method
+            if module is not method.module:
+                through = copy.copy(method)
+                through.module = module
+            [learnt] = self._one_by_one(through, [micro], counts)
+            return learnt
+
+        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+
+    def _one_by_one(
+        self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Terms, Tensor]]:
+        """Micro-batches one after the other; at the end the last one again, weighing nothing, while other ranks still compute."""
+        extra = self.behind(len(micros))
+        for i, micro in enumerate([*micros, *micros[-1:] * extra]):
+            with self.accumulate(method.module, last=i == len(micros) + extra - 1):
+                with self.autocast():
+                    terms = method.loss(micro)
+                loss = weigh(terms, counts, self.device)
+                self.backward(loss * (self.world_size if i < len(micros) else 0))  # ranks' gradients are averaged
+            if i < len(micros):
+                yield terms, loss
+
+    def _crew_of(self, module: nn.Module) -> Crew | None:
+        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
+        workers = workers_for(module) if self.strategy.name == "single" else 1
+        if workers < 2 or draws_numbers(module):
+            return None
+        if self._crew is None or self._crew.workers != workers or not self._crew.fits(module):
+            self._crew = Crew(module, workers)
+        return self._crew
 
     def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:
         """Clip, update and clear the gradients, unless something is not finite; the one host sync of an update.

@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from ..core import RunError, suggest
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes', 'RunDir',
-           'resident_mb', 'Meter']
+           'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/500_run_log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
@@ -423,3 +423,40 @@ class Meter:
         spent["score"] = max(self.seconds.get("collect", 0.0) - spent["generate"], 0.0)
         speed = self.generated / max(spent["generate"], 1e-9)
         return {f"perf/{k}_share": s / wall for k, s in spent.items()} | {"perf/generated_tokens_per_s": speed}
+
+# %% ../../nbs/500_run_log.ipynb #7a2cf941
+class History(list[dict[str, Any]]):
+    """The steps of a run, oldest first; `evals` holds its evaluations.
+
+    `stopped` is None when the run did all its steps, else it says why it did not.
+    """
+
+    def __init__(self, steps: Iterable[dict[str, Any]] = (), evals: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(steps)
+        self.evals = list(evals)
+        self.stopped: str | None = None
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows the last value of a cell, and hundreds of events are no sight."""
+        first, last = (e.get("loss", math.nan) for e in (self[0], self[-1])) if self else (math.nan, math.nan)
+        ended = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"History of {len(self)} steps (loss {first:.4g} → {last:.4g}), {len(self.evals)} evaluations{ended}"
+
+    def series(self, key: str) -> list[float]:
+        """All values of a metric, in order; from the evaluations when it is an `eval/...`."""
+        events = self.evals if key.startswith("eval/") else self
+        return [e[key] for e in events if key in e]
+
+    def plot(self, *keys: str, width: float = 6.0, height: float = 2.4) -> Any:
+        """One small panel per metric; "loss" when none is named. Returns the figure."""
+        import matplotlib.pyplot as plt
+
+        keys = keys or ("loss",)
+        figure, axes = plt.subplots(1, len(keys), figsize=(width, height), dpi=80, squeeze=False)
+        for axis, key in zip(axes[0], keys):
+            events = [e for e in (self.evals if key.startswith("eval/") else self) if key in e]
+            axis.plot([e["step"] for e in events], [e[key] for e in events], lw=1.2)
+            axis.set(xlabel="step", title=key)
+        figure.tight_layout()
+        plt.close(figure)  # shown once, as the value of the cell
+        return figure

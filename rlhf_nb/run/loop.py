@@ -3,138 +3,39 @@
 # %% ../../nbs/550_run_loop.ipynb #71bd3975
 from __future__ import annotations
 
-import copy
 import math
-import os
-import signal
 import threading
-import time
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
-from rlhf_nb.run.checkpoint import (
-    AsyncWriter, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint,
-    Part, save_checkpoint, save_part, snapshot, split_state,
-)  # fmt: skip
 from ..config import TrainConfig
-from rlhf_nb.core import (
-    CheckpointError,
-    ConfigError,
-    RunError,
-    decide_precision,
-    derive_seed,
-    rng_state,
-    seed_everything,
-    set_rng_state,
-    suggest,
-)
-from .engine import Engine
-from ..scoring.scores import shared_among, work
-from .log import FORMAT, REQUESTS, EventLog, Meter, Requests, RunDir, read_metrics
-from ..types import LossSum
-from ..fast.workers import Crew, draws_numbers, workers_for
-
-Learnt = tuple[dict[str, tuple[LossSum, float]], Tensor]
+from ..core import CheckpointError, ConfigError, RunError, decide_precision, derive_seed, rng_state, set_rng_state
+from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
+from .checkpoint import AsyncWriter
+from .control import Control, GracefulStop, RunControl
+from .engine import Engine, StepReport, Terms
+from .log import EventLog, History, Meter, RunDir
+from .state import checkpoint_job, open_run
+from ..scoring.scores import work
+from ..types import Batch, LossSum
 
 # %% auto #0
-__all__ = ['Learnt', 'Control', 'setting', 'Source', 'Method', 'BaseMethod', 'History', 'GracefulStop', 'Desk', 'Trainer']
-
-# %% ../../nbs/550_run_loop.ipynb #2da36ccb
-@dataclass(frozen=True)
-class Control:
-    """A number that may be set from outside, between two steps.
-
-    Args:
-        get: the present value.
-        set: called with a new one, on every rank; it has been checked.
-        low, high: what is accepted, both included.
-    """
-
-    get: Callable[[], float]
-    set: Callable[[float], None]
-    low: float
-    high: float
-
-
-def setting(method: Any, key: str, low: float, high: float) -> Control:
-    """A setting in `method.config` as a control; the config is replaced by a changed and checked copy.
-
-    Args:
-        method: with a `config`.
-        key: of the setting, dotted: `sampling.temperature`.
-        low, high: what is accepted.
-    """
-    *groups, name = key.split(".")
-
-    def get() -> float:
-        config = method.config
-        for group in groups:
-            config = getattr(config, group)
-        return float(getattr(config, name))
-
-    def put(value: float) -> None:
-        change: dict[str, Any] = {name: value}
-        for group in reversed(groups):
-            change = {group: change}
-        method.config = method.config.replace(**change)
-
-    return Control(get, put, low, high)
-
-
-class Source(Protocol):
-    """Where rows come from; its position can be saved and restored."""
-
-    epoch: Any
-
-    def next_batch(self, n: int) -> list[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Method(Protocol):
-    """One algorithm, as the loop sees it; `BaseMethod` has a default for all but `collate` and `loss`."""
-
-    name: str
-    module: nn.Module  # the one trainable module; the trainer replaces it by its prepared wrapper
-
-    @property
-    def meter(self) -> Meter: ...
-
-    def attach(self, engine: Engine, config: TrainConfig) -> None: ...
-    def collate(self, rows: list[Any]) -> Any: ...
-    def collect(self, batch: Any, step: int) -> Any: ...
-    def mini_batches(self, data: Any, seed: int) -> Iterator[Any]: ...
-    def denominators(self, mini: Any) -> dict[str, Tensor]: ...
-    def micro_batches(self, mini: Any) -> list[Any]: ...
-    def loss(self, micro: Any) -> dict[str, tuple[LossSum, float]]: ...
-    def keep_updating(self, stats: dict[str, float]) -> bool: ...
-    def metrics(self) -> dict[str, float]: ...
-    def finish_step(self, step: int) -> None: ...
-    def samples(self) -> list[dict[str, Any]]: ...
-    def frozen(self) -> list[nn.Module]: ...
-    def tokens(self, data: Any) -> int: ...
-    def evaluate(self) -> dict[str, float]: ...
-    def controls(self) -> dict[str, Control]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def save_model(self, folder: Path) -> None: ...
+__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means', 'Source', 'Trainer']
 
 # %% ../../nbs/550_run_loop.ipynb #38ebbf32
 class BaseMethod(ABC):
-    """Sensible defaults: supervised learning on batches that are collated and used once.
+    """One algorithm, as the loop sees it; the defaults are supervised learning on batches that are collated and used once.
 
-    A subclass sets `name` and `module` and writes `collate` and `loss`. `columns` names the metrics that progress shows.
+    A subclass sets `name` and `module` (the one trainable module; the trainer replaces it by its prepared wrapper) and writes
+    `collate` and `loss`. What else it has it declares: `columns` (metrics that progress shows), `frozen_modules`, `controls`,
+    and, where a batch is no `types.Batch`, `tokens` and `cost`.
     """
 
     name: str = "method"
@@ -156,10 +57,6 @@ class BaseMethod(ABC):
     @abstractmethod
     def collate(self, rows: list[Any]) -> Any:
         """Rows of the source as one batch (see `types.Batch`)."""
-
-    @abstractmethod
-    def loss(self, micro: Any) -> dict[str, tuple[LossSum, float]]:
-        """Per term: a loss as a sum with its statistics, and its weight. Keys as in `denominators`."""
 
     def collect(self, batch: Any, step: int) -> Any:
         """What to learn from, made without gradient; `step` counts steps done before."""
@@ -184,6 +81,10 @@ class BaseMethod(ABC):
         size = self.config.micro_batch_size or len(mini)
         return [mini] if len(mini) <= size else [mini[i : i + size] for i in range(0, len(mini), size)]
 
+    @abstractmethod
+    def loss(self, micro: Any) -> Terms:
+        """Per term: a loss as a sum with its statistics, and its weight. Keys as in `denominators`."""
+
     def keep_updating(self, stats: dict[str, float]) -> bool:
         """Asked after each update with its statistics (summed over ranks); False ends this step's updates."""
         return True
@@ -196,31 +97,25 @@ class BaseMethod(ABC):
         """After a step's metrics were taken: controllers move on here. `step` counts this one."""
         return None
 
+    def finish_run(self) -> None:
+        """After the last step of a `fit` that no error ended."""
+        return None
+
     def samples(self) -> list[dict[str, Any]]:
         """What this step adds to samples.jsonl."""
         return []
 
-    def frozen(self) -> list[nn.Module]:
-        """Models that are only looked at while acting, so that ranks may share their weights out: by default reference and reward models."""
-        reference: Any = getattr(self, "reference", None) or getattr(getattr(self, "net", None), "reference", None)
-        found: list[Any] = []
-        if reference is not None and not reference.adapters_off and not hasattr(reference, "follow"):
-            found.append(reference.model)
-        for fn in getattr(getattr(self, "rewards", None), "fns", []):
-            found += [getattr(m, "model", None) for m in getattr(fn, "members", [fn])]
-        trained = {id(p) for p in self.module.parameters()}
-        whole = [m for m in found if isinstance(m, nn.Module) and not any(id(p) in trained for p in m.parameters())]
-        return list(dict.fromkeys(whole))
+    def frozen_modules(self) -> list[nn.Module]:
+        """Models that are only looked at while acting (reference, reward models), so that ranks may share their weights out."""
+        return []
 
     def tokens(self, data: Any) -> int:
         """Real tokens in `data`, for tokens per second; 0 when it has none."""
-        count = 0
-        prompts = getattr(data, "prompt_mask", None)
-        for name in ("completion_lens", "chosen_lens", "rejected_lens"):
-            lens = getattr(data, name, None)
-            if lens is not None:
-                count += int(lens.sum()) + (int(prompts.sum()) if prompts is not None else 0)
-        return count
+        return sum(p + n for p, *answers in data.lengths() for n in answers) if isinstance(data, Batch) else 0
+
+    def cost(self, micro: Any) -> float:
+        """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 where there are none."""
+        return sum(work(p, answers) for p, *answers in micro.lengths()) or 1.0 if isinstance(micro, Batch) else 1.0
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics; they appear in the log as `eval/...`."""
@@ -242,230 +137,18 @@ class BaseMethod(ABC):
         """Write the trained model so that `from_pretrained` can read it."""
         return None
 
-# %% ../../nbs/550_run_loop.ipynb #7a2cf941
-class History(list[dict[str, Any]]):
-    """The steps of a run, oldest first; `evals` holds its evaluations.
-
-    `stopped` is None when the run did all its steps, else it says why it did not.
-    """
-
-    def __init__(self, steps: Iterable[dict[str, Any]] = (), evals: Iterable[dict[str, Any]] = ()) -> None:
-        super().__init__(steps)
-        self.evals = list(evals)
-        self.stopped: str | None = None
-
-    def __repr__(self) -> str:
-        """One line: a notebook shows the last value of a cell, and hundreds of events are no sight."""
-        first, last = (e.get("loss", math.nan) for e in (self[0], self[-1])) if self else (math.nan, math.nan)
-        ended = f", stopped: {self.stopped}" if self.stopped else ""
-        return f"History of {len(self)} steps (loss {first:.4g} → {last:.4g}), {len(self.evals)} evaluations{ended}"
-
-    def series(self, key: str) -> list[float]:
-        """All values of a metric, in order; from the evaluations when it is an `eval/...`."""
-        events = self.evals if key.startswith("eval/") else self
-        return [e[key] for e in events if key in e]
-
-    def plot(self, *keys: str, width: float = 6.0, height: float = 2.4) -> Any:
-        """One small panel per metric; "loss" when none is named. Returns the figure."""
-        import matplotlib.pyplot as plt
-
-        keys = keys or ("loss",)
-        figure, axes = plt.subplots(1, len(keys), figsize=(width, height), dpi=80, squeeze=False)
-        for axis, key in zip(axes[0], keys):
-            events = [e for e in (self.evals if key.startswith("eval/") else self) if key in e]
-            axis.plot([e["step"] for e in events], [e[key] for e in events], lw=1.2)
-            axis.set(xlabel="step", title=key)
-        figure.tight_layout()
-        plt.close(figure)  # shown once, as the value of the cell
-        return figure
-
-# %% ../../nbs/550_run_loop.ipynb #33935ddd
-class GracefulStop:
-    """Inside: the first SIGINT or SIGTERM is remembered in `requested`, the second raises KeyboardInterrupt.
-
-    Outside the main thread Python allows no handlers, and nothing is changed.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, say: bool = True) -> None:
-        self.requested, self.say = "", say
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
-        return self
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler itself."""
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = f"interrupted ({signal.Signals(number).name})"
-        if self.say:
-            with suppress(RuntimeError):  # a handler may interrupt another print
-                print("stopping after this step; once more to stop at once", flush=True)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-# %% ../../nbs/550_run_loop.ipynb #53827262
-class _Listening:
-    """The part of the desk that knows what can be set, and what was."""
-
-    POLL = 0.2  # seconds between two looks while paused
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.requests = trainer, Requests(trainer.run_dir.control_path)
-        self.paused = False
-        self.values: dict[str, float] = {}  # what was set, by key
-        self.again: list[
-            dict[str, Any]
-        ] = []  # numbers that were set after the checkpoint, to be set again at their steps
-
-    def controls(self) -> dict[str, Control]:
-        """The method's, and the learning rate."""
-        t, peak = self.trainer, self.trainer.config.optimizer.lr
-        lr = Control(lambda: t.set_lr(t.step), self._scale_lr, 0.0, 100 * peak)
-        return {**t.method.controls(), "lr": lr}
-
-    def _scale_lr(self, value: float) -> None:
-        """From here on the schedule is multiplied so that it is `value` now."""
-        self.trainer.lr_scale = value / self.trainer.engine.set_lr(self.trainer.step)
-
-    def describe(self) -> dict[str, dict[str, float]]:
-        """What can be set, for the log: value, low and high by key."""
-        return {k: {"value": c.get(), "low": c.low, "high": c.high} for k, c in self.controls().items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was set, and how many requests were served; a copy, since it is written in the background."""
-        return {"values": dict(self.values), "lr_scale": self.trainer.lr_scale, "served": len(self.requests.served)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set again what was set; to be called before the method gets its own state."""
-        self.values, self.trainer.lr_scale = dict(state["values"]), float(state["lr_scale"])
-        for key, control in self.trainer.method.controls().items():
-            if key in self.values:
-                control.set(self.values[key])
-
-# %% ../../nbs/550_run_loop.ipynb #8dc76d48
-class _Checking(_Listening):
-    """The part of the desk that checks and reports."""
-
-    def _set(self, key: Any, value: Any) -> dict[str, Any]:
-        """Set a number if it may be set; returns the fields of the event."""
-        controls = self.controls()
-        control = controls.get(key) if isinstance(key, str) else None
-        if control is None:
-            near = suggest(str(key), controls)
-            hint = f"did you mean {near!r}?" if near else f"this run can set {', '.join(sorted(controls))}"
-            return {"ok": False, "why": f"{key!r} can't be set: {hint}"}
-        old = control.get()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not control.low <= value <= control.high:
-            why = f"{key} must be a number from {control.low:g} to {control.high:g}, not {value!r}; it stays {old:g}"
-            return {"ok": False, "old": old, "new": old, "why": why}
-        control.set(float(value))
-        self.values[str(key)] = float(value)
-        return {"ok": True, "old": old, "new": control.get()}
-
-    def _report(self, request: dict[str, Any], ok: bool, why: str = "", **fields: Any) -> None:
-        """Write down what became of a request: in the log, and in the control file."""
-        t = self.trainer
-        if t.engine.is_main:
-            about = {k: request[k] for k in ("id", "key", "again") if request.get(k) is not None}
-            t.event("control", request=request.get("request"), **about, ok=ok, why=why, **fields)
-            if not request.get("again"):
-                with suppress(RunError):  # a file that can't be written any more must not end the run
-                    self.requests.done(request, t.step, ok)
-
-# %% ../../nbs/550_run_loop.ipynb #2eed32ac
-class Desk(_Checking):
-    """Serves the requests in a run's control file, on all ranks alike.
-
-    Args:
-        trainer: whose requests.
-    """
-
-    def listen(self, served: int | None = None) -> None:
-        """Begin: what was asked before is not obeyed any more.
-
-        Args:
-            served: how many requests the checkpoint knows as served; the numbers set after it are set again.
-        """
-        t, self.paused = self.trainer, False
-        for late in self.requests.unserved() if t.engine.is_main else []:
-            self._report(late, ok=False, why="it was made while the run was not running")
-        if served is not None:
-            later = [r for r in list(self.requests.served.values())[served:] if r["request"] == "set" and r["ok"]]
-            self.again = t.engine.gather_object(later)[0]
-            self._set_again()
-
-    def _set_again(self) -> None:
-        """Set the numbers that had been set at a step which is now reached again."""
-        while self.again and self.again[0]["step"] <= self.trainer.step:
-            self._obey(self.again.pop(0) | {"again": True})
-
-    def waiting(self) -> bool:
-        """Whether there is something to do; asked between all steps, so it costs one look at the file's size."""
-        due = bool(self.again) and self.again[0]["step"] <= self.trainer.step
-        self._new = self.requests.new() if self.trainer.engine.is_main else []
-        return due or bool(self._new)
-
-    def serve(self, stop: GracefulStop, stopping: bool = False) -> Flags:
-        """Obey what is waiting; returns when the run is not (or no longer) paused, at once when it is to stop anyway."""
-        asked = Flags()
-        self._set_again()
-        for request in self.trainer.engine.gather_object(self._new)[0]:
-            asked = asked | self._obey(request)
-        return self._wait(asked, stop) if self.paused and not (asked.stop or stopping) else asked
-
-    def _wait(self, asked: Flags, stop: GracefulStop) -> Flags:
-        """Stand still until somebody says resume or stop, or presses Ctrl-C."""
-        t, begin, seconds = self.trainer, time.perf_counter(), dict(self.trainer.meter.seconds)
-        leave = ""
-        while self.paused and not asked.stop and not leave:
-            if asked.save:
-                t.save()
-            if asked.evaluate:
-                t.evaluate()
-            asked = Flags()
-            t.observers.call("on_wait", t)
-            time.sleep(self.POLL)
-            news = (self.requests.new() if t.engine.is_main else [], stop.requested)
-            everyone = t.engine.gather_object(news)
-            leave = next((word for _, word in everyone if word), "")
-            for request in everyone[0][0]:
-                asked = asked | self._obey(request)
-        self.paused = False
-        t.meter.seconds = seconds
-        t.meter.exclude(time.perf_counter() - begin)
-        return asked | Flags(stop=bool(leave), reason=leave)
-
-    def _obey(self, request: dict[str, Any]) -> Flags:
-        """One request: done and reported, or refused and reported."""
-        kind = request.get("request")
-        if kind == "set":
-            self._report(request, **self._set(request.get("key"), request.get("value")))
-        elif kind in REQUESTS:
-            self.paused = kind == "pause" or (self.paused and kind not in ("resume", "stop"))
-            self._report(request, ok=True)
-        else:
-            self._report(request, ok=False, why=f"{kind!r} is no request; there are: {', '.join(REQUESTS)}")
-        reason = "asked to stop from outside" if kind == "stop" else ""
-        return Flags(kind == "stop", kind == "save", kind == "evaluate", reason=reason)
-
 # %% ../../nbs/550_run_loop.ipynb #5cd05ac9
-class _Sums:
+Pairs = dict[str, tuple[float, float]]  # (sum, count) by name
+
+
+class Sums:
     """Statistics of an update: (sum, count) pairs on the device, added over micro-batches."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self.loss: Tensor | None = None
 
-    def add(self, terms: dict[str, tuple[LossSum, float]], loss: Tensor) -> None:
+    def add(self, terms: Terms, loss: Tensor) -> None:
         """Take in one micro-batch."""
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -481,22 +164,35 @@ class _Sums:
         """Sums and counts in the order of the sorted keys."""
         flat = [x for key in sorted(self.pairs) for x in self.pairs[key]]
         wide = torch.float32 if device.type == "mps" else torch.float64
-        return (
-            torch.stack([torch.as_tensor(x, device=device).detach().to(wide).reshape(()) for x in flat])
-            if flat
-            else torch.zeros(0)
-        )
+        scalars = [torch.as_tensor(x, device=device).detach().to(wide).reshape(()) for x in flat]
+        return torch.stack(scalars) if scalars else torch.zeros(0)
 
-    def read(self, numbers: list[float]) -> dict[str, tuple[float, float]]:
-        """The vector, back from the host sync, by name."""
-        return {key: (numbers[2 * i], numbers[2 * i + 1]) for i, key in enumerate(sorted(self.pairs))}
+    def read(self, report: StepReport) -> Pairs:
+        """The vector, back from the host sync, by name; with the loss and the gradient norm of the update."""
+        found = {key: (report.sums[2 * i], report.sums[2 * i + 1]) for i, key in enumerate(sorted(self.pairs))}
+        return {"loss": (report.loss, 1.0), "grad_norm": (report.grad_norm, 1.0), **found}
 
 
-def _means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+def add_pairs(total: Pairs, more: Pairs) -> Pairs:
+    """Sums and counts of two sets of statistics together."""
+    return total | {k: (total[k][0] + v, total[k][1] + n) if k in total else (v, n) for k, (v, n) in more.items()}
+
+
+def means(pairs: Pairs) -> dict[str, float]:
     """Sum divided by count, where anything was counted."""
     return {k: total / count for k, (total, count) in pairs.items() if count > 0}
 
 # %% ../../nbs/550_run_loop.ipynb #c2c69bfc
+class Source(Protocol):
+    """Where rows come from; its position can be saved and restored."""
+
+    epoch: Any
+
+    def next_batch(self, n: int) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -510,10 +206,11 @@ class Trainer:
     """
 
     def __init__(
-        self, method: Method, source: Source, config: TrainConfig, *,
+        self, method: BaseMethod, source: Source, config: TrainConfig, *,
         run_dir: RunDir | str | Path | None = None, callbacks: Iterable[Callback] = (), engine: Engine | None = None,
     ) -> None:  # fmt: skip
-        self.method, self.source, self.config = method, source, config
+        self.method: Any = method
+        self.source, self.config = source, config
         self.engine = engine or Engine(decide_precision(config.device, config.precision))
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
@@ -523,10 +220,8 @@ class Trainer:
         self.total_steps = _planned_steps(source, config)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
-        frozen = method.frozen()
-        method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps)
-        for model in frozen:
-            self.engine.share_frozen(model)
+        frozen = method.frozen_modules()
+        method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen)
         self.observers = Callbacks([*([Progress()] if config.console else []), Samples(), *callbacks])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))
@@ -535,148 +230,7 @@ class Trainer:
         self.failure: RunError | None = None
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
-        self.lr_scale, self.desk = 1.0, Desk(self)
-        self._team: Crew | None = None
-
-    def event(self, type: str, **fields: Any) -> dict[str, Any]:
-        """Write an event at the present step."""
-        return self.log.append(type, self.step, **fields)
-
-    def next_batch(self) -> Any:
-        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
-        with self.meter.time("data"):
-            rows = self.source.next_batch(self.config.rollout_batch_size)
-            world = self.engine.world_size
-            mine = rows[: len(rows) // world * world][self.engine.rank :: world]
-            self.exhausted = not mine
-            batch: Any = self.method.collate(mine) if mine else None
-            return batch.to(self.engine.device) if hasattr(batch, "to") else batch
-
-    def collect(self, batch: Any) -> Any:
-        """What this step learns from, made without gradient."""
-        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
-            data = self.method.collect(batch, self.step)
-        self.meter.tokens += self.method.tokens(data)
-        return data
-
-    def update(self, data: Any) -> dict[str, float]:
-        """All updates of one step: inner epochs of seeded mini-batches, ended early when the method says so.
-
-        Returns:
-            Means over the updates that were applied.
-        """
-        with self.meter.time("update"):
-            self.set_lr(self.step)
-            sums: dict[str, tuple[float, float]] = {}
-            done = skipped = 0
-            for mini in self._mini_batches(data):
-                pairs, applied = self._update_once(mini)
-                done, skipped = done + applied, skipped + (not applied)
-                for key, (value, count) in pairs.items() if applied else ():
-                    before = sums.get(key, (0.0, 0.0))
-                    sums[key] = (before[0] + value, before[1] + count)
-                if self.failure is not None or (applied and not self.method.keep_updating(_means(pairs))):
-                    break
-            self.updates += done
-            return {"loss": math.nan, **_means(sums), "updates": done, **({"skipped": skipped} if skipped else {})}
-
-    def set_lr(self, step: int) -> float:
-        """Set the learning rate of a step, as scheduled times what somebody has set, and return it."""
-        lr = self.engine.set_lr(step)
-        if self.lr_scale != 1.0 and self.engine.optimizer is not None:
-            lr *= self.lr_scale
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = lr
-        return lr
-
-    def _mini_batches(self, data: Any) -> Iterator[Any]:
-        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only."""
-        for epoch in range(self.config.num_inner_epochs):
-            yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
-
-    def _learn(self, micro: Any, denominators: dict[str, Tensor], scale: int, module: nn.Module) -> Learnt:
-        """Forward and backward of one micro-batch, through the module or a twin of it; its terms and its part of the loss."""
-        method = self.method
-        if module is not method.module:
-            method = copy.copy(method)
-            method.module = module
-        with self.engine.autocast():
-            terms = method.loss(micro)
-        loss = _weigh(terms, denominators, self.engine.device)
-        self.engine.backward(loss * scale)
-        return terms, loss
-
-    def _one_by_one(self, micros: list[Any], denominators: dict[str, Tensor]) -> Iterator[Learnt]:
-        """All micro-batches of an update, one after the other."""
-        module, extra = self.method.module, self.engine.behind(len(micros))
-        for i, micro in enumerate(
-            [*micros, *micros[-1:] * extra]
-        ):  # extra: what other ranks still compute, counting nothing
-            with self.engine.accumulate(module, last=i == len(micros) + extra - 1):
-                learnt = self._learn(micro, denominators, self.engine.world_size if i < len(micros) else 0, module)
-            if i < len(micros):
-                yield learnt
-
-    def _crew(self) -> Crew | None:
-        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
-        module = self.method.module
-        workers = workers_for(module) if self.engine.strategy.name == "single" else 1
-        if workers < 2 or draws_numbers(module):
-            return None
-        if self._team is None or self._team.workers != workers or not self._team.fits(module):
-            self._team = Crew(module, workers)
-        return self._team
-
-    def _update_once(self, mini: Any) -> tuple[dict[str, tuple[float, float]], bool]:
-        """One optimizer step on one mini-batch; returns its statistics and whether it was applied."""
-        denominators = self.engine.reduce_sum(self.method.denominators(mini))
-        sums, crew = _Sums(), self._crew()
-        with shared_among(crew.workers if crew else 1):
-            micros = self.method.micro_batches(mini)
-        learn = lambda module, micro: self._learn(micro, denominators, 1, module)
-        costs = [_cost(micro) for micro in micros] if crew else []
-        for terms, loss in crew.run(learn, micros, costs) if crew else self._one_by_one(micros, denominators):
-            sums.add(terms, loss)
-        report = self.engine.step(sums.loss, sums.vector(self.engine.device))
-        if report.problem:
-            self._not_finite(report.problem, report.loss, report.grad_norm)
-        elif report.applied:
-            self.bad_in_a_row = 0
-        pairs = sums.read(report.sums)
-        return {"loss": (report.loss, 1.0), "grad_norm": (report.grad_norm, 1.0), **pairs}, report.applied
-
-    def _not_finite(self, problem: str, loss: float, norm: float) -> None:
-        """Count a skipped update; too many in a row become this step's failure."""
-        self.bad_in_a_row += 1
-        self.event("nonfinite", message=problem, loss=loss, grad_norm=norm, in_a_row=self.bad_in_a_row)
-        if self.bad_in_a_row > self.config.max_nonfinite:
-            self.failure = RunError(
-                f"loss {loss:g} and gradient norm {norm:g} at step {self.step + 1}, the {self.bad_in_a_row}. update in a row that is "
-                f"not finite: {problem}. The weights are unharmed (such updates are skipped); look at the batch, the loss and the learning rate"
-            )
-
-    def finish_step(self, stats: dict[str, float]) -> dict[str, Any]:
-        """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
-        lr = self.set_lr(self.step)
-        self.step += 1
-        fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
-        self.method.finish_step(self.step)
-        event = self.event("step", **fields)
-        self.history.append(event)
-        if self.failure is not None:
-            raise self.failure
-        return event
-
-    def train_step(self) -> dict[str, Any]:
-        """One turn of the loop; returns the step's event (empty when the source has run dry).
-
-        Raises:
-            RunError: more than `max_nonfinite` updates in a row were not finite.
-        """
-        batch = self.next_batch()
-        if self.exhausted:
-            return {}
-        return self.finish_step(self.update(self.collect(batch)))
+        self.control = RunControl(self)
 
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train to the end, or until somebody asks to stop; a checkpoint is left in either case.
@@ -690,59 +244,96 @@ class Trainer:
             CheckpointError: a checkpoint could not be written (older ones are intact; `save()` or `fit()` again goes on).
         """
         self.start(resume, overwrite)
-        self.desk.listen()
-        reason: str | None = None
-        self.failure, self.bad_in_a_row = None, 0
-        self.ending.clear()
-        try:
-            with GracefulStop(self.config.console and self.engine.is_main) as stop:
-                asked = self.observers.call("on_start", self)
-                while not (asked.stop or self.step >= self.total_steps):
-                    event = self.train_step()
-                    if self.exhausted:
-                        reason = "the source has no more rows"
-                        self._close_books(Flags(save=True, evaluate=True))
-                        break
-                    asked = self._between_steps(event, stop)
-                reason = asked.reason or ("asked to stop" if asked.stop else reason)
-                self.writer.close()
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            if error is self.failure:  # non-finite updates were skipped, so the weights deserve to be kept
-                with suppress(CheckpointError):
-                    self.save()
-            self.ending.set()
-            if not isinstance(error, KeyboardInterrupt):
-                self.writer.wait()
-            raise
-        finally:
-            with suppress(RunError):  # a full disk has been reported already
-                self.event("end", reason=reason, updates=self.updates)
-            self.observers.call("on_end", self)
-            self.log.close()
-            self.history.stopped = reason
+        with self._running() as stop:
+            asked = self.observers.call("on_start", self)
+            while not (asked.stop or self.step >= self.total_steps):
+                batch = self.next_batch()
+                if self.exhausted:
+                    asked = Flags(stop=True, evaluate=True, reason="the source has no more rows")
+                    self._evaluate_and_save(asked)
+                    break
+                data = self.collect(batch)
+                stats = self.update(data)
+                event = self.finish_step(stats)
+                asked = self._between_steps(event, stop)
+            self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
+        self.method.finish_run()
         return self.history
 
-    def _between_steps(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
-        """The boundary of a step: observers look, evaluation and checkpoint if due."""
-        asked = self.observers.call("on_step", self, event)
-        asked.evaluate |= asked.stop  # but who presses Ctrl-C wants out, not an evaluation
-        asked.control = self.desk.waiting()
-        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(self.engine)
-        last = self.step >= self.total_steps
-        if asked.control:
-            asked = asked | self.desk.serve(stop, asked.stop)
-        asked.evaluate |= last or _due(self.step, self.config.eval_every)
-        return self._close_books(asked, last)
+    def next_batch(self) -> Any:
+        """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
+        with self.meter.time("data"):
+            rows, world = self.source.next_batch(self.config.rollout_batch_size), self.engine.world_size
+            mine = rows[: len(rows) // world * world][self.engine.rank :: world]
+            self.exhausted = not mine
+            batch: Any = self.method.collate(mine) if mine else None
+            return batch.to(self.engine.device) if hasattr(batch, "to") else batch
 
-    def _close_books(self, asked: Flags, last: bool = False) -> Flags:
-        """Evaluate, then save, as asked."""
-        if asked.evaluate:
-            asked = asked | self._evaluate_flags()
-        if asked.save or asked.stop or last or _due(self.step, self.config.save_every):
-            self.save()
-        self.writer.check()
-        return asked
+    def collect(self, batch: Any) -> Any:
+        """What this step learns from, made without gradient."""
+        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+            data = self.method.collect(batch, self.step)
+        self.meter.tokens += self.method.tokens(data)
+        return data
+
+    def update(self, data: Any) -> dict[str, float]:
+        """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each; the method may end them early.
+
+        Returns:
+            Means over the updates that were applied.
+        """
+        engine, method, total = self.engine, self.method, Pairs()
+        done = skipped = 0
+        with self.meter.time("update"):
+            engine.set_lr(self.step)
+            for mini in self._mini_batches(data):
+                sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
+                for terms, loss in engine.learn(method, mini, counts):  # method.loss and backward, each micro-batch
+                    sums.add(terms, loss)
+                report = engine.step(sums.loss, sums.vector(engine.device))  # clip, check, update
+                if not report.applied:
+                    skipped += 1
+                    if self._is_too_much(report):
+                        break
+                    continue
+                done, self.bad_in_a_row = done + 1, 0
+                total = add_pairs(total, sums.read(report))
+                if not method.keep_updating(means(sums.read(report))):
+                    break
+        self.updates += done
+        return {"loss": math.nan, **means(total), "updates": done, **({"skipped": skipped} if skipped else {})}
+
+    def finish_step(self, stats: dict[str, float]) -> dict[str, Any]:
+        """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
+        lr = self.engine.set_lr(self.step)
+        self.step += 1
+        fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
+        self.method.finish_step(self.step)
+        event = self.event("step", **fields)
+        self.history.append(event)
+        if self.failure is not None:
+            raise self.failure
+        return event
+
+    def train_step(self) -> dict[str, Any]:
+        """One turn of the loop, by hand; returns the step's event (empty when the source has run dry).
+
+        Raises:
+            RunError: more than `max_nonfinite` updates in a row were not finite.
+        """
+        batch = self.next_batch()
+        return {} if self.exhausted else self.finish_step(self.update(self.collect(batch)))
+
+    def event(self, type: str, **fields: Any) -> dict[str, Any]:
+        """Write an event at the present step."""
+        return self.log.append(type, self.step, **fields)
+
+    def start(self, resume: bool = False, overwrite: bool = False) -> None:
+        """Open the run directory, and restore the newest whole checkpoint if asked; later calls do nothing."""
+        if not self.started:
+            open_run(self, resume, overwrite)
+            self.started = True
+            self.meter.report()
 
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
@@ -755,12 +346,6 @@ class Trainer:
             self.history.evals.append(self.event("eval", **metrics))
         return metrics
 
-    def _evaluate_flags(self) -> Flags:
-        """Evaluate, and let the observers look."""
-        with self.meter.time("eval"):
-            metrics = self.evaluate()
-        return self.observers.call("on_eval", self, metrics).over_ranks(self.engine) if metrics else Flags()
-
     def save(self) -> Path:
         """Hand a snapshot to the writer; returns where it will be.
 
@@ -768,22 +353,9 @@ class Trainer:
             CheckpointError: this or the previous checkpoint could not be written.
         """
         self.start()
-        run_dir, step, keep = self.run_dir, self.step, self.config.keep_checkpoints
         with self.meter.time("save"):
-            tensors, meta = _run_state(self)
-            part = _part_of(self.engine, meta)
-
-            def job() -> None:
-                for path in (run_dir.metrics_path, run_dir.samples_path) if self.engine.is_main else ():
-                    if path.exists():
-                        fsync_path(path)
-                if part is None:
-                    save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep)
-                else:
-                    save_part(run_dir.checkpoints, step, tensors, meta, part, keep, ending=self.ending)
-
-            self.writer.submit(job)
-        folder = run_dir.checkpoints / f"step-{step:010d}"
+            self.writer.submit(checkpoint_job(self))
+        folder = self.run_dir.checkpoints / f"step-{self.step:010d}"
         self.event("save", path=folder.name)
         self.observers.call("on_save", self, folder)
         return folder
@@ -795,64 +367,75 @@ class Trainer:
                 self.method.save_model(Path(folder))
         self.engine.barrier()
 
-    def start(self, resume: bool = False, overwrite: bool = False) -> None:
-        """Open the run directory, and restore the newest whole checkpoint if asked; later calls do nothing."""
-        if self.started:
-            return
-        changes = self.run_dir.open(self.config.to_dict(), resume, overwrite) if self.engine.is_main else []
-        resume = self.engine.gather_object(resume)[0]  # machines may have been started again with other words
-        self.log = EventLog(self.run_dir.metrics_path, self.engine.rank)
-        if resume:
-            self._resume(self.run_dir, changes)
-        else:
-            self._begin()
-        self.started = True
-        self.meter.report()
+    def _mini_batches(self, data: Any) -> Iterator[Any]:
+        """All mini-batches of a step, in an order that depends on seed, step and inner epoch only."""
+        for epoch in range(self.config.num_inner_epochs):
+            yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 
-    def _begin(self) -> None:
-        """A fresh run: seeds and the first event."""
-        if self.step == 0:
-            rank = self.engine.rank
-            seed_everything(self.config.seed if rank == 0 else derive_seed(self.config.seed, "rank", rank))
-        precision = self.engine.precision.reason
-        self.event(
-            "start",
-            method=self.method.name,
-            total_steps=self.total_steps,
-            world_size=self.engine.world_size,
-            precision=precision,
-            format=FORMAT,
-            controls=self.desk.describe(),
-        )
-
-    def _resume(self, run_dir: RunDir, changes: list[str]) -> None:
-        """Put the newest whole checkpoint back and cut the logs to its step."""
-        problems: list[str] = []
-        if self.engine.is_main:
-            clean_leftovers(run_dir.checkpoints)
-        found = latest_complete(run_dir.checkpoints, warn=problems.append) if self.engine.is_main else None
-        folder, problems = self.engine.gather_object((found, problems))[0]  # what rank 0 has checked is what all read
-        if folder is None and problems:
-            raise CheckpointError(
-                f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the file back, "
-                "or begin anew with overwrite=True"
+    def _is_too_much(self, report: StepReport) -> bool:
+        """Count an update that was not finite; True when these were too many in a row, which is this step's failure."""
+        if not report.problem:  # fp16's factor was too large: part of the game
+            return False
+        self.bad_in_a_row += 1
+        n, loss, norm = self.bad_in_a_row, report.loss, report.grad_norm
+        self.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
+        if n > self.config.max_nonfinite:
+            self.failure = RunError(
+                f"loss {loss:g} and gradient norm {norm:g} at step {self.step + 1}, and that was update {n} in a row that is "
+                f"not finite: {report.problem}. The weights are unharmed (such updates are skipped); look at the batch, the loss and the learning rate"
             )
-        served = _restore(self, *load_checkpoint(folder, verify=self.engine.is_main)) if folder is not None else 0
-        for log in (self.log, EventLog(run_dir.samples_path)):
-            if self.engine.is_main or log is self.log:
-                log.truncate_after(self.step if folder is not None else -1)
-        events = read_metrics(run_dir.path)
-        self.history = History((e for e in events if e["type"] == "step"), (e for e in events if e["type"] == "eval"))
-        if folder is None:
-            self._begin()
-        else:
-            self.event("resume", path=folder.name, changed=changes, format=FORMAT, controls=self.desk.describe())
-        self.desk.listen(served)
-        for message in problems:
-            warnings.warn(message, stacklevel=4)
-            self.event("warning", message=message)
+        return self.failure is not None
 
-# %% ../../nbs/550_run_loop.ipynb #786fdbed
+    @contextmanager
+    def _running(self) -> Iterator[GracefulStop]:
+        """Around all steps: signals are caught; however it ends, that is written down and nothing is left half done."""
+        self.control.listen()
+        self.failure, self.bad_in_a_row, self.history.stopped = None, 0, None
+        self.ending.clear()
+        try:
+            with GracefulStop(self.config.console and self.engine.is_main) as stop:
+                yield stop
+                self.writer.close()
+        except BaseException as error:
+            self.history.stopped = f"{type(error).__name__}: {error}"
+            if error is self.failure:  # non-finite updates were skipped, so the weights deserve to be kept
+                with suppress(CheckpointError):
+                    self.save()
+            self.ending.set()
+            if not isinstance(error, KeyboardInterrupt):
+                self.writer.wait()
+            raise
+        finally:
+            with suppress(RunError):  # a full disk has been reported already
+                self.event("end", reason=self.history.stopped, updates=self.updates)
+            self.observers.call("on_end", self)
+            self.log.close()
+
+    def _between_steps(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
+        """The boundary of a step: observers look, requests are served, evaluation and checkpoint if due."""
+        asked = self.observers.call("on_step", self, event)
+        asked.evaluate |= asked.stop  # but who presses Ctrl-C wants out, not an evaluation
+        asked.control = self.control.waiting()
+        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(self.engine)
+        if asked.control:
+            asked = asked | self.control.serve(stop, asked.stop)
+        asked.evaluate |= self.step >= self.total_steps or _due(self.step, self.config.eval_every)
+        return self._evaluate_and_save(asked)
+
+    def _evaluate_and_save(self, asked: Flags) -> Flags:
+        """Evaluate, then save, as asked; what observers of the evaluation ask for is added."""
+        if asked.evaluate:
+            with self.meter.time("eval"):
+                metrics = self.evaluate()
+            if metrics:
+                asked = asked | self.observers.call("on_eval", self, metrics).over_ranks(self.engine)
+        last = asked.stop or self.step >= self.total_steps
+        if asked.save or last or _due(self.step, self.config.save_every):
+            self.save()
+        self.writer.check()
+        return asked
+
+
 def _planned_steps(source: Source, config: TrainConfig) -> int:
     """Steps in all: as configured, or as many as the epochs need."""
     if config.steps is not None:
@@ -869,77 +452,3 @@ def _planned_steps(source: Source, config: TrainConfig) -> int:
 def _due(step: int, every: int | None) -> bool:
     """Whether something that happens every so many steps happens now."""
     return every is not None and step % every == 0
-
-
-def _cost(micro: Any) -> float:
-    """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 for rows of another kind."""
-    if getattr(micro, "prompt_mask", None) is None:
-        return 1.0
-    sizes = (getattr(micro, name, None) for name in ("completion_lens", "chosen_lens", "rejected_lens"))
-    answers = zip(*(x.tolist() for x in sizes if x is not None), strict=True)
-    return sum(work(p, ns) for p, ns in zip(micro.prompt_mask.sum(1).tolist(), answers, strict=True))
-
-
-def _weigh(terms: dict[str, tuple[LossSum, float]], denominators: dict[str, Tensor], device: torch.device) -> Tensor:
-    """The loss of a micro-batch: weight times sum divided by the mini-batch's denominator, over all terms."""
-    if set(terms) - set(denominators):
-        missing = sorted(set(terms) - set(denominators))[0]
-        raise RunError(
-            f"the loss has a term {missing!r} but denominators() gave {sorted(denominators)}: each term needs its count"
-        )
-    parts = []
-    for name, (term, weight) in terms.items():
-        count = denominators[name].to(device)
-        parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-def _run_state(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """A snapshot of everything that decides how a run goes on."""
-    tensors, engine_meta = trainer.engine.state_dict()
-    method, tensors["method"] = split_state(trainer.method.state_dict())
-    source, tensors["source"] = split_state(trainer.source.state_dict())
-    tensors[f"rng-{trainer.engine.rank}"] = rng_state()
-    if not trainer.engine.is_main:
-        del tensors["method"], tensors["source"]  # the same everywhere: rank 0 writes them
-    meta = {
-        "step": trainer.step, "updates": trainer.updates, "bad_in_a_row": trainer.bad_in_a_row, "name": trainer.method.name,
-        "engine": engine_meta, "method": method, "source": source, "world_size": trainer.engine.world_size,
-        "control": trainer.engine.gather_object(trainer.desk.state_dict())[0],
-    }  # fmt: skip
-    return snapshot(tensors), meta
-
-
-def _part_of(engine: Engine, meta: dict[str, Any]) -> Part | None:
-    """Which part of a checkpoint this rank writes; None with one process, which writes all of it."""
-    slices = meta["engine"].pop("slices", None)
-    if slices is None:
-        return None
-    token = engine.gather_object(f"{os.getpid()}-{time.time_ns()}")[0]
-    return Part(engine.rank, engine.world_size, token, slices)
-
-
-def _restore(trainer: Trainer, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
-    """The opposite of `_run_state`; returns how many requests had been served."""
-    if meta["name"] != trainer.method.name:
-        raise CheckpointError(
-            f"the checkpoint was written by the method {meta['name']!r}, not {trainer.method.name!r}: resume it with the same method, "
-            "or choose another output_dir"
-        )
-    trainer.engine.load_state(tensors, meta["engine"])
-    control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
-    trainer.desk.load_state_dict(control)
-    trainer.method.load_state_dict(join_state(meta["method"], tensors["method"]))
-    trainer.source.load_state_dict(join_state(meta["source"], tensors["source"]))
-    trainer.step, trainer.updates = int(meta["step"]), int(meta["updates"])
-    trainer.bad_in_a_row = 0
-    own = tensors.get(f"rng-{trainer.engine.rank}")
-    if own is None:
-        warnings.warn(
-            f"the run had {meta['world_size']} process(es) and has {trainer.engine.world_size} now: it goes on, but not to the same bits",
-            stacklevel=2,
-        )
-        seed_everything(derive_seed(trainer.config.seed, "resumed", trainer.engine.rank, trainer.step))
-    else:
-        set_rng_state(own)
-    return int(control["served"])

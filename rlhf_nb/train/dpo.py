@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..run.callbacks import Callback
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
@@ -33,7 +33,7 @@ from ..models.adapters import Reference
 from ..models.load import disable_dropout, evaluating, load_causal_lm, load_tokenizer, save_model
 from ..models.reference import MovingReference, cached_sums
 from .registry import register
-from .setup import CausalScorer, Row, fill_in, make_source, split_pairs
+from .setup import CausalScorer, Row, fill_in, frozen_parts, make_source, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
@@ -277,6 +277,10 @@ class DPO(BaseMethod):
             self.reference.load_state_dict(state["reference"])
         if self.delta is not None:
             self.delta.load_state_dict(state["delta"])
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, unless it moves."""
+        return frozen_parts(self.reference)
 
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""

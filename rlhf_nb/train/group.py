@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..run.callbacks import Callback
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig
@@ -18,7 +18,8 @@ from ..core import derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import evaluate
 from ..scoring.scores import plan
-from ..run.loop import BaseMethod, Control, Trainer, setting
+from ..run.loop import BaseMethod, Trainer
+from ..run.control import Control, setting
 from ..losses.group import truncated_weights
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
@@ -26,7 +27,7 @@ from ..models.load import disable_dropout, save_model
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
 from .ppo import load_reward, rollout_metrics, rollout_samples
-from .setup import CausalScorer, Row, fill_in, make_source
+from .setup import CausalScorer, Row, fill_in, frozen_parts, make_source
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -202,6 +203,10 @@ class Asking(BaseMethod):
             self.model, self.tokenizer, prompts, judges, self.reference, sampling, seed, token_budget=budget
         )
         return {f"eval/{k}": v for k, v in found.summary().items()}
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, and reward models."""
+        return frozen_parts(self.reference, self.rewards)
 
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""

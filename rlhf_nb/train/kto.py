@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..run.callbacks import Callback
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
@@ -27,7 +27,7 @@ from ..models.load import disable_dropout, evaluating, save_model
 from ..models.reference import MovingReference, cached_sums
 from .dpo import make_reference
 from .registry import register
-from .setup import CausalScorer, Row, fill_in, in_kind
+from .setup import CausalScorer, Row, fill_in, frozen_parts, in_kind
 from ..types import Completions, LossSum
 
 # %% auto #0
@@ -314,6 +314,10 @@ class KTO(BaseMethod):
         self.baseline.load_state_dict(state["baseline"])
         if isinstance(self.reference, MovingReference):
             self.reference.load_state_dict(state["reference"])
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, unless it moves."""
+        return frozen_parts(self.reference)
 
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
 from ..run.callbacks import BudgetStop, Callback
@@ -21,7 +21,8 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import evaluate
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind, kl_report
 from ..scoring.scores import plan
-from ..run.loop import BaseMethod, Control, Trainer, setting
+from ..run.loop import BaseMethod, Trainer
+from ..run.control import Control, setting
 from ..losses.group import truncated_weights
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
 from ..models.adapters import PolicyValue, hydra, separate, shared
@@ -30,7 +31,7 @@ from ..models.load import is_toy, using_adapter
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, RunningNormalizer, apply_eos_penalty
 from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
 from .registry import register
-from .setup import Row, fill_in, make_source
+from .setup import Row, fill_in, frozen_parts, make_source
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -307,6 +308,10 @@ class PPO(Acting):
                 token_budget=self.config.token_budget,
             )
         return {f"eval/{k}": v for k, v in found.summary().items()}
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """The reference, and reward models."""
+        return frozen_parts(self.net.reference, self.rewards)
 
     def save_model(self, directory: str | Path) -> None:
         """Write the policy for plain `from_pretrained`, and the critic beside it in `critic/`."""

@@ -15,7 +15,7 @@ from ..run.callbacks import Callback
 from ..config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from ..core import derive_seed
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
-from ..run.loop import BaseMethod, History, Trainer
+from ..run.loop import BaseMethod, Trainer
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.load import evaluating
@@ -152,6 +152,11 @@ class Reward(_PairBatches):
             for member in self.members:
                 member.calibrate_bias(c, self.config.token_budget)
 
+    def finish_run(self) -> None:
+        """Scores are shifted when training is over."""
+        with self.engine.generation_mode():
+            self.calibrate()
+
     def save_model(self, directory: str | Path) -> None:
         """One reward model: plain sequence classification with one label. An ensemble: a folder `member-k` for each."""
         for i, member in enumerate(self.members):
@@ -284,13 +289,6 @@ class RewardTrainer(Trainer):
             callbacks=callbacks,
             **options,
         )
-
-    def fit(self, resume: bool = False, overwrite: bool = False) -> History:
-        """Train, then shift the scores so that demonstrations are worth 0; see `Trainer.fit`."""
-        history = super().fit(resume, overwrite)
-        with self.engine.generation_mode():
-            self.method.calibrate()
-        return history
 
     def predict(self, c: Completions) -> Prediction:
         """Mean and disagreement of the members' scores for completions."""

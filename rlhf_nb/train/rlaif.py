@@ -26,9 +26,9 @@ from rlhf_nb.judges.constitution import (
     drawn_principle,
     load_constitution,
 )
-from rlhf_nb.judges.judge import (
-    Agreement, EndpointConfig, EndpointJudge, FunctionJudge, Judge, JudgeTemplate, ModelJudge, Verdicts, agreement, label_pairs,
-)  # fmt: skip
+from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, Verdicts, agreement, label_pairs  # fmt: skip
+from ..judges.endpoint import EndpointConfig, EndpointJudge
+from ..judges.model import ModelJudge
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .registry import register
 from .setup import Row, load_rows

@@ -16,11 +16,14 @@ from ..core import ConfigError, Precision, decide_precision, derive_seed
 from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import detect_format, to_rows
-from ..data.sources import MemorySource, OpenRows, StreamSource, deduplicate, open_rows, read_rows
+from ..data.sources import MemorySource, StreamSource, deduplicate
+from ..data.readers import OpenRows, open_rows, read_rows
 from ..run.engine import Engine
 from ..scoring.scores import TokenScores, completion_logps, plan
-from ..models.adapters import add_lora
+from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
+from ..models.reference import MovingReference
+from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..types import Completions, PreferenceBatch
 
 Row = dict[str, Any]
@@ -28,7 +31,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
-           'make_source', 'fill_in', 'split_pairs', 'global_moments']
+           'make_source', 'fill_in', 'split_pairs', 'frozen_parts', 'global_moments']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -60,6 +63,10 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
+    if model.gradient_checkpointing:
+        enable_gradient_checkpointing(
+            net
+        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
@@ -190,6 +197,21 @@ def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: i
     limit = 2 * micro_batch_size if micro_batch_size else None
     parts = plan(mini.completions(pad_id), token_budget, limit, unit=2)
     return [mini[sorted({row // 2 for row in rows})] for rows in parts]
+
+# %% ../../nbs/600_train_setup.ipynb #c6000001
+def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) -> list[nn.Module]:
+    """Models that a method only looks at: a reference with weights of its own that never move, and reward models.
+
+    Args:
+        reference: of the method, if it has one.
+        rewards: of the method, if it has any.
+    """
+    found: list[Any] = []
+    if reference is not None and not reference.adapters_off and not isinstance(reference, MovingReference):
+        found.append(reference.model)
+    for fn in rewards.fns if rewards is not None else ():
+        found += [m.model for m in (fn.members if isinstance(fn, Ensemble) else [fn]) if isinstance(m, RewardModelFn)]
+    return [model for model in found if isinstance(model, nn.Module)]
 
 # %% ../../nbs/600_train_setup.ipynb #d0c278e1
 def global_moments(engine: Engine, x: Tensor, mask: Tensor) -> Moments:

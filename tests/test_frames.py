@@ -1,0 +1,91 @@
+"""From `fit()` to the line with the formula: how many of the package's functions are in between, traced while a run trains."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import pytest
+import resume_harness
+import torch
+from resume_harness import CASES, Numbers, Points, Regression, regression_config
+
+from rlhf_nb.losses.sft import sft_loss
+from rlhf_nb.run.loop import Trainer
+from rlhf_nb.types import LossSum
+
+MOST = 4
+METHODS = [name for name in CASES if name not in ("regression", "steered")]
+
+
+def paths_to_formulas(run: Trainer) -> set[tuple[str, ...]]:
+    """The package's functions between `fit` and each function of `losses` that an update calls, outermost first."""
+    found: set[tuple[str, ...]] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        code, names_there = frame.f_code, frame.f_globals
+        is_formula = getattr(names_there.get(code.co_name), "__code__", None) is code  # a function, not a method
+        if event != "call" or not is_formula or not names_there.get("__name__", "").startswith("rlhf_nb.losses."):
+            return
+        names, learning = list[tuple[str, str]](), False
+        at: FrameType | None = frame
+        while at is not None:
+            module = at.f_globals.get("__name__", "")
+            learning |= at.f_code.co_name == "loss"
+            if module.startswith("rlhf_nb"):
+                names.append((module, at.f_code.co_name))
+            at = at.f_back
+        inner = sum(module.startswith("rlhf_nb.losses.") for module, _ in names)
+        path = [name for _, name in reversed(names)]
+        if inner == 1 and learning and {"fit", "update"} <= set(path):  # not evaluation; and not what a formula calls
+            found.add(tuple(path[path.index("fit") :]))
+
+    sys.setprofile(look)
+    try:
+        run.fit()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_at_most_four_from_fit_to_the_formula(case: str, tmp_path: Path) -> None:
+    run = getattr(resume_harness, case)(tmp_path / "run")
+    run.total_steps = 1
+    paths = paths_to_formulas(run)
+    assert paths, "no loss was seen: the trace looks at the wrong place"
+    for path in paths:
+        assert len(path) - 1 <= MOST, " → ".join(path)
+
+
+def test_one_function_too_many_is_seen(tmp_path: Path) -> None:
+    between = FunctionType(
+        (lambda formula, *args: formula(*args)).__code__, {"__name__": "rlhf_nb.train.somewhere"}, "between"
+    )
+
+    class Indirect(Regression):
+        def loss(self, micro: Points) -> dict[str, tuple[LossSum, float]]:
+            logps = self.module(micro.x)
+            return {"loss": (between(sft_loss, logps, torch.ones_like(logps, dtype=torch.bool)), 1.0)}
+
+    run = Trainer(Indirect(), Numbers(), regression_config(steps=1), run_dir=tmp_path / "run")
+    (path,) = paths_to_formulas(run)
+    assert (
+        len(path) == 5
+    )  # fit, update, the engine's turn, between, sft_loss; Indirect.loss is no function of the package
+
+
+def test_the_core_of_the_loop_can_be_recited() -> None:
+    lines = 0
+    for name in ("fit", "next_batch", "collect", "update", "finish_step"):
+        source = textwrap.dedent(inspect.getsource(getattr(Trainer, name)))
+        body = ast.parse(source).body[0]
+        assert isinstance(body, ast.FunctionDef) and isinstance(body.body[0], ast.Expr)  # a docstring
+        docstring = range(body.body[0].lineno, (body.body[0].end_lineno or 0) + 1)
+        lines += sum(bool(x.strip()) and i not in docstring for i, x in enumerate(source.splitlines(), 1))
+    assert lines <= 60

@@ -1,0 +1,51 @@
+"""`from rlhf_nb import GRPOTrainer`: few names, found by people and by tools, imported when they are used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhf_nb
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = (ROOT / "rlhf_nb" / "__init__.py").read_text(encoding="utf-8")
+
+
+def test_every_name_can_be_imported() -> None:
+    for name in rlhf_nb.__all__:
+        assert getattr(rlhf_nb, name) is not None
+        assert name in dir(rlhf_nb)
+    assert 35 <= len(rlhf_nb.__all__) <= 50
+    for method in ("SFT", "Reward", "PPO", "DPO", "KTO", "GRPO", "RLOO", "OnlineDPO"):
+        assert {f"{method}Trainer", f"{method}Config"} <= set(rlhf_nb.__all__)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports for type checkers and the table for the interpreter name the same things at the same places."""
+    block = next(n for n in ast.parse(SOURCE).body if isinstance(n, ast.If))
+    typed = {(n.module, a.name) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert typed == {(module, name) for name, module in rlhf_nb._HOME.items()}
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys, rlhf_nb; dir(rlhf_nb); before = set(sys.modules)\n"
+        "assert not [m for m in before if m.startswith('rlhf_nb.')] and 'torch' not in before\n"
+        "from rlhf_nb import RlhfError\n"
+        "assert RlhfError is rlhf_nb.RlhfError and 'rlhf_nb.core' in sys.modules and 'rlhf_nb.train' not in sys.modules\n"
+        "import rlhf_nb.config, rlhf_nb.train.sft\n"
+        "assert rlhf_nb.config.__name__ == 'rlhf_nb.config'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    with pytest.raises(AttributeError, match="GRPOTrainer"):
+        _ = rlhf_nb.GRPOTrianer
+    with pytest.raises(ImportError, match="GRPOTrianer"):
+        exec("from rlhf_nb import GRPOTrianer")
