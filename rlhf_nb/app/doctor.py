@@ -19,8 +19,9 @@ from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu
 from ..data import toy
 from ..data.formats import to_rows
 from rlhf_nb.data.sources import (
-    LengthReport, deduplicate, length_report, open_rows, tokenize_preferences, tokenize_prompts, tokenize_sft,
+    LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
+from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
 from ..run.log import RunDir
 from ..scale.topology import Budget, Split, job_of, predict

@@ -79,11 +79,14 @@ def add_method(method: MethodInfo) -> None:
     Raises:
         ConfigError: the name belongs to another method.
     """
+    home = f"rlhf_nb.train.{BUILT_IN.get(method.name, '')}"
+    if method.name in BUILT_IN and method.trainer.__module__ != home:
+        import_module(home)
     old = _METHODS.get(method.name)
     new, theirs = (f"{m.trainer.__module__}.{m.trainer.__qualname__}" if m else "" for m in (method, old))
-    home = f"rlhf_nb.train.{BUILT_IN.get(method.name, '')}"
-    if (old and new != theirs) or (method.name in BUILT_IN and method.trainer.__module__ != home):
-        raise ConfigError(f"method {method.name!r} is already {theirs or home}: choose another name for {new}.")
+    own_notebook = old and new == f"__main__.{old.trainer.__qualname__}"  # the cell that defines it is run once more
+    if old and new != theirs and not own_notebook:
+        raise ConfigError(f"method {method.name!r} is already {theirs}: choose another name for {new}.")
     _METHODS[method.name] = method
     for tell in on_register:
         tell(method)
