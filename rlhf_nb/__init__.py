@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import DataConfig, LoraSettings, ModelConfig, OptimizerConfig, SamplingConfig
     from .core import RlhfError
-    from .data.sources import read_rows
+    from .data.readers import read_rows
     from .evaluate.policy import evaluate, win_rate
     from .judges.endpoint import EndpointJudge
     from .judges.judge import FunctionJudge
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from .models.heads import RewardModel, ValueModel
     from .models.load import load_model, load_tokenizer, save_model
     from .rewards.base import Rewards
+    from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
     from .scale.launch import launch
     from .train.dpo import DPOConfig, DPOTrainer
     from .train.grpo import GRPOConfig, GRPOTrainer
     from .train.kto import KTOConfig, KTOTrainer
-    from .train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from .train.online_dpo import OnlineDPOTrainer
+    from .train.pairs import OnlineDPOConfig
     from .train.ppo import PPOConfig, PPOTrainer
     from .train.reward import RewardConfig, RewardTrainer
     from .train.rloo import RLOOConfig, RLOOTrainer
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "config": "DataConfig LoraSettings ModelConfig OptimizerConfig SamplingConfig",
     "core": "RlhfError",
-    "data.sources": "read_rows",
+    "data.readers": "read_rows",
     "evaluate.policy": "evaluate win_rate",
     "judges.endpoint": "EndpointJudge",
     "judges.judge": "FunctionJudge",
@@ -43,12 +45,14 @@ _HOMES = {
     "models.heads": "RewardModel ValueModel",
     "models.load": "load_model load_tokenizer save_model",
     "rewards.base": "Rewards",
+    "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
     "scale.launch": "launch",
     "train.dpo": "DPOConfig DPOTrainer",
     "train.grpo": "GRPOConfig GRPOTrainer",
     "train.kto": "KTOConfig KTOTrainer",
-    "train.online_dpo": "OnlineDPOConfig OnlineDPOTrainer",
+    "train.online_dpo": "OnlineDPOTrainer",
+    "train.pairs": "OnlineDPOConfig",
     "train.ppo": "PPOConfig PPOTrainer",
     "train.reward": "RewardConfig RewardTrainer",
     "train.rloo": "RLOOConfig RLOOTrainer",

@@ -19,18 +19,18 @@ from rlhf_nb.data.sources import (
     deduplicate,
     length_report,
     LengthReport,
-    open_rows,
     tokenize_preferences,
     tokenize_prompts,
     tokenize_sft,
 )
+from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
 from .pipeline import Plan, PipelineConfig, Stage, make_base
 from ..run.log import RunDir
 from ..scale.topology import Budget, Method, Split, job_of, predict
 from ..train.grpo import GRPOConfig
 from ..train.kto import KTOConfig, tokenize_labelled
-from ..train.online_dpo import OnlineDPOConfig
+from ..train.pairs import OnlineDPOConfig
 from ..train.ppo import PPOConfig
 from ..train.dpo import DPOConfig
 from ..train.reward import RewardConfig
