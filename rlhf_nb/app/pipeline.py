@@ -28,7 +28,8 @@ from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..rewards.base import RewardModelFn
 from ..run.log import config_changes, read_metrics
 from ..scale.launch import check_request, launch
-from ..train.ppo import PPOConfig, load_reward
+from ..train.online import load_reward
+from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
 from ..train.setup import Row, load_rows
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
