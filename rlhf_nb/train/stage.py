@@ -15,7 +15,6 @@ from ..data import toy
 from ..models.load import is_toy
 from .registry import of
 
-
 # %% auto #0
 __all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
