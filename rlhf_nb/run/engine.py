@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
 from ..fast.workers import Crew, draws_numbers, workers_for
 from .strategies import connect
-from .strategy import OptimizerSettings, Strategy, connect_plain, load_tensors, lr_factor
+from .strategy import Strategy, connect_plain, load_tensors, lr_factor
 from ..scoring.scores import one_forward, shared_among
 from ..types import Batch, LossSum
 
@@ -161,7 +162,7 @@ class Engine:
             same_versions()
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.AdamW | None = None
-        self.settings: OptimizerSettings | None = None
+        self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
         self._wrapped: nn.Module | None = None
@@ -169,7 +170,7 @@ class Engine:
         self._crew: Crew | None = None
 
     def prepare(
-        self, module: nn.Module, settings: OptimizerSettings, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
+        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
     ) -> nn.Module:  # fmt: skip
         """Take charge of the one trainable module; returns what forward must go through.
 
@@ -203,7 +204,7 @@ class Engine:
             group["lr"] = lr
         return lr
 
-    def _prepared(self) -> tuple[nn.Module, torch.optim.AdamW, OptimizerSettings]:
+    def _prepared(self) -> tuple[nn.Module, torch.optim.AdamW, OptimizerConfig]:
         """Module, optimizer and its settings, which exist after `prepare`."""
         if self.module is None or self.optimizer is None or self.settings is None:
             raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import OptimizerConfig
 from ..core import ConfigError, Precision, RunError
 from rlhf_nb.run.strategy import (
-    OptimizerSettings, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
+    Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
 )  # fmt: skip
 
 _log = logging.getLogger("rlhf_nb.run.strategies")
@@ -485,7 +486,7 @@ class Sharded(SharedOut):
     def __init__(self, device: torch.device) -> None:
         super().__init__(connect_plain(device))
 
-    def optimize(self, module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    def optimize(self, module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
         """Split the module over ranks; returns the optimizer of the parts."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

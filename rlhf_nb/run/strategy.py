@@ -8,18 +8,19 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, ModelError, RunError
 from ..scoring.scores import gradients_in_place
 
 # %% auto #0
-__all__ = ['COMPRESSIONS', 'lr_factor', 'OptimizerSettings', 'build_optimizer', 'global_norm', 'nonfinite_parameter',
-           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'Shard', 'Strategy', 'clip_by',
-           'states_by_name', 'compress', 'connect_plain']
+__all__ = ['COMPRESSIONS', 'lr_factor', 'build_optimizer', 'global_norm', 'nonfinite_parameter', 'trained_tensors', 'check_names',
+           'load_tensors', 'frozen_fingerprint', 'Shard', 'Strategy', 'clip_by', 'states_by_name', 'compress',
+           'connect_plain']
 
 # %% ../../nbs/515_run_strategy.ipynb #b2644e4b
 def lr_factor(step: int, schedule: str = "constant", warmup: int = 0, total: int | None = None) -> float:
@@ -39,19 +40,7 @@ def lr_factor(step: int, schedule: str = "constant", warmup: int = 0, total: int
     return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 # %% ../../nbs/515_run_strategy.ipynb #9e1329ae
-class OptimizerSettings(Protocol):
-    """What the engine reads of `config.OptimizerConfig`."""
-
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    schedule: Any
-    warmup_steps: int
-    max_grad_norm: float | None
-
-
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+def build_optimizer(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, with weight decay on matrices only.
 
     Args:
@@ -183,7 +172,7 @@ class Strategy:
         self.overflow = False  # the last update was skipped because fp16's factor was too large
         self.problem = ""  # why it was skipped otherwise
 
-    def optimize(self, module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    def optimize(self, module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
         """Take charge of a module on its device; returns its optimizer."""
         self.module, self.clip = module, settings.max_grad_norm
         self.optimizer = build_optimizer(module, settings)
