@@ -34,11 +34,7 @@ __all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'Froz
 
 # %% ../../nbs/530_run_strategies.ipynb #abc349f5
 def deepspeed_config(
-    stage: int,
-    clip: float | None,
-    given: Mapping[str, Any] | None = None,
-    offload: bool = False,
-    compute: torch.dtype = torch.float32,
+    stage: int, clip: float | None, given: Mapping[str, Any] | None = None, compute: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """DeepSpeed's settings for a run.
 
@@ -46,7 +42,6 @@ def deepspeed_config(
         stage: 1, 2 or 3.
         clip: norm to which gradients are cut; None: never.
         given: what a config file says; "auto" means nothing.
-        offload: keep averages (and under stage 3 weights) in main memory.
         compute: format of matrix products; without being told, DeepSpeed switches autocast off.
 
     Raises:
@@ -58,19 +53,12 @@ def deepspeed_config(
         raise ConfigError(
             f"the DeepSpeed file says stage {zero['stage']} but the run asks for ZeRO-{stage}: make them agree."
         )
-    if offload:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
-        if stage == 3:
-            zero.setdefault("offload_param", {"device": "cpu"})
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") in ("none", None):
             zero.pop(part, None)
     if compute != torch.float32:  # weights are gathered as they are kept, so that what is saved is what was trained
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": str(compute).removeprefix("torch."),
-            "lower_precision_safe_modules": [],
-        }
+        kind = str(compute).removeprefix("torch.")
+        config["torch_autocast"] = {"enabled": True, "dtype": kind, "lower_precision_safe_modules": []}
     return config | {
         "zero_optimization": zero | {"stage": stage},
         "train_micro_batch_size_per_gpu": 1,  # sizes are the loop's business; DeepSpeed wants to be told one
@@ -313,7 +301,9 @@ class Zero(SharedOut):
             self.ds = deepspeed.initialize(
                 model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
             )[0]
+        some = next(p for p in self.module.parameters() if p.requires_grad)
         check_insides(self.ds.optimizer, _ZERO_3 if self.stage == 3 else _ZERO_12, "deepspeed")
+        check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
         if self.stage == 3:
             check_insides(self.ds.optimizer.parameter_offload, _OFFLOAD, "deepspeed")
         wrapped: nn.Module = self.ds
@@ -370,11 +360,8 @@ class Zero(SharedOut):
         """DeepSpeed gathers, and looks away."""
         import deepspeed
 
-        params, offload, on_host = (
-            list(self.module.parameters()),
-            self.ds.optimizer.parameter_offload,
-            self.place() == "host",
-        )
+        params, on_host = list(self.module.parameters()), self.place() == "host"
+        offload = self.ds.optimizer.parameter_offload
         with deepspeed.zero.GatheredParameters([] if on_host else params):
             for p in offload.module.parameters():
                 p.ds_active_sub_modules.clear()
