@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import CheckpointError, ConfigError, ModelError, Precision, RunError, decide_precision, suggest
-from ..scoring.scores import gradients_in_place, one_forward, shared_among
-from ..fast.workers import Crew, draws_numbers, workers_for
+from ..scoring.head import gradients_in_place
+from ..scoring.packing import split_among
+from ..scoring.scores import one_forward
+from ..fast.workers import Replicas, draws_numbers, workers_for
 from ..types import Batch, LossSum
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -420,7 +422,7 @@ class _Ranks:
         self.lr_scale = 1.0  # what the schedule is multiplied by
         self._wrapped: nn.Module | None = None
         self._watch: GradientWatch | None = None
-        self._crew: Crew | None = None
+        self._crew: Replicas | None = None
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """The module inside a wrapper for several ranks."""
@@ -589,7 +591,7 @@ class _Updates(_Trained):
             Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
         """
         crew = self._crew_of(method.module)
-        with shared_among(crew.workers if crew else 1):
+        with split_among(crew.workers if crew else 1):
             micros = method.micro_batches(mini)
         if crew is None:
             return self._one_by_one(method, micros, counts)
@@ -618,13 +620,13 @@ class _Updates(_Trained):
             if i < len(micros):
                 yield terms, loss
 
-    def _crew_of(self, module: nn.Module) -> Crew | None:
+    def _crew_of(self, module: nn.Module) -> Replicas | None:
         """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
         workers = workers_for(module) if self.strategy.name == "single" else 1
         if workers < 2 or draws_numbers(module):
             return None
         if self._crew is None or self._crew.workers != workers or not self._crew.fits(module):
-            self._crew = Crew(module, workers)
+            self._crew = Replicas(module, workers)
         return self._crew
 
     def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:

@@ -23,7 +23,7 @@ from .control import Control, GracefulStop, RunControl
 from .engine import Engine, StepReport, Terms
 from .log import EventLog, History, Meter, RunDir
 from .state import checkpoint_job, open_run
-from ..scoring.scores import work
+from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0

@@ -210,7 +210,7 @@ class Job:
 
 # %% ../../nbs/710_scale_topology.ipynb #21bcd523
 def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
-    """(tokens of one row of a forward, completions in it), sharing prompts where `logprobs.pack` would.
+    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.trees.pack` would.
 
     Args:
         job: lengths and method.
