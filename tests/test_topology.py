@@ -80,7 +80,7 @@ def test_accounts_add_up() -> None:
 def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
     import torch
 
-    from rlhf_nb.scoring.scores import pack
+    from rlhf_nb.scoring.trees import pack
     from rlhf_nb.types import Completions
 
     for prompt, completion in ((200, 20), (100, 50), (4, 60), (64, 64), (30, 90)):

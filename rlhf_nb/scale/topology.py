@@ -221,7 +221,7 @@ class Job:
 
 # %% ../../nbs/710_scale_topology.ipynb #21bcd523
 def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
-    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.scores.pack` would.
+    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.trees.pack` would.
 
     Args:
         job: lengths and method.
@@ -284,7 +284,7 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/710_scale_topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.scores`
+KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
 
 
 def head_memory(shape: Shape, job: Job, targets: int) -> float:
