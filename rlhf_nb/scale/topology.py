@@ -3,7 +3,6 @@
 # %% ../../nbs/710_scale_topology.ipynb #2ab456c2
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..core import ConfigError, ModelError, Precision, suggest
+from ..core import ConfigError, ModelError, Precision
+from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'Method', 'METHODS', 'ONLINE', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'Moment', 'MOMENTS', 'ALWAYS',
-           'ROLES', 'Offload', 'USABLE', 'ASSUMPTIONS', 'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens',
-           'forward_rows', 'layer_activations', 'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term',
-           'Weights', 'roles_of', 'Split', 'weight_terms', 'update_terms', 'Budget', 'predict', 'Plan', 'plan',
-           'smallest_group', 'sent_per_step', 'table', 'job_of']
+__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'Shape',
+           'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
+           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'weight_terms',
+           'update_terms', 'Budget', 'predict', 'job_of']
 
 # %% ../../nbs/710_scale_topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -161,11 +160,6 @@ def format_of(precision: Precision, quantized: bool = False) -> Format:
     return chosen._replace(frozen=frozen)
 
 # %% ../../nbs/710_scale_topology.ipynb #7ee183b5
-Method = Literal["sft", "reward", "preference", "kto", "ppo", "grpo", "rloo", "online"]
-METHODS: tuple[Method, ...] = ("sft", "reward", "preference", "kto", "ppo", "grpo", "rloo", "online")
-ONLINE = ("ppo", "grpo", "rloo", "online")
-
-
 @dataclass(frozen=True)
 class Job:
     """A method and its batch.
@@ -173,7 +167,7 @@ class Job:
     Batches are global, as everywhere in this package; `token_budget` is of one forward on one GPU.
     """
 
-    method: Method = "sft"
+    method: str = "sft"  # a name in the registry
     prompt: int = 512  # tokens
     completion: int = 512  # tokens
     token_budget: int = 4096
@@ -181,43 +175,60 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    critic: Literal["separate", "shared", "hydra"] = "separate"
-    reference: bool = True  # a frozen copy is kept (with LoRA it is the policy without its adapter)
-    reward_model: bool = True  # a model scores answers; False: a function
-    ensemble: int = 1  # reward models trained side by side
+    holds: tuple[Held, ...] | None = (
+        None  # models in memory; None: what the method holds by default, and a reward model
+    )
     checkpointing: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            near = suggest(self.method, METHODS)
-            hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(METHODS)}."
-            raise ConfigError(f"method {self.method!r} is not one that can be planned. {hint}")
+        if self.info.leaves == "pairs":
+            raise ConfigError(
+                f"{self.method} trains nothing, so there is nothing to plan: it needs what its models weigh."
+            )
         for name in ("prompt", "completion", "token_budget", "mini_batch", "group"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
-        if self.critic == "hydra" and self.method == "ppo" and self.lora is None:
+        if self.lora is None and any("adapter" in held for held in self.models):
             raise ConfigError(
-                "critic='hydra' puts all roles into adapters of one backbone, so it needs a rank: lora=16."
+                f"holds is {self.models}, adapters of one backbone for all roles (critic=hydra), so it needs a rank: lora=16."
             )
 
     @property
-    def online(self) -> bool:
-        """Whether it samples."""
-        return self.method in ONLINE
+    def info(self) -> MethodInfo:
+        """What the registry knows of the method."""
+        return get(self.method)
+
+    @property
+    def models(self) -> tuple[Held, ...]:
+        """The models in memory."""
+        if self.holds is not None:
+            return self.holds
+        return (*self.info.held(), *(("reward model",) if self.info.online else ()))
+
+    @property
+    def decoders(self) -> int:
+        """Models that train, whose activations are there at the same time."""
+        scored = self.models.count("reward model") if self.info.leaves == "reward" else 0
+        return scored + sum(held in ("policy", "critic", "critic adapter") for held in self.models)
+
+    @property
+    def sides(self) -> int:
+        """Completions to a row of the mini-batch: two to a pair."""
+        return 2 if self.info.rows == "preference" else 1
 
 # %% ../../nbs/710_scale_topology.ipynb #21bcd523
 def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
-    """(tokens of one row of a forward, completions in it), sharing prompts where `logprobs.pack` would.
+    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.trees.pack` would.
 
     Args:
         job: lengths and method.
         hidden: width of the model.
     """
     p, c = job.prompt, job.completion
-    together = 2 if job.method in ("reward", "preference", "online") else job.group if job.online else 1
+    together = job.group if job.info.online else job.sides
 
     def cost(k: int) -> float:
         n = p + k * c
@@ -238,9 +249,8 @@ def forward_rows(job: Job, shape: Shape, gpus: int) -> tuple[int, int, int]:
         gpus: that share the batch.
     """
     n, k = row_tokens(job, shape.hidden)
-    sides = 2 if job.method in ("reward", "preference") else 1
-    rows = max(1, math.ceil(job.mini_batch * sides / gpus / k))
-    budget = max(job.token_budget, n * max(1, sides // k))  # a row (a pair) is never cut
+    rows = max(1, math.ceil(job.mini_batch * job.sides / gpus / k))
+    budget = max(job.token_budget, n * max(1, job.sides // k))  # a row (a pair) is never cut
     tokens = min(rows * n, budget)
     return tokens, max(1, round(tokens / n * k)), min(rows * n - tokens, tokens)
 
@@ -274,7 +284,7 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/710_scale_topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `logprobs`
+KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
 
 
 def head_memory(shape: Shape, job: Job, targets: int) -> float:
@@ -290,6 +300,9 @@ def head_memory(shape: Shape, job: Job, targets: int) -> float:
     return 2.0 * 4 * rows * shape.vocab
 
 # %% ../../nbs/710_scale_topology.ipynb #7c66bcc9
+COLUMNS = 7  # numbers a token that are kept of a rollout, at most
+
+
 def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
     """(rows that are decoded together, rows of a rollout) on one GPU.
 
@@ -298,7 +311,7 @@ def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
         job: rollout batch, lengths, cache limit.
         gpus: that share the rollout batch.
     """
-    rows = max(1, math.ceil((job.rollout_batch or job.mini_batch) * (2 if job.method == "online" else 1) / gpus))
+    rows = max(1, math.ceil((job.rollout_batch or job.mini_batch) / gpus))
     per_row = 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * job.format.compute
     return max(1, min(rows, int(job.cache_limit // per_row))), rows
 
@@ -314,34 +327,21 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
     at_once, rows = cache_rows(shape, job, gpus)
     width = job.format.compute
     blocks = shape.layers * sum(a * b for a, b in shape.matrices)
-    side_by_side = (
-        shape.layers * shape.hidden * (shape.attention + 2 * shape.keys + (2 if shape.gated else 0) * shape.inner)
-    )
-    copies = 0.0 if blocks * width > 1 << 28 else width * (blocks if job.lora else side_by_side)
-    columns = {"ppo": 7, "grpo": 4, "rloo": 4, "online": 3}[job.method]
+    beside = shape.attention + 2 * shape.keys + (2 if shape.gated else 0) * shape.inner
+    copies = 0.0 if blocks * width > 1 << 28 else width * (blocks if job.lora else shape.layers * shape.hidden * beside)
     return {
         "cache": 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * width * at_once,
         "logits": 24.0 * at_once * shape.vocab,
         "copies": copies,
-        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * columns) * job.completion),
+        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * COLUMNS) * job.completion),
     }
 
 # %% ../../nbs/710_scale_topology.ipynb #2b7d2aaf
 Moment = Literal["sampling", "scoring", "backward", "step"]
 MOMENTS: tuple[Moment, ...] = ("sampling", "scoring", "backward", "step")
-ALWAYS = MOMENTS
 ROLES = (
-    "policy",
-    "value",
-    "reference",
-    "reward",
-    "gradients",
-    "optimizer",
-    "activations",
-    "cache",
-    "rollouts",
-    "overhead",
-)
+    "policy", "value", "reference", "reward", "gradients", "optimizer", "activations", "cache", "rollouts", "overhead",
+)  # fmt: skip
 
 
 class Term(NamedTuple):
@@ -351,7 +351,7 @@ class Term(NamedTuple):
     what: str
     bytes: float
     formula: str
-    when: tuple[Moment, ...] = ALWAYS
+    when: tuple[Moment, ...] = MOMENTS
 
 
 class Weights(NamedTuple):
@@ -363,30 +363,27 @@ class Weights(NamedTuple):
 
 # %% ../../nbs/710_scale_topology.ipynb #62a761ef
 def roles_of(shape: Shape, job: Job) -> list[Weights]:
-    """Who holds how many numbers.
+    """How many numbers each model of a job has.
 
     Args:
         shape: of the policy; critic and reward model have the same backbone without its head.
-        job: method, critic, adapters.
+        job: what it holds, adapters.
     """
     full, body, thin = shape.total, shape.decoder, shape.lora(job.lora or 0)
+    scored = job.info.leaves == "reward"  # then the reward model is what trains
 
-    def one(role: str, size: int) -> Weights:
+    def trained(role: str, size: int) -> Weights:
         return Weights(role, thin, size) if job.lora else Weights(role, size, 0)
 
-    if job.method == "reward":
-        return [one("reward", body)] * job.ensemble
-    out = [one("policy", full)]
-    if job.method == "ppo" and job.critic == "separate":
-        out.append(one("value", body))
-    if job.method == "ppo" and job.critic == "hydra":
-        out.append(Weights("value", thin, 0))
-    if job.reference and job.method != "sft" and not job.lora:
-        out.append(Weights("reference", 0, full))
-    if job.online and job.reward_model:
-        hydra = job.method == "ppo" and job.critic == "hydra"
-        out.append(Weights("reward", 0, thin if hydra else body + (thin if job.lora else 0)))
-    return out
+    kinds: dict[Held, Weights] = {
+        "policy": trained("policy", full),
+        "critic": trained("value", body),
+        "critic adapter": Weights("value", thin, 0),
+        "reference": Weights("reference", 0, 0 if job.lora else full),
+        "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
+        "reward adapter": Weights("reward", 0, thin),
+    }
+    return [kinds[held] for held in job.models]
 
 # %% ../../nbs/710_scale_topology.ipynb #de47bf8f
 Offload = Literal["none", "optimizer", "all"]
@@ -401,9 +398,7 @@ class Split:
     offload: Offload = "none"
     overhead: float = 0.0  # bytes of libraries, context and communication on each GPU
     bucket: int = 500_000_000  # numbers gathered or reduced in one message at most (DeepSpeed's default)
-    live: int = (
-        1_000_000_000  # numbers that stage 3 leaves whole because they are needed again soon (DeepSpeed's default)
-    )
+    live: int = 1_000_000_000  # numbers that stage 3 leaves whole, needed again soon (DeepSpeed's default)
     gather: bool = True  # stage 3 collects the whole policy once a rollout; False: layer by layer for each token, slow
 
     def __post_init__(self) -> None:
@@ -411,14 +406,14 @@ class Split:
             raise ConfigError(
                 f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0, 1, 2 or 3."
             )
-        if self.offload not in ("none", "optimizer", "all"):
+        least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
+        if least is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
-        if self.offload == "all" and self.stage != 3:
+        if self.stage < least:
+            what = "the optimizer's numbers" if least == 1 else "weights, too,"
             raise ConfigError(
-                f"offload='all' moves weights to the host, which only stage 3 can; stage is {self.stage}."
+                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is {self.stage}."
             )
-        if self.offload == "optimizer" and self.stage == 0:
-            raise ConfigError("offload='optimizer' needs stage 1, 2 or 3: stage 0 has no one to move it.")
 
     def part(self, from_stage: int) -> float:
         """The share of a GPU of what is split from this stage on."""
@@ -431,23 +426,19 @@ def weight_terms(roles: Sequence[Weights], job: Job, split: Split) -> Iterator[T
     shown = "" if split.stage < 3 else f" / {split.gpus}"
     for role, trained, frozen in roles:
         size = (trained * f.weight + frozen * f.frozen) * split.part(3)
-        parts = " + ".join(f"{n / 1e6:,.1f}M × {b:g}" for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
+        parts = " + ".join(_product(n, b) for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
         yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
     moved, each = split.offload != "none", f.stepped(split.stage)
-    share = (
-        "on the host" if moved else f"{trained / 1e6:,.1f}M × {each:g}" + (f" / {split.gpus}" if split.stage else "")
-    )
+    share = "on the host" if moved else _product(trained, each) + (f" / {split.gpus}" if split.stage else "")
     yield Term("optimizer", "Adam's numbers", 0.0 if moved else trained * each * split.part(1), share)
-    if f.cast:
-        largest = trained if split.stage < 3 else 0
-        yield Term(
-            "activations",
-            "half-precision copies",
-            largest * f.cast,
-            f"{largest / 1e6:,.1f}M × {f.cast:g}",
-            ("backward",),
-        )
+    cast = trained if split.stage < 3 else 0
+    yield Term("activations", "half-precision copies", cast * f.cast, _product(cast, f.cast), ("backward",))
+
+
+def _product(numbers: float, width: float) -> str:
+    """A formula: millions of numbers, times bytes of each."""
+    return f"{numbers / 1e6:,.1f}M × {width:g}"
 
 # %% ../../nbs/710_scale_topology.ipynb #a8489ede
 def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
@@ -459,16 +450,16 @@ def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split)
         kept, tokens = afterwards, later
     else:  # the fullest moment is the first forward, which finds no gradients
         waiting = 0.0
-    text = f"{tokens:,} tokens × {shape.layers} layers × {_passes(job)}"
+    text = f"{tokens:,} tokens × {shape.layers} layers × {job.decoders}"
     yield Term("activations", "of the layers", kept, text, ("backward",))
-    if job.method != "reward":
+    if job.info.leaves == "policy":
         n = min(tokens, rows * job.completion)
         yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
-    head = 0 if job.lora or job.method == "reward" else shape.vocab * shape.hidden
+    head = 0 if job.lora or job.info.leaves == "reward" else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
-    text = f"{trained / 1e6:,.1f}M × {f.grad:g}" + (f" / {split.gpus}" if split.stage >= 2 else "")
+    text = _product(trained, f.grad) + (f" / {split.gpus}" if split.stage >= 2 else "")
     yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))
-    yield Term("gradients", "of the head", head * f.grad, f"{head / 1e6:,.1f}M × {f.grad:g}", ("backward",))
+    yield Term("gradients", "of the head", head * f.grad, _product(head, f.grad), ("backward",))
     yield Term("gradients", "all", sizes["stepping"], "what the optimizer is given", ("step",))
     yield Term("gradients", "ZeRO-3's buffer", sizes["buffer"], text)
     yield from _gathered(shape, roles, job, split)
@@ -485,18 +476,13 @@ def _gradients(roles: Sequence[Weights], job: Job, split: Split) -> dict[str, fl
     return {"waiting": 0.0, "stepping": in_fp32 * split.part(3), "buffer": trained * split.part(3)}
 
 # %% ../../nbs/710_scale_topology.ipynb #72392ab7
-def _passes(job: Job) -> int:
-    """Decoders whose activations are there at the same time."""
-    return job.ensemble if job.method == "reward" else 2 if job.method == "ppo" and job.critic != "shared" else 1
-
-
 def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
-    kept = activations(shape, job, tokens, row if k > 1 else 0) * _passes(job)
+    kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
     if (
         split.stage == 3 and not job.checkpointing
-    ):  # transformers' own layers, under hooks, also keep norms before their weight
+    ):  # transformers' layers, under hooks, also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
@@ -510,7 +496,7 @@ def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) ->
         yield Term("overhead", what, trained * job.format.grad, f"DDP's buckets: {trained / 1e6:,.1f}M numbers")
     else:
         size = split.bucket if job.device == "cuda" else min(split.bucket, trained)
-        moments: tuple[Moment, ...] = ALWAYS if split.stage == 3 else ("backward",)
+        moments: tuple[Moment, ...] = MOMENTS if split.stage == 3 else ("backward",)
         yield Term("overhead", what, size * job.format.grad, f"a message of {size / 1e6:g}M numbers", moments)
     if split.stage == 3:
         each = max(job.format.weight, job.format.cast) if not job.lora else job.format.frozen
@@ -518,9 +504,8 @@ def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) ->
         now = min(max(2 * layer, split.live), shape.total) * each
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
         yield Term("policy", "layers at work", now, "two layers, and what is needed again soon", when)
-        if job.online and split.gather:
-            whole = shape.total * each
-            yield Term("policy", "gathered to sample", whole, f"{shape.total / 1e6:,.1f}M × {each:g}", ("sampling",))
+        if job.info.online and split.gather:
+            yield Term("policy", "gathered to sample", shape.total * each, _product(shape.total, each), ("sampling",))
 
 # %% ../../nbs/710_scale_topology.ipynb #1dfb0b56
 class Budget(NamedTuple):
@@ -552,7 +537,7 @@ class Budget(NamedTuple):
         """All terms with their formulas, as Markdown."""
         lines = ["| role | what | formula | GiB | when |", "|---|---|---|---:|---|"]
         for t in sorted(self.terms, key=lambda t: ROLES.index(t.role)):
-            when = "always" if t.when == ALWAYS else ", ".join(t.when)
+            when = "always" if t.when == MOMENTS else ", ".join(t.when)
             lines.append(f"| {t.role} | {t.what} | {t.formula} | {t.bytes / 2**30:.2f} | {when} |")
         lines.append(f"| **peak** | while: {self.fullest} | | **{self.peak / 2**30:.2f}** | |")
         return "\n".join(lines)
@@ -569,7 +554,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
     shape = shape_of(model)
     roles = roles_of(shape, job)
     terms = [*weight_terms(roles, job, split), *update_terms(shape, roles, job, split)]
-    if job.online:
+    if job.info.online:
         need = sampling_memory(shape, job, split.gpus)
         at_once, rows = cache_rows(shape, job, split.gpus)
         size = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × {job.format.compute:g}"
@@ -592,237 +577,21 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     moved = trained * (f.stepped(split.stage) + f.grad)
     return (moved + (trained * f.weight + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
 
-# %% ../../nbs/710_scale_topology.ipynb #a587bfae
-USABLE = 0.9
-ASSUMPTIONS = (
-    "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
-    "a tenth of the memory is lost to fragmentation",
-    "every forward is as full as token_budget allows, every row as long as prompt + completion",
-    "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('per token') it fetches layers for every token",
-    "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs and several machines are arithmetic",
-)
-
-
-class Plan(NamedTuple):
-    """What is recommended, and its account."""
-
-    split: Split
-    job: Job  # with token_budget and checkpointing as recommended
-    budget: Budget
-    memory: float  # bytes of a GPU
-    tokens: int  # in one forward
-    rows: int  # completions in one forward: the micro-batch
-
-    def __str__(self) -> str:
-        """One line."""
-        s, offload = (
-            self.split,
-            {"none": "", "optimizer": ", optimizer on the host", "all": ", weights and optimizer on the host"},
-        )
-        how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
-        again = ", layers recomputed" if self.job.checkpointing else ""
-        again += "" if s.gather or s.stage < 3 or not self.job.online else ", weights fetched for every token"
-        return (
-            f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a forward; "
-            f"peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: {self.budget.fullest}"
-        )
-
-# %% ../../nbs/710_scale_topology.ipynb #ce29c7ec
-def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
-    """(how to share, recompute layers), the fastest first."""
-    overhead = (1.0 if gpus == 1 else 1.5) * 2**30
-    both = (True, False) if job.online else (True,)
-    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3) if gpus > 1 else (0,)
-    for again in sorted({job.checkpointing, True}):
-        yield from ((Split(gpus, s, "none", overhead), again) for s in stages)
-    yield Split(gpus, 2, "optimizer", overhead), True
-    for gather in both:
-        if gpus > 1:
-            yield Split(gpus, 3, "none", overhead, gather=gather), True
-            yield Split(gpus, 3, "optimizer", overhead, gather=gather), True
-        yield Split(gpus, 3, "all", overhead, gather=gather), True
-
-
-def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
-    """The first way that fits, with the largest forward that it allows."""
-    row = row_tokens(job, shape.hidden)[0]
-    for least in (max(row, job.token_budget // 4), row):
-        for split, again in _ways(job, gpus):
-            tokens = job.token_budget
-            while True:
-                smaller = dataclasses.replace(job, token_budget=tokens, checkpointing=again)
-                found = predict(shape, smaller, split)
-                if found.peak <= USABLE * memory and (host is None or found.host <= host):
-                    return Plan(split, smaller, found, memory, *forward_rows(smaller, shape, gpus)[:2])
-                if tokens <= least:
-                    break
-                tokens = max(tokens // 2, least)
-    return None
-
-
-def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float | None = None) -> Plan:
-    """The least splitting that fits, and the largest forward with it.
-
-    Args:
-        model: a Shape, a transformers config, a directory or a hub name.
-        job: method and batch; `token_budget` is the most that is wanted.
-        gpus: how many.
-        memory: GiB of each.
-        host: GiB of the host's memory for each GPU, for offloading; None: enough.
-
-    Raises:
-        ConfigError: fewer rows than GPUs; or nothing fits, and then it says what would.
-    """
-    shape = shape_of(model)
-    if gpus < 1 or memory <= 0:
-        raise ConfigError(f"gpus is {gpus} and memory {memory}: need at least one GPU with some memory.")
-    if min(job.mini_batch, job.rollout_batch or job.mini_batch) < gpus:
-        raise ConfigError(
-            f"mini_batch is {job.mini_batch} (rollout_batch {job.rollout_batch or job.mini_batch}) for {gpus} GPUs: batches are global, so some "
-            f"GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer GPUs."
-        )
-    found = _first_fit(shape, job, gpus, memory * 2**30, None if host is None else host * 2**30)
-    if found is None:
-        raise ConfigError(_too_large(shape, job, gpus, memory, host))
-    return found
-
-# %% ../../nbs/710_scale_topology.ipynb #58d24015
-def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> str:
-    """Why nothing fits, and what would."""
-    limit, offered = memory * 2**30, None if host is None else host * 2**30
-    tiny = dataclasses.replace(job, token_budget=1, checkpointing=True)
-    smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
-    role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
-    remedies = []
-    options: list[tuple[str, dict[str, Any]]] = [("adapters (lora=16)", {"lora": 16})]
-    if job.method == "ppo":
-        options.append(("one backbone for all roles (critic='hydra', lora=16)", {"critic": "hydra", "lora": 16}))
-    for text, change in options:
-        if job.lora is None or "critic" in change:
-            other = dataclasses.replace(job, **change)
-            if _first_fit(shape, other, gpus, limit, offered):
-                remedies.append(text)
-    more = gpus
-    while more < 1 << 14:
-        more *= 2
-        wide = dataclasses.replace(
-            job, mini_batch=max(job.mini_batch, more), rollout_batch=max(job.rollout_batch, more if job.online else 0)
-        )
-        if _first_fit(shape, wide, more, limit, offered):
-            remedies.append(f"{more} GPUs")
-            break
-    would = "; ".join(remedies) if remedies else "a smaller model, or GPUs with more memory"
-    return (
-        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even split, recomputed and offloaded: "
-        f"{smallest.peak / 2**30:.0f} GiB would be needed on each GPU without offloading, most of it for {role}. What would fit: {would}."
-    )
-
-# %% ../../nbs/710_scale_topology.ipynb #53155e53
-def smallest_group(model: Any, found: Plan) -> int:
-    """GPUs that can hold one copy of everything between them, at the plan's stage.
-
-    Args:
-        model: the plan's.
-        found: a plan.
-    """
-    shape, s = shape_of(model), found.split
-    if s.stage == 0:
-        return 1
-    group = 1
-    while group < s.gpus:
-        job = dataclasses.replace(found.job, mini_batch=max(1, found.job.mini_batch * group // s.gpus))
-        job = dataclasses.replace(
-            job, rollout_batch=(found.job.rollout_batch or found.job.mini_batch) * group // s.gpus
-        )
-        if predict(shape, job, dataclasses.replace(s, gpus=group)).peak <= USABLE * found.memory:
-            return group
-        group *= 2
-    return s.gpus
-
-
-def sent_per_step(model: Any, found: Plan) -> float:
-    """Bytes that each GPU sends for one optimizer step, in the ring algorithms' count.
-
-    Args:
-        model: the plan's.
-        found: a plan.
-    """
-    shape, s, job = shape_of(model), found.split, found.job
-    if s.gpus == 1:
-        return 0.0
-    roles = roles_of(shape, job)
-    trained, share = sum(w.trained for w in roles), (s.gpus - 1) / s.gpus
-    if s.stage < 3:
-        return 2 * trained * job.format.grad * share  # an all-reduce, or a reduce-scatter and a gather of weights
-    tokens, _, _ = forward_rows(job, shape, s.gpus)
-    n, k = row_tokens(job, shape.hidden)
-    forwards = math.ceil(math.ceil(job.mini_batch / s.gpus / k) * n / tokens)
-    whole = sum(
-        w.trained * job.format.weight + w.frozen * job.format.frozen for w in roles if w.role in ("policy", "value")
-    )
-    return (2 * forwards * whole + trained * job.format.grad) * share
-
-# %% ../../nbs/710_scale_topology.ipynb #5fad65e3
-def table(
-    model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None
-) -> str:
-    """Plans for several numbers of GPUs, with the assumptions, as Markdown.
-
-    Args:
-        model: a Shape, a transformers config, a directory or a hub name.
-        job: method and batch; batches smaller than the number of GPUs are raised to it.
-        gpus: how many.
-        memory: GiB of each.
-        host: as in `plan`.
-    """
-    shape = shape_of(model)
-    lines = [
-        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, {memory:g} GiB a GPU", "",
-        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a step, GiB | one copy on |",
-        "|---:|---|---|---|---:|---:|---|---:|---:|",
-    ]  # fmt: skip
-    for n in gpus:
-        mini = math.ceil(job.mini_batch / n) * n
-        wide = dataclasses.replace(
-            job, mini_batch=mini, rollout_batch=math.ceil((job.rollout_batch or mini) / mini) * mini
-        )
-        found = _first_fit(shape, wide, n, memory * 2**30, None if host is None else host * 2**30)
-        if found is None:
-            lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
-            continue
-        roles = found.budget.by_role()
-        most = max(roles, key=lambda r: roles[r])
-        lines.append(
-            f"| {n:,} | {found.split.stage}{'' if found.split.gather else ', per token'} | {'' if found.split.offload == 'none' else found.split.offload} | {'yes' if found.job.checkpointing else ''} "
-            f"| {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} "
-            f"| {smallest_group(shape, found):,} |"
-        )
-    return "\n".join([*lines, "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
-
 # %% ../../nbs/710_scale_topology.ipynb #66e896ae
-def job_of(config: Any, method: Method, precision: Precision) -> Job:
+def job_of(config: Any, precision: Precision) -> Job:
     """What a training configuration asks for.
 
     Args:
-        config: of the method's trainer.
-        method: its name in METHODS.
+        config: of any method of the registry.
         precision: where and in which formats it computes.
     """
-    data, lora, online = config.data, config.model.lora, method in ONLINE
-    longest = config.sampling.max_new_tokens if online else data.max_length - data.max_prompt_length
-    kept = {
-        "sft": False, "reward": False, "ppo": True, "online": True,
-        "preference": getattr(config, "needs_reference", False) and getattr(config, "reference", "") != "cached",
-        "kto": getattr(config, "reference", "frozen") not in ("none", "cached"),
-        "grpo": getattr(config, "kl_coef", 0) > 0, "rloo": True,
-    }[method]  # fmt: skip
-    reward = getattr(config, "reward", None)
+    method, data, lora = of(config), config.data, config.model.lora
+    held, batch = method.held(config), config.rollout_batch_size
+    if method.online and (config.reward is None or Path(str(config.reward)).exists()):  # else a function scores
+        held = (*held, "reward adapter" if "critic adapter" in held else "reward model")
+    longest = config.sampling.max_new_tokens if method.online else data.max_length - data.max_prompt_length
     return Job(
-        method=method, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
-        mini_batch=config.mini_batch_size, rollout_batch=config.rollout_batch_size, group=getattr(config, "num_generations", 1),
-        lora=lora.r if lora else None, critic=getattr(config, "critic", "separate"), reference=kept,
-        reward_model=reward is None or Path(str(reward)).exists(), ensemble=getattr(config, "ensemble_size", 1),
-        format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
+        mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
+        holds=held, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip
