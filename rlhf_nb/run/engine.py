@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
-from ..fast.workers import Crew, draws_numbers, workers_for
+from ..fast.workers import Replicas, draws_numbers, workers_for
 from .strategies import connect
 from .strategy import Strategy, connect_plain, load_tensors, lr_factor
-from ..scoring.scores import one_forward, shared_among
+from ..scoring.packing import split_among
+from ..scoring.scores import one_forward
 from ..types import Batch, LossSum
 
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -167,7 +168,7 @@ class Engine:
         self.lr_scale = 1.0  # what the schedule is multiplied by
         self._wrapped: nn.Module | None = None
         self._watch: GradientWatch | None = None
-        self._crew: Crew | None = None
+        self._replicas: Replicas | None = None
 
     def prepare(
         self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
@@ -236,8 +237,8 @@ class Engine:
         Returns:
             Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
         """
-        crew = self._crew_of(method.module)
-        with shared_among(crew.workers if crew else 1):
+        crew = self._replicas_of(method.module)
+        with split_among(crew.workers if crew else 1):
             micros = method.micro_batches(mini)
         if crew is None:
             return self._one_by_one(method, micros, counts)
@@ -266,14 +267,14 @@ class Engine:
             if i < len(micros):
                 yield terms, loss
 
-    def _crew_of(self, module: nn.Module) -> Crew | None:
+    def _replicas_of(self, module: nn.Module) -> Replicas | None:
         """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
         workers = workers_for(module) if self.strategy.name == "single" else 1
         if workers < 2 or draws_numbers(module):
             return None
-        if self._crew is None or self._crew.workers != workers or not self._crew.fits(module):
-            self._crew = Crew(module, workers)
-        return self._crew
+        if self._replicas is None or self._replicas.workers != workers or not self._replicas.fits(module):
+            self._replicas = Replicas(module, workers)
+        return self._replicas
 
     def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:
         """Clip, update and clear the gradients, unless something is not finite; the one host sync of an update.

@@ -24,7 +24,7 @@ from .engine import Engine, StepReport, Terms
 from .hf_callbacks import as_callback
 from .log import EventLog, History, Meter, RunDir
 from .state import checkpoint_job, open_run
-from ..scoring.scores import work
+from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, ModelError, RunError
-from ..scoring.scores import gradients_in_place
+from ..scoring.head import gradients_in_place
 
 # %% auto #0
 __all__ = ['COMPRESSIONS', 'lr_factor', 'build_optimizer', 'global_norm', 'nonfinite_parameter', 'trained_tensors', 'check_names',
