@@ -25,10 +25,10 @@ from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
-           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
-           'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
+__all__ = ['is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
+           'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
+           'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs',
+           'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -252,7 +252,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     return tokenizer
 
 # %% ../../nbs/300_models_load.ipynb #a93d529a
-M_ = TypeVar("M_", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
@@ -276,7 +276,7 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
     return found
 
 
-def disable_dropout(model: M_) -> M_:
+def disable_dropout(model: _M) -> _M:
     """Set every dropout rate of a model to 0: modules (LoRA's included), numbers kept on modules, and the config.
 
     Args:
