@@ -34,13 +34,8 @@ __all__ = ['is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'lo
 def _looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
     path = Path(name).expanduser()
-    return (
-        name.startswith((".", "~", os.sep))
-        or "\\" in name
-        or name.count("/") > 1
-        or path.exists()
-        or (path.parent != Path(".") and path.parent.is_dir())
-    )
+    written = name.startswith((".", "~", os.sep)) or "\\" in name or name.count("/") > 1
+    return written or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
 
 
 def _no_such_path(path: Path, what: str) -> ModelError:
@@ -123,11 +118,9 @@ def ensure_pad(tokenizer: Any) -> str:
         )
     if tokenizer.pad_token is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return ""
-    why = (
-        "it had no PAD token"
-        if tokenizer.pad_token is None
-        else f"its PAD was its EOS ({eos!r}), which hides the EOS from losses that mask PAD"
-    )
+    why = "it had no PAD token"
+    if tokenizer.pad_token is not None:
+        why = f"its PAD was its EOS ({eos!r}), which hides the EOS from losses that mask PAD"
     vocabulary = tokenizer.get_vocab()
     for token in _PADS:
         if token in vocabulary and vocabulary[token] not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
@@ -261,9 +254,8 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
     seen: set[int] = set()
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        owners: list[tuple[Any, list[str]]] = [
-            (module, names + [k for k in vars(module) if k.endswith(("dropout", "dropout_p", "pdrop"))])
-        ]
+        names += [k for k in vars(module) if k.endswith(("dropout", "dropout_p", "pdrop"))]
+        owners: list[tuple[Any, list[str]]] = [(module, names)]
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict") and id(config) not in seen:
             seen.add(id(config))
