@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all export lint setup clean
+.PHONY: demo test test-all mutants compat export lint setup clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,12 @@ $(BROWSER): $(STAMP)
 
 test-all: $(BROWSER)  ## the slow suites as well; those in a browser where Chromium is installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+mutants: $(STAMP)  ## wrong changes of the code, each of which a test must notice; slow; writes docs/mutants.md
+	$(BIN)/python tests/mutants.py --write
+
+compat: $(STAMP)  ## core tests on the oldest and newest allowed packages and other Pythons; slow; writes docs/compat.md
+	$(BIN)/python .ci/compat.py --write
 
 export: $(STAMP)  ## notebooks -> package and README
 	$(BIN)/nbdev_clean

@@ -1,0 +1,90 @@
+"""The mutants: (function or class, what goes wrong, its text now, the wrong text, who must notice); `tests/mutants.py` says how this is read.
+
+Nothing said of who: the notebook that exports the function. Otherwise a list with commas, the fastest first: `nb`, `nb:630`, `test_loop::test_name`.
+"""
+
+# fmt: off
+MUTANTS: list[tuple[str, ...]] = [
+    # KL
+    ("kl_terms", "k2 without its half", "0.5 * log_ratio.square()", "log_ratio.square()"),
+    ("kl_terms", "k3 with the ratio turned over", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio"),
+    ("kl_estimate", "KL(reference ‖ policy)", "logps.detach() - ref_logps.detach()", "ref_logps.detach() - logps.detach()"),
+    ("kl_report", "places outside the mask count", "torch.where(mask, logps.detach() - ref_logps.detach(), 0.0)", "logps.detach() - ref_logps.detach()"),
+    ("mean_and_error", "standard deviation instead of standard error", "(n * (n - 1))", "(n - 1)"),
+    ("kl_loss", "the importance weight carries a gradient", "logps.detach() - old_logps", "logps - old_logps"),
+    ("AdaptiveKL.update", "the price falls when the policy drifts", "1.0 + error * n", "1.0 - error * n"),
+    ("AdaptiveKL.update", "errors are not clipped", "min(max(kl / self.target - 1.0, -0.2), 0.2)", "kl / self.target - 1.0"),
+    # rewards per token and advantages
+    ("kl_shaped_rewards", "drift is rewarded", "-kl_coef * kl_estimate", "kl_coef * kl_estimate"),
+    ("kl_shaped_rewards", "the score comes at the first token", "place == place.amax", "place == 1 + 0 * place.amax"),
+    ("kl_shaped_rewards", "a score for rows without tokens", "mask & (place == place.amax(1, keepdim=True))", "(place == place.amax(1, keepdim=True))"),
+    ("gae", "the next value is not discounted", "alpha=gamma)", "alpha=1.0)"),
+    ("gae", "lambda is forgotten", "gamma * lam).gather", "gamma).gather"),
+    ("gae", "returns are advantages without values", "return advantages, advantages + both[1]", "return advantages, advantages + both[0]"),
+    ("gae", "gaps in the mask take time", "(mask.cumsum(1) - 1).clamp_(min=0)", "torch.arange(mask.shape[1]).expand(mask.shape).contiguous()"),
+    ("moments", "variance divided by n", "square / (n - 1).clamp(min=1)", "square / n.clamp(min=1)"),
+    ("merge_moments", "the means' spread is left out", " + (n * (mean - center).square()).sum()", ""),
+    ("whiten", "the mean is always shifted", "white if shift_mean else white + mean", "white"),
+    ("rloo_baseline", "the baseline holds the completion itself", "(x.sum(1, keepdim=True) - x) / (group_size - 1)", "x.sum(1, keepdim=True).expand_as(x) / group_size"),
+    ("group_advantages", "Dr. GRPO scales too", "if scale_std else centered", "if scale_std or True else centered"),
+    ("group_advantages", "the batch's deviation is ignored", "return (centered / (std + eps)).flatten()", "return centered.flatten()"),
+    # policy, value, entropy
+    ("clipped_surrogate", "the better of both instead of the worse", "torch.maximum(free, clipped).sum()", "torch.minimum(free, clipped).sum()"),
+    ("clipped_surrogate", "low and high swapped", "ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)", "ratio.clamp(1 - clip_eps_high, 1 + clip_eps_low)", "test_notice::test_each_side_is_clipped_by_its_own_bound"),
+    ("clipped_surrogate", "advantages with the wrong sign", "-advantages.detach()", "advantages.detach()"),
+    ("clipped_surrogate", "ratio turned over", "logps - old_logps", "old_logps - logps"),
+    ("clipped_value", "no half", "0.5 * losses.sum()", "losses.sum()"),
+    ("clipped_value", "clipping is optimistic", "torch.maximum(squares, ", "torch.minimum(squares, "),
+    ("clipped_value", "clipped around the returns", "clamp(old - value_clip_eps, old + value_clip_eps)", "clamp(kept_returns - value_clip_eps, kept_returns + value_clip_eps)"),
+    ("explained_variance", "the returns' mean is not taken off", ' - stats["val/returns"] ** 2', ""),
+    ("entropy_bonus", "exploring is punished", "LossSum(-total", "LossSum(total"),
+    ("sft_loss", "the prompt's tokens count", "torch.where(mask, logps, 0.0)", "logps"),
+    ("bradley_terry", "the margin is added", "-F.logsigmoid(difference)", "-F.logsigmoid(difference + (0 if margin is None else 2 * margin))"),
+    ("bradley_terry", "smoothing with the wrong sign", "losses + label_smoothing * difference", "losses - label_smoothing * difference"),
+    ("centering", "the difference is centred", "total = chosen + rejected", "total = chosen - rejected"),
+    # groups
+    ("token_weights", "tokens are counted as sequences", "return real, real.sum()", "return real, torch.tensor(float(len(mask)))"),
+    ("group_surrogate", "low and high swapped", "ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)", "ratio.clamp(1 - clip_eps_high, 1 + clip_eps_low)", "nb, test_losses_group"),
+    ("group_surrogate", "CISPO lets the ratio's gradient through", "ratio.clamp(max=1 + clip_eps_high).detach()", "ratio.clamp(max=1 + clip_eps_high)", "nb, test_losses_group"),
+    ("group_surrogate", "GSPO's ratio is a product instead of a mean", 'mask.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else 1', "1", "nb, test_losses_group"),
+    ("group_surrogate", "the correction has no effect", "torch.where(mask, correction.detach(), 0.0)", "torch.where(mask, 1.0, 0.0)", "test_notice::test_correction_weighs_each_token"),
+    ("group_kl", "KL to the wrong side", "logps - ref_logps", "ref_logps - logps"),
+    ("truncated_weights", "no cap", ".clamp(max=cap)", ""),
+    ("truncated_weights", "sampler over scorer", "old_logps - rollout_logps", "rollout_logps - old_logps"),
+    # preferences
+    ("_link", "forward KL with the ratio turned over", "return -torch.expm1((-x).clamp(max=_CAP))", "return torch.expm1(x.clamp(max=_CAP))"),
+    ("log_ratios", "the chosen reference on both sides", "pair.rejected - pair.ref_rejected.detach()", "pair.rejected - pair.ref_chosen.detach()"),
+    ("_gap", "rejected answers are preferred", "sides[0] - sides[1]", "sides[1] - sides[0]"),
+    ("dpo", "cDPO's smoothing with the wrong sign", "_smoothing(label_smoothing) * margin - F", "-_smoothing(label_smoothing) * margin - F"),
+    ("robust", "not unbiased", "/ (1 - 2 * label_smoothing)", "/ (1 - label_smoothing)"),
+    ("hinge", "the hinge at 2", "1 - beta", "2 - beta"),
+    ("_per_token", "both sides by the chosen length", "sides[1] / pair.rejected_lens", "sides[1] / pair.chosen_lens"),
+    ("ipo", "the target is 1/β", "0.5 / beta", "1.0 / beta"),
+    ("discopop", "the blend turned round", "torch.sigmoid(-margin / tau)", "torch.sigmoid(margin / tau)"),
+    ("exo", "the label the other way round", "(loses - math.log(label_smoothing))", "(loses - math.log1p(-label_smoothing))"),
+    ("nca", "the weight of noise doubled", "- 0.5 * (F", "- 1.0 * (F"),
+    ("bco_pair", "the threshold on one side only", "F.logsigmoid(shift - rejected)", "F.logsigmoid(-rejected)"),
+    ("sppo_hard", "both up", "rejected + 0.5 / beta", "rejected - 0.5 / beta"),
+    ("apo_down", "chosen goes up", "torch.sigmoid(chosen) +", "torch.sigmoid(-chosen) +"),
+    ("aot", "margins are not sorted", "(pair.chosen - pair.rejected).sort().values", "(pair.chosen - pair.rejected)"),
+    ("aot_unpaired", "smoothing with the wrong sign", "return _smoothing(label_smoothing) * margin", "return -_smoothing(label_smoothing) * margin", "test_notice::test_smoothing_is_a_mixture_of_both_labels"),
+    ("simpo", "the margin is given instead of asked for", "- gamma", "+ gamma"),
+    ("cpo", "smoothing with the wrong sign", "return _smoothing(label_smoothing) * margin", "return -_smoothing(label_smoothing) * margin", "test_notice::test_smoothing_is_a_mixture_of_both_labels"),
+    ("orpo", "β inside the sigmoid", "-beta * F.logsigmoid(_gap(log_odds(pair)))", "-F.logsigmoid(beta * _gap(log_odds(pair)))"),
+    ("alphapo", "the bend is forgotten", "power_rewards(pair, alpha)", "power_rewards(pair, 0.0)"),
+    ("dpop", "the penalty for answers that became likelier", "torch.relu(-chosen)", "torch.relu(chosen)"),
+    ("nll", "divided by pairs", "pair.chosen_lens.sum()", "torch.tensor(pair.chosen.numel())"),
+    ("wpo_weights", "the rejected side has no weight", "log_weight(*chosen) + log_weight(*rejected)", "2 * log_weight(*chosen)"),
+    ("desensitize", "tokens beyond the longer answer count less", "torch.minimum(lens, other_lens)", "torch.maximum(lens, other_lens)"),
+    ("preference_loss", "weights of losses are ignored", "losses[name] * entry.loss", "1.0 * entry.loss"),
+    # single answers
+    ("kto", "the reference point has no effect", "(log_ratios - kl)", "log_ratios"),
+    ("_weighted", "weights swapped", "torch.where(labels, desirable * losses, undesirable * losses)", "torch.where(labels, undesirable * losses, desirable * losses)"),
+    ("bco", "δ in nats", "beta * log_ratios - delta", "beta * (log_ratios - delta)"),
+    ("mismatched_kl", "may be negative", ".clamp(min=0)", ""),
+    ("RunningMean.update", "the count is not discounted", "self.decay * self.count + count", "self.count + count"),
+    ("suggest_weights", "weights of the wrong side", "return max(1.0, 1 / ratio), max(1.0, ratio / (4 / 3))", "return max(1.0, ratio / (4 / 3)), max(1.0, 1 / ratio)"),
+]
+
+# Mutants that nothing can notice, and why: "function: what goes wrong" -> the reason.
+SURVIVORS: dict[str, str] = {}
