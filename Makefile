@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= passive
 
 setup: $(STAMP)
 
-# Python 3.11 on Linux x86-64 installs exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
+# Python 3.11 on Linux x86-64 installs torch, then exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
 LOCKED := $(shell $(PYTHON) -c "import platform, sys; print(int(sys.version_info[:2] == (3, 11) and sys.platform == 'linux' and platform.machine() == 'x86_64'))")
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
@@ -21,6 +21,7 @@ $(STAMP): setup.py settings.ini constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 ifeq ($(LOCKED),1)
+	$(PIP) install --no-deps -c constraints.txt torch
 	$(PIP) install --no-deps --require-hashes -r requirements.lock
 	$(PIP) install --no-deps -e .
 endif

@@ -2,13 +2,13 @@
 
     .venv/bin/python .ci/lock.py
 
-For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. torch has the hashes of its CPU build and of its usual one.
+For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. torch is left to constraints.txt, because a machine chooses between its
+CPU build and its usual one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,22 +18,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 on Linux x86-64, each file with its hash.
+# torch comes from constraints.txt: pip install --no-deps -c constraints.txt torch
 # pip install --no-deps --require-hashes -r requirements.lock
 """
 
 
-def pip(*arguments: str, **environment: str) -> str:
+def pip(*arguments: str) -> str:
     """The output of a pip command."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"pip {' '.join(arguments)}\n{done.stderr[-3000:]}")
     return done.stdout
 
 
-def chosen(*what: str, **environment: str) -> dict[str, tuple[str, str]]:
+def chosen(*what: str) -> dict[str, tuple[str, str]]:
     """Name -> (version, SHA-256) of all that pip would install anew for requirements."""
-    out = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *what, **environment)
+    out = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *what)
     found = {}
     for item in json.loads(out)["install"]:
         hashes = item["download_info"].get("archive_info", {}).get("hashes", {})
@@ -54,14 +55,11 @@ def main() -> None:
         )
         pins.flush()
         held = chosen("-c", pins.name, ".[test]")
-    version = held["torch"][0].partition("+")[0]
-    usual = chosen("--no-deps", f"torch=={version}", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)["torch"][1]
-    lines = []
-    for name, (number, digest) in sorted(held.items()):
-        both = sorted({digest, usual}) if name == "torch" else [digest]
-        lines.append(
-            f"{name}=={version if name == 'torch' else number} " + " ".join(f"--hash=sha256:{h}" for h in both)
-        )
+    lines = [
+        f"{name}=={version} --hash=sha256:{digest}"
+        for name, (version, digest) in sorted(held.items())
+        if name != "torch"
+    ]
     LOCK.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(lines)} packages in {LOCK.name}")
 
