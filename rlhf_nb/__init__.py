@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import DataConfig, LoraSettings, ModelConfig, OptimizerConfig, SamplingConfig
     from .core import RlhfError
-    from .data.sources import read_rows
+    from .data.readers import read_rows
     from .evaluate.policy import evaluate, win_rate
     from .judges.endpoint import EndpointJudge
     from .judges.judge import FunctionJudge
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .models.heads import RewardModel, ValueModel
     from .models.load import load_model, load_tokenizer, save_model
     from .rewards.base import Rewards
+    from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
     from .scale.launch import launch
     from .train.dpo import DPOConfig, DPOTrainer
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "config": "DataConfig LoraSettings ModelConfig OptimizerConfig SamplingConfig",
     "core": "RlhfError",
-    "data.sources": "read_rows",
+    "data.readers": "read_rows",
     "evaluate.policy": "evaluate win_rate",
     "judges.endpoint": "EndpointJudge",
     "judges.judge": "FunctionJudge",
@@ -43,6 +44,7 @@ _HOMES = {
     "models.heads": "RewardModel ValueModel",
     "models.load": "load_model load_tokenizer save_model",
     "rewards.base": "Rewards",
+    "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
     "scale.launch": "launch",
     "train.dpo": "DPOConfig DPOTrainer",

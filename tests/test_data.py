@@ -16,6 +16,7 @@ import torch
 
 from rlhf_nb.core import DataError
 from rlhf_nb.data.formats import DataWarning, extract_prompt, format_hh, parse_hh, to_format
+from rlhf_nb.data.readers import open_rows, read_rows
 from rlhf_nb.data.sources import (
     MemorySource,
     StreamSource,
@@ -24,7 +25,6 @@ from rlhf_nb.data.sources import (
     collate_prompts,
     deduplicate,
     length_report,
-    read_rows,
     tokenize_preferences,
     tokenize_prompts,
     tokenize_sft,
@@ -130,7 +130,7 @@ def test_real_data_has_its_repetitions(rows: list[dict[str, Any]]) -> None:
 def test_stream_goes_on_with_the_next_row(tok: Any, taken: int) -> None:
     def make(seed: int) -> StreamSource:
         transform = partial(tokenize_prompts, tok=tok, warn=False)
-        return StreamSource(read_rows(HH, streaming=True), seed, buffer=256, transform=transform)
+        return StreamSource(open_rows(HH), seed, buffer=256, transform=transform)
 
     source = make(1)
     source.next_batch(taken)

@@ -12,7 +12,9 @@ import transformers
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
-from rlhf_nb.rollout import sampler
+from rlhf_nb.fast import decode
+from rlhf_nb.fast.prompts import SharedPrompts
+from rlhf_nb.fast.slots import Slots
 from rlhf_nb.rollout.sampler import sample_tokens
 from rlhf_nb.types import PromptBatch
 
@@ -69,7 +71,7 @@ def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> None:
 @pytest.fixture(params=[False, True], ids=["a row has all", "prompts apart"], autouse=True)
 def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether keys and values of prompts are kept once for their rows, or with each row."""
-    monkeypatch.setattr(sampler, "STEM_BYTES", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(decode, "SHARE_BYTES", 0 if request.param else 1 << 60)
     return bool(request.param)
 
 
@@ -108,30 +110,30 @@ def test_prompts_kept_apart_give_the_same_samples(
     assert lens.min() < lens.max()
     go = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 5, "batch_size": batch_size}
     joined: list[int] = []
-    begin = sampler.Stems.begin
+    add = SharedPrompts.add
 
     def counting(self: Any, past: Any, lens: torch.Tensor, *args: Any) -> None:
         joined.extend(lens.tolist())
-        begin(self, past, lens, *args)
+        add(self, past, lens, *args)
 
-    monkeypatch.setattr(sampler.Stems, "begin", counting)
+    monkeypatch.setattr(SharedPrompts, "add", counting)
     found = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
     assert bool(joined) is apart and (not apart or set(joined) == set(lens.tolist()))
-    monkeypatch.setattr(sampler, "STEM_BYTES", 1 << 60 if apart else 0)
+    monkeypatch.setattr(decode, "SHARE_BYTES", 1 << 60 if apart else 0)
     other = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
     assert torch.equal(found[0], other[0]) and torch.equal(found[2], other[2])
     torch.testing.assert_close(found[1], other[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
 
 
-@pytest.mark.parametrize("hands", [2, 3, 50])
+@pytest.mark.parametrize("cores", [2, 3, 50])
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_rows_shared_among_cores_are_the_same_samples(
-    hands: int, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+    cores: int, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = family("llama"), prompts(7)
     ask = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 3, "batch_size": batch_size}
     alone = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask)
-    monkeypatch.setattr(sampler, "workers_for", lambda model: hands)
+    monkeypatch.setattr(decode, "workers_for", lambda model: cores)
     used: list[int] = []
     shared = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask, used=used)
     for a, b in zip(alone, shared, strict=True):
@@ -170,28 +172,28 @@ def test_fewer_steps_than_chunks() -> None:
 def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a group enters in several parts; and a mistake there would be seen."""
     read: list[int] = []
-    real = sampler.prefill
+    real = decode.prefill
 
     def counting(decoder: Any, chosen: list[torch.Tensor], *args: Any) -> Any:
         read.extend(map(len, chosen))
         return real(decoder, chosen, *args)
 
-    monkeypatch.setattr(sampler, "prefill", counting)
+    monkeypatch.setattr(decode, "prefill", counting)
     batch = prompts(9)
     go = {"eos": [EOS], "pad": PAD, "seed": 0, "num_samples": 7}
     model = chatty(8)
     a = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
     assert sorted(read) == sorted(batch.prompt_mask.sum(1).tolist())
     read.clear()  # and that is what keeping a divided group's keys and values is for
-    monkeypatch.setattr(sampler.Queue, "kept", property(lambda self: None, lambda self, value: None), raising=False)
+    monkeypatch.setattr(decode.Queue, "kept", property(lambda self: None, lambda self, value: None), raising=False)
     b = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
     assert torch.equal(a[0], b[0]) and len(read) > len(batch)
 
 
 def test_rows_slide_when_the_cache_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[int] = []
-    real = sampler.slide
-    monkeypatch.setattr(sampler, "slide", lambda slots, *args: (times.append(slots.column), real(slots, *args)))
+    real = Slots.slide
+    monkeypatch.setattr(Slots, "slide", lambda slots, room: (times.append(slots.column), real(slots, room)))
     model, batch, how = family("llama"), prompts(40), SamplingConfig(max_new_tokens=12)
     go = {"eos": ENDS, "pad": PAD, "seed": 1}
     for fixed in (False, True):

@@ -19,11 +19,11 @@ from rlhf_nb.data.sources import (
     deduplicate,
     length_report,
     LengthReport,
-    open_rows,
     tokenize_preferences,
     tokenize_prompts,
     tokenize_sft,
 )
+from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
 from .pipeline import Plan, PipelineConfig, Stage, make_base
 from ..run.log import RunDir

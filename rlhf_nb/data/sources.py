@@ -3,254 +3,30 @@
 # %% ../../nbs/220_data_sources.ipynb #258955cb
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
-import io
 import json
 import random
-import re
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core import DataError, derive_seed, suggest
+from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
+from .readers import OpenRows
 from .templates import encode_continuations, encode_dialogues, encode_pairs, encode_prompts, is_blank
 from ..types import Completions, PreferenceBatch, PromptBatch
 
-OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
-
 # %% auto #0
-__all__ = ['OpenRows', 'KINDS', 'PERCENTILES', 'open_rows', 'read_rows', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport',
-           'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
-           'collate_completions', 'collate_preferences', 'collate_prompts', 'MemorySource', 'shuffle_buffer',
-           'StreamSource']
-
-# %% ../../nbs/220_data_sources.ipynb #eb2d54cb
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files we read; all but parquet may be packed as .gz
-_BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError, csv.Error)
-
-
-def _kind(path: Path) -> str | None:
-    """The kind of a file by its name, or None."""
-    suffixes = [s.lower() for s in path.suffixes]
-    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else "".join(suffixes[-1:])
-    return kind if kind in KINDS else None
-
-
-def _text(path: Path) -> io.TextIOBase:
-    """A text file, unpacked when it is gzipped."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")  # type: ignore[return-value]
-    return open(path, encoding="utf-8-sig", newline="")
-
-
-def _object(row: Any, where: str) -> Row:
-    """A row, if it is an object with columns."""
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be a JSON object with columns."
-        )
-    return row
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    """Rows of a file with one JSON object a line; blank lines are skipped."""
-    k = 0
-    try:
-        with _text(path) as file:
-            for k, line in enumerate(file, 1):
-                if line.strip():
-                    yield _object(json.loads(line.strip()), f"{path}, line {k}")
-    except json.JSONDecodeError as e:
-        raise DataError(
-            f"{path}, line {k}: not valid JSON ({e.msg}, column {e.colno}); each line must be one JSON object."
-        ) from e
-    except _BROKEN as e:
-        raise DataError(f"{path} is damaged after line {k} ({type(e).__name__}: {e}); fetch or write it again.") from e
-
-
-def _json(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list, or of an object that holds one list; JSON lines under this name are read too."""
-    try:
-        with _text(path) as file:
-            found = json.load(file)
-    except json.JSONDecodeError as e:
-        if e.msg == "Extra data":
-            yield from _jsonl(path)
-            return
-        raise DataError(f"{path}, line {e.lineno}: not valid JSON ({e.msg}, column {e.colno}).") from e
-    except _BROKEN as e:
-        raise DataError(f"{path} is damaged ({type(e).__name__}: {e}); fetch or write it again.") from e
-    lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else [found]
-    if len(lists) != 1 or not isinstance(lists[0], list):
-        raise DataError(f"{path} holds {type(found).__name__}; expected a list of rows, or an object with one list.")
-    yield from (_object(row, f"{path}, row {i}") for i, row in enumerate(lists[0]))
-
-# %% ../../nbs/220_data_sources.ipynb #05037bf1
-def _cell(text: str) -> Any:
-    """A cell of a table; lists (messages, steps, labels) are written as JSON."""
-    if text[:1] == "[" and text[-1:] == "]":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-    return text
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    """Rows of a table with a header line."""
-    csv.field_size_limit(2**31 - 1)
-    k = 1
-    try:
-        with _text(path) as file:
-            for row in csv.DictReader(file, delimiter="\t" if ".tsv" in path.name.lower() else ","):
-                k += 1
-                if None in row or None in row.values():
-                    names = [n for n in row if n is not None]
-                    found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
-                    raise DataError(
-                        f"{path}, record {k}: {found} cells for {len(names)} columns ({', '.join(names)}); quote cells that hold commas."
-                    )
-                yield {name: _cell(value) for name, value in row.items()}
-    except _BROKEN as e:
-        raise DataError(
-            f"{path} is damaged after record {k} ({type(e).__name__}: {e}); fetch or write it again."
-        ) from e
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    """Rows of a parquet file, a batch at a time."""
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    try:
-        for batch in pq.ParquetFile(path).iter_batches(1024):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as e:
-        raise DataError(
-            f"{path} is no readable parquet file ({str(e).splitlines()[0]}); fetch or write it again."
-        ) from e
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".parquet": _parquet,
-}
-
-# %% ../../nbs/220_data_sources.ipynb #6cce145a
-def _missing(path: Path) -> DataError:
-    """The error for a file that isn't there: names the nearest one that is."""
-    folder = next(p for p in (path.parent, *path.parent.parents) if p.is_dir())
-    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    inside = path.parent == folder
-    wanted = path.name if inside else path.relative_to(folder).parts[0] if path.is_relative_to(folder) else path.name
-    near = suggest(wanted, names)
-    held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
-    hint = f"The nearest there is: {folder / near}." if near else f"{folder} holds {held}."
-    return DataError(f"There is no file {path}, so there is nothing to read. {hint}")
-
-
-def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
-    """A dataset of the hub, or a folder with the hub's layout, through the datasets library."""
-    import datasets
-
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        if any((Path(name) / f).is_file() for f in ("state.json", "dataset_dict.json")):  # written by save_to_disk
-            found = datasets.load_from_disk(name)
-            if hasattr(found, "keys"):
-                if split not in found:
-                    raise ValueError(f"Unknown split {split!r}; there are {list(found)}")
-                found = found[split]
-            return found  # type: ignore[no-any-return]
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)  # type: ignore[no-any-return]
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-        what = "The folder" if Path(name).is_dir() else f"No file or folder is called {name}, and the hub dataset"
-        raise DataError(
-            f"{what} {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        ) from e
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-
-# %% ../../nbs/220_data_sources.ipynb #7cda2b36
-def open_rows(path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True) -> OpenRows:
-    """A function that opens a dataset from its start, each time it is called.
-
-    Args:
-        path: a file (.jsonl, .json, .csv, .tsv, all also .gz; .parquet), a folder laid out as on the hub or written by `save_to_disk`, or a hub name.
-        split: a split of a folder or hub dataset ("train", "test[:100]"). A file is one split: "train".
-        subset: configuration of a hub dataset.
-        streaming: don't download or convert a hub dataset as a whole.
-
-    Raises:
-        DataError: nothing of that name, an unknown split, an unknown kind of file.
-    """
-    name, file = str(path), Path(path).expanduser()
-    if file.is_file():
-        kind = _kind(file)
-        if kind is None:
-            raise DataError(
-                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(KINDS)} (and .gz of these)."
-            )
-        if split != "train":
-            raise DataError(
-                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or hold out rows with eval_size."
-            )
-        return lambda: _READERS[kind](file)
-    if not file.is_dir() and (_kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")):
-        raise _missing(file)
-    found = _hub(str(file) if file.is_dir() else name, split, subset, streaming)
-    return lambda: iter(found)
-
-# %% ../../nbs/220_data_sources.ipynb #cc820dc3
-@overload
-def read_rows(
-    path: str | Path, split: str = "train", streaming: Literal[False] = False, subset: str | None = None
-) -> list[Row]: ...
-@overload
-def read_rows(
-    path: str | Path, split: str = "train", *, streaming: Literal[True], subset: str | None = None
-) -> OpenRows: ...
-@overload
-def read_rows(
-    path: str | Path, split: str = "train", streaming: bool = False, subset: str | None = None
-) -> list[Row] | OpenRows: ...
-def read_rows(
-    path: str | Path, split: str = "train", streaming: bool = False, subset: str | None = None
-) -> list[Row] | OpenRows:
-    """All rows of a dataset as a list, or (streaming) a function that opens it for `StreamSource`.
-
-    Args:
-        path: see `open_rows`.
-        split: see `open_rows`.
-        streaming: read rows as they are needed, never the whole set.
-        subset: configuration of a hub dataset.
-
-    Raises:
-        DataError: nothing of that name, nothing in it, or a row that can't be read (with its line).
-    """
-    opened = open_rows(path, split, subset, streaming)
-    if streaming:
-        return opened
-    rows = list(opened())
-    if not rows:
-        raise DataError(f"{path} has no rows, so there is nothing to learn from.")
-    return rows
+__all__ = ['PERCENTILES', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
+           'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
+           'collate_prompts', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
 def _warn(message: str, level: int = 3) -> None:
@@ -772,9 +548,21 @@ def shuffle_buffer(rows: Iterable[Row], size: int, seed: int) -> Iterator[Row]:
         draw.shuffle(held)
     yield from held
 
-# %% ../../nbs/220_data_sources.ipynb #872cced4
-class _Chunks:
-    """A shuffled stream that is read chunk by chunk: the moving part of `StreamSource`."""
+# %% ../../nbs/220_data_sources.ipynb #6ee3cbd9
+class StreamSource:
+    """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
+
+    Args:
+        open_fn: opens the rows from their start (`open_rows(path)`), or something that can be iterated again and again,
+            such as an `IterableDataset`.
+        seed: same seed, same order.
+        buffer: rows held for shuffling; 1 keeps the order of the stream.
+        transform: turns a chunk of rows into tokenized rows (it may drop some); called with `chunk` rows at a time.
+        chunk: rows transformed together.
+
+    Raises:
+        DataError: the stream can be read only once, or is empty.
+    """
 
     def __init__(
         self,
@@ -813,22 +601,6 @@ class _Chunks:
                     f"The stream gave no usable row ({self._start} were read), so there is nothing to learn from."
                 )
             self.epoch, self.position, self._start, self._rows = self.epoch + 1, 0, 0, None
-
-# %% ../../nbs/220_data_sources.ipynb #6ee3cbd9
-class StreamSource(_Chunks):
-    """Rows from a stream through a shuffle buffer; where it stands can be saved and restored exactly.
-
-    Args:
-        open_fn: opens the rows from their start (`read_rows(..., streaming=True)`), or something that can be iterated again and again,
-            such as an `IterableDataset`.
-        seed: same seed, same order.
-        buffer: rows held for shuffling; 1 keeps the order of the stream.
-        transform: turns a chunk of rows into tokenized rows (it may drop some); called with `chunk` rows at a time.
-        chunk: rows transformed together.
-
-    Raises:
-        DataError: the stream can be read only once, or is empty.
-    """
 
     def next_batch(self, n: int) -> list[Row]:
         """The next n rows."""

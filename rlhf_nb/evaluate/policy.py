@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +136,9 @@ class PolicyEval:
         return out | {"length": float(self.lengths.float().mean()), "finished": self.finished}
 
 # %% ../../nbs/490_evaluate_policy.ipynb #c72ab016
+_KINDS: tuple[Literal["k1", "k3"], ...] = ("k1", "k3")
+
+
 def _silent(prompts: list[Any], completions: list[str]) -> list[float]:
     """A reward that always answers 0, so that a row on which all the others are silent is no error here."""
     return [0.0] * len(completions)
@@ -151,19 +154,10 @@ def _reference_logps(reference: Any, rollout: Rollout, temperature: float, token
 
 # %% ../../nbs/490_evaluate_policy.ipynb #fd8e6877
 def evaluate(
-    model: Any,
-    tokenizer: Any,
-    prompts: PromptBatch,
-    rewards: Mapping[str, Any],
-    reference: Any = None,
-    sampling: SamplingConfig | None = None,
-    seed: int = 0,
-    *,
-    num_samples: int = 1,
-    greedy: bool = False,
-    batch_size: int | None = None,
-    token_budget: int = TOKEN_BUDGET,
-) -> PolicyEval:
+    model: Any, tokenizer: Any, prompts: PromptBatch, rewards: Mapping[str, Any], reference: Any = None,
+    sampling: SamplingConfig | None = None, seed: int = 0, *, num_samples: int = 1, greedy: bool = False,
+    batch_size: int | None = None, token_budget: int = TOKEN_BUDGET,
+) -> PolicyEval:  # fmt: skip
     """Let a policy answer prompts and measure the answers.
 
     Args:
@@ -190,18 +184,15 @@ def evaluate(
     rollout = sampler.generate(
         model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy
     )
-    judges = Rewards([*rewards.values(), _silent], names=[*rewards, "_silent"])
-    parts = judges(rollout)[1]
-    kl: dict[str, Tensor | None] = {"k1": None, "k3": None}
-    if reference is not None:
-        ref = _reference_logps(reference, rollout, sampling.temperature, token_budget)
-        own = rollout.rollout_logps if sampler.exact else None  # others may tell those of what the filters left
-        own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
-        mask = rollout.completion_mask
-        for kind in ("k1", "k3"):
-            estimate = kl_estimate(own, ref, kind)  # type: ignore[arg-type]
-            kl[kind] = torch.where(mask, estimate, 0.0).sum(1).double().cpu()
-    return PolicyEval(rollout, {k: v.cpu() for k, v in parts.items() if k in rewards}, kl["k1"], kl["k3"])
+    parts = Rewards([*rewards.values(), _silent], names=[*rewards, "_silent"])(rollout)[1]
+    scores = {k: v.cpu() for k, v in parts.items() if k in rewards}
+    if reference is None:
+        return PolicyEval(rollout, scores, None, None)
+    ref = _reference_logps(reference, rollout, sampling.temperature, token_budget)
+    own = rollout.rollout_logps if sampler.exact else None  # others may tell those of what the filters left
+    own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
+    k1, k3 = (torch.where(rollout.completion_mask, kl_estimate(own, ref, k), 0.0).sum(1).double().cpu() for k in _KINDS)
+    return PolicyEval(rollout, scores, k1, k3)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #2f55d3fb
 def pass_curve(
@@ -316,12 +307,9 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     heads = list(rows[0])
-    cells = [
-        [
-            f"{x:.2f}" if isinstance(x, float) else " ".join(str(x).split()).replace("|", "\\|")
-            for x in (r[h] for h in heads)
-        ]
-        for r in rows
-    ]
-    lines = [heads, ["---"] * len(heads), *cells]
+
+    def cell(x: Any) -> str:
+        return f"{x:.2f}" if isinstance(x, float) else " ".join(str(x).split()).replace("|", "\\|")
+
+    lines = [heads, ["---"] * len(heads), *([cell(row[head]) for head in heads] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -23,7 +23,7 @@ from ..rollout.sampler import sample
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['Trails', 'Principle', 'Constitution', 'load_constitution', 'Writer', 'ModelWriter', 'drawn_principle', 'Revised',
+__all__ = ['Principle', 'Constitution', 'load_constitution', 'Writer', 'ModelWriter', 'drawn_principle', 'Revised',
            'critique_and_revise', 'ai_preferences']
 
 # %% ../../nbs/475_judges_constitution.ipynb #e88cc439
@@ -141,12 +141,6 @@ def drawn_principle(constitution: Constitution, seed: int, row: int, round: int 
     return constitution.principles[order[round % len(order)]]
 
 
-def _cut(text: str, stop: Sequence[str]) -> str:
-    """What was written, up to where the model began to speak for others."""
-    ends = [i for i in (text.find(s) for s in stop) if i >= 0]
-    return text[: min(ends, default=len(text))].strip()
-
-
 def _as_completion(prompt: Any, answer: str) -> Any:
     """An answer in the form of its prompt: a message, or text that goes on where the prompt ends."""
     if not isinstance(prompt, str):
@@ -173,73 +167,34 @@ class Revised(NamedTuple):
     stats: dict[str, float]  # rows, dropped, unchanged
 
 
-class _Desk:
-    """The answers being worked on, by row number; a row leaves when nothing is written for it."""
+class _Stages:
+    """Writes for many rows, stage after stage; a row for which nothing is written leaves."""
 
     def __init__(self, writer: Writer, stop: Sequence[str], first_row: int) -> None:
         self.writer, self.stop, self.first_row, self.stage = writer, stop, first_row, 0
 
     def write(self, questions: dict[int, Any]) -> dict[int, str]:
-        """The next stage: a text for each question, without those that stayed empty."""
+        """The next stage: by row number a text for each question, up to where the model began to speak for others."""
         rows = list(questions)
-        texts = (
-            self.writer([questions[i] for i in rows], [self.first_row + i for i in rows], self.stage) if rows else []
-        )
+        numbers = [self.first_row + i for i in rows]
+        texts = self.writer([questions[i] for i in rows], numbers, self.stage) if rows else []
         self.stage += 1
         if len(texts) != len(rows):
             raise DataError(f"the writer returned {len(texts)} texts for {len(rows)} questions: one each is needed.")
-        cut = {i: _cut(text, self.stop) for i, text in zip(rows, texts)}
-        return {i: text for i, text in cut.items() if text}
+        ends = [min((at for s in self.stop if (at := text.find(s)) >= 0), default=len(text)) for text in texts]
+        return {i: cut for i, text, end in zip(rows, texts, ends) if (cut := text[:end].strip())}
 
 
 def _writer(
     model: Any, tokenizer: Any, sampling: SamplingConfig | None, seed: int, chat: bool | None, batch_size: int | None
 ) -> Writer:
     """A model as a writer; anything else that can be called is one."""
-    if isinstance(model, nn.Module):
-        if tokenizer is None:
-            raise ConfigError(
-                "a model was given without its tokenizer: pass both, or a function (asked, rows, stage) -> texts."
-            )
+    if isinstance(model, nn.Module) and tokenizer is not None:
         return ModelWriter(model, tokenizer, sampling, seed, chat, batch_size)
-    if not callable(model):
-        raise ConfigError(
-            f"{model!r:.80} can't write: give a model and its tokenizer, or a function (asked, rows, stage) -> texts."
-        )
+    if isinstance(model, nn.Module) or not callable(model):
+        what = "a model was given without its tokenizer" if callable(model) else f"{model!r:.80} can't write"
+        raise ConfigError(f"{what}: give a model and its tokenizer, or a function (asked, rows, stage) -> texts.")
     return model  # type: ignore[no-any-return]
-
-# %% ../../nbs/475_judges_constitution.ipynb #e65c0837
-Trails = dict[int, list[dict[str, str]]]  # what happened to each row, round by round
-
-
-def _one_round(
-    desk: _Desk, c: Constitution, prompts: list[Any], answers: dict[int, str], trails: Trails,
-    drawn: list[Principle],
-) -> dict[int, str]:  # fmt: skip
-    """Critique and revision of every answer; returns the new answers and adds to the trails."""
-    gaps = {
-        i: {"prompt": plain(prompts[i]).strip(), "answer": a, "critique_request": drawn[i].critique}
-        for i, a in answers.items()
-    }
-    critiques = desk.write({i: fill(c.critique_prompt, **gaps[i]) for i in answers})
-    more = {i: {**gaps[i], "critique": text, "revision_request": drawn[i].revision} for i, text in critiques.items()}
-    revisions = desk.write({i: fill(c.revision_prompt, **more[i]) for i in critiques})
-    for i, text in revisions.items():
-        step = {"principle": drawn[i].name, "answer": answers[i], "critique": critiques[i], "revision": text}
-        trails[i].append(step)
-    return revisions
-
-
-def _revised(rows: Sequence[Mapping[str, Any]], answers: dict[int, str], trails: Trails) -> Revised:
-    """The rows that came through."""
-    out = []
-    for i in sorted(answers):
-        prompt = rows[i]["prompt"]
-        out.append({**rows[i], "prompt": prompt, "completion": _as_completion(prompt, answers[i]), "trail": trails[i]})
-    unchanged = sum(trails[i][0]["answer"] == answers[i] for i in answers)
-    return Revised(
-        out, {"rows": float(len(out)), "dropped": float(len(rows) - len(out)), "unchanged": float(unchanged)}
-    )
 
 # %% ../../nbs/475_judges_constitution.ipynb #b3c5f1a1
 def critique_and_revise(
@@ -269,14 +224,27 @@ def critique_and_revise(
     if rounds < 1:
         raise ConfigError(f"rounds is {rounds}: without a critique and a revision the rows would be what they were.")
     c, prompts = constitution or load_constitution(), _prompts(rows)
-    desk = _Desk(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
+    stages = _Stages(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
     given = {i: plain(r["completion"]).strip() for i, r in enumerate(rows) if not is_blank(r.get("completion") or "")}
-    answers = given | desk.write({i: p for i, p in enumerate(prompts) if i not in given})
-    trails: Trails = {i: [] for i in answers}
+    answers = given | stages.write({i: p for i, p in enumerate(prompts) if i not in given})
+    trails: dict[int, list[dict[str, str]]] = {i: [] for i in answers}
     for round in range(rounds):
-        drawn = [drawn_principle(c, seed, first_row + i, round) for i in range(len(rows))]
-        answers = _one_round(desk, c, prompts, answers, trails, drawn)
-    return _revised(rows, answers, trails)
+        drawn = {i: drawn_principle(c, seed, first_row + i, round) for i in answers}
+        gaps = {i: {"prompt": plain(prompts[i]).strip(), "answer": text} for i, text in answers.items()}
+        gaps = {i: known | {"critique_request": drawn[i].critique} for i, known in gaps.items()}
+        critiques = stages.write({i: fill(c.critique_prompt, **known) for i, known in gaps.items()})
+        gaps = {i: gaps[i] | {"critique": t, "revision_request": drawn[i].revision} for i, t in critiques.items()}
+        revisions = stages.write({i: fill(c.revision_prompt, **known) for i, known in gaps.items()})
+        for i, text in revisions.items():
+            step = {"principle": drawn[i].name, "answer": answers[i], "critique": critiques[i], "revision": text}
+            trails[i].append(step)
+        answers = revisions
+    made = [
+        {**rows[i], "completion": _as_completion(prompts[i], answers[i]), "trail": trails[i]} for i in sorted(answers)
+    ]
+    unchanged = sum(trails[i][0]["answer"] == answers[i] for i in answers)
+    stats = {"rows": len(made), "dropped": len(rows) - len(made), "unchanged": unchanged}
+    return Revised(made, {k: float(n) for k, n in stats.items()})
 
 # %% ../../nbs/475_judges_constitution.ipynb #762906e8
 def ai_preferences(
@@ -306,9 +274,9 @@ def ai_preferences(
     Source: Bai et al., arXiv 2212.08073, section 4.1.
     """
     c, prompts = constitution or load_constitution(), _prompts(rows)
-    desk = _Desk(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
+    stages = _Stages(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
     first, second = (
-        {i: _as_completion(prompts[i], t) for i, t in desk.write(dict(enumerate(prompts))).items()} for _ in range(2)
+        {i: _as_completion(prompts[i], t) for i, t in stages.write(dict(enumerate(prompts))).items()} for _ in range(2)
     )
     both = sorted(first.keys() & second.keys())
     if not both:
@@ -316,7 +284,8 @@ def ai_preferences(
             f"none of {len(rows)} prompts got two answers: does the model write anything, and is its window wide enough?"
         )
     drawn = [drawn_principle(c, seed, first_row + i) for i in both]
-    asked, a, b = [prompts[i] for i in both], [first[i] for i in both], [second[i] for i in both]
-    how: dict[str, Any] = {"criteria": [p.criterion for p in drawn], "min_confidence": min_confidence}
-    made = label_pairs(judge, asked, a, b, columns={"principle": [p.name for p in drawn]}, **how)
+    made = label_pairs(
+        judge, [prompts[i] for i in both], [first[i] for i in both], [second[i] for i in both],
+        criteria=[p.criterion for p in drawn], min_confidence=min_confidence, columns={"principle": [p.name for p in drawn]},
+    )  # fmt: skip
     return Labelled(made.rows, made.stats | {"empty": float(len(rows) - len(both))})

@@ -183,9 +183,19 @@ class Reference:
                 self.model, c, temperature=temperature, token_budget=token_budget, targets=targets
             ).logps
 
-# %% ../../nbs/320_models_adapters.ipynb #2d615547
-class _Roles(nn.Module):
-    """The parts of a `PolicyValue`: one policy, and who else speaks through its backbone."""
+# %% ../../nbs/320_models_adapters.ipynb #ca9ca0c4
+class PolicyValue(nn.Module):
+    """Policy and value function as the one module that PPO trains; make it with `separate`, `shared` or `hydra`.
+
+    Args:
+        policy: causal LM, with or without adapters.
+        mode: "separate", "shared" or "hydra".
+        reference: frozen model for KL; not a part of this module's parameters.
+        value_model: the critic of mode "separate".
+        value_head: the head of modes "shared" and "hydra".
+        reward: head and bias of the adapter "reward" of mode "hydra"; None without one.
+        policy_adapter: the policy's adapter (None: no adapters).
+    """
 
     value_bias: Tensor
     reward_bias: Tensor
@@ -230,10 +240,6 @@ class _Roles(nn.Module):
                 f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
             )
         return self.reward_head
-
-# %% ../../nbs/320_models_adapters.ipynb #a9b05e6d
-class _RoleScores(_Roles):
-    """What the roles of a `PolicyValue` say about a batch."""
 
     def forward(
         self,
@@ -291,20 +297,6 @@ class _RoleScores(_Roles):
             return sequence_scores(
                 split_head(self.policy)[0], self._reward, c, token_budget=token_budget, pooling=self.reward_pooling
             )
-
-# %% ../../nbs/320_models_adapters.ipynb #ca9ca0c4
-class PolicyValue(_RoleScores):
-    """Policy and value function as the one module that PPO trains; make it with `separate`, `shared` or `hydra`.
-
-    Args:
-        policy: causal LM, with or without adapters.
-        mode: "separate", "shared" or "hydra".
-        reference: frozen model for KL; not a part of this module's parameters.
-        value_model: the critic of mode "separate".
-        value_head: the head of modes "shared" and "hydra".
-        reward: head and bias of the adapter "reward" of mode "hydra"; None without one.
-        policy_adapter: the policy's adapter (None: no adapters).
-    """
 
     @property
     def value(self) -> ValueModel:

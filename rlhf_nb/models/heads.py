@@ -39,7 +39,7 @@ from ..types import Completions
 Pooling = Literal["last", "mean"]
 
 # %% auto #0
-__all__ = ['Pooling', 'S_', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
+__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
            'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
 # %% ../../nbs/310_models_heads.ipynb #883d9eb5
@@ -111,9 +111,19 @@ class ScalarHead(nn.Module):
             out: Tensor = self.layers(states.to(self.last.weight.dtype))
         return out.squeeze(-1)
 
-# %% ../../nbs/310_models_heads.ipynb #12071204
-class _DecoderWithHead(nn.Module):
-    """What computes in a `ScalarModel`: a decoder, a head, a bias, and perhaps an adapter of the decoder."""
+# %% ../../nbs/310_models_heads.ipynb #8f750459
+_S = TypeVar("_S", bound="ScalarModel")
+
+
+class ScalarModel(nn.Module):
+    """A decoder with a scalar head: what RewardModel and ValueModel share.
+
+    Args:
+        decoder: returns `last_hidden_state`; may hold LoRA layers.
+        head: states to numbers.
+        adapter: computes with this LoRA adapter of the decoder (None: as the decoder stands).
+        lora_config: the peft configuration of that adapter, for saving.
+    """
 
     role = "reward"
     bias: Tensor
@@ -164,23 +174,9 @@ class _DecoderWithHead(nn.Module):
             settings, state, copy.deepcopy(self.head), float(self.bias), getattr(self, "pooling", "last")
         )
 
-# %% ../../nbs/310_models_heads.ipynb #8f750459
-S_ = TypeVar("S_", bound="ScalarModel")
-
-
-class ScalarModel(_DecoderWithHead):
-    """A decoder with a scalar head: what RewardModel and ValueModel share.
-
-    Args:
-        decoder: returns `last_hidden_state`; may hold LoRA layers.
-        head: states to numbers.
-        adapter: computes with this LoRA adapter of the decoder (None: as the decoder stands).
-        lora_config: the peft configuration of that adapter, for saving.
-    """
-
     @classmethod
     def from_policy(
-        cls: type[S_],
+        cls: type[_S],
         model: Any,
         *,
         head: Literal["linear", "mlp"] = "linear",
@@ -190,7 +186,7 @@ class ScalarModel(_DecoderWithHead):
         seed: int = 0,
         copy_decoder: bool = True,
         **options: Any,
-    ) -> S_:
+    ) -> _S:
         """A model of this kind on the decoder of a language model.
 
         Args:
@@ -220,7 +216,7 @@ class ScalarModel(_DecoderWithHead):
         return save_scalar(self, directory, tokenizer, merge=merge, verify=verify)
 
     @classmethod
-    def load(cls: type[S_], name: str | Path, **options: Any) -> S_:
+    def load(cls: type[_S], name: str | Path, **options: Any) -> _S:
         """Load from a directory or hub name: see `load_scalar`."""
         return load_scalar(cls, name, **options)
 
@@ -552,14 +548,14 @@ def _head_state(where: str) -> dict[str, Tensor]:
 
 # %% ../../nbs/310_models_heads.ipynb #15be145b
 def load_scalar(
-    cls: type[S_],
+    cls: type[_S],
     name: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
     device: Any = "cpu",
     **options: Any,
-) -> S_:
+) -> _S:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
     Args:

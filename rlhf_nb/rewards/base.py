@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core import ConfigError, RewardError, suggest
 from ..scoring.scores import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
+from .trl import as_reward
 from ..types import Completions, Rollout
 
 RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[float | None]]"]
@@ -212,7 +213,7 @@ class Rewards:
         self, fns: Any, weights: Sequence[float] | None = None, names: Sequence[str] | None = None, *,
         on_error: Literal["raise", "skip"] = "raise", fallback: float = 0.0,
     ) -> None:  # fmt: skip
-        self.fns = list(fns) if isinstance(fns, list | tuple) else [fns]
+        self.fns = [as_reward(fn) for fn in (fns if isinstance(fns, list | tuple) else [fns])]
         if not self.fns:
             raise ConfigError("no reward function was given, so there is nothing to learn from.")
         for i, fn in enumerate(self.fns):

@@ -3,10 +3,7 @@
 # %% ../../nbs/430_rollout_backends.ipynb #248a57c7
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +11,14 @@ from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, ModelError
-from .sampler import _check_request, as_rollout, bare_model, eos_ids, eval_mode, sample
+from rlhf_nb.rollout.sampler import (
+    as_rollout, bare_model, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
+)  # fmt: skip
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Sampler', 'OurSampler', 'generator_kept', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler',
-           'needs_scoring', 'sampling_metrics']
+__all__ = ['Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
+           'sampling_metrics']
 
 # %% ../../nbs/430_rollout_backends.ipynb #874653ef
 class Sampler(Protocol):
@@ -72,13 +71,6 @@ class OurSampler:
         return r
 
 # %% ../../nbs/430_rollout_backends.ipynb #3103ad7a
-@contextmanager
-def generator_kept(device: torch.device) -> Iterator[None]:
-    "The global random generators are afterwards as they were."
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def answers_to_tensors(
     answers: list[list[int]], logps: list[list[float]] | None, eos: list[int], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -100,20 +92,6 @@ def answers_to_tensors(
         )
     return ids, lens, finished, nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0).to(device)
 
-# %% ../../nbs/430_rollout_backends.ipynb #fcc1d9eb
-def _settings(who: str, sampling: SamplingConfig, eos: list[int], pad: int, num_samples: int, greedy: bool) -> Any:
-    "The sampling settings in transformers' words; those that it would drop are refused."
-    from transformers import GenerationConfig
-
-    for name in ("min_new_tokens", "min_p"):
-        if getattr(sampling, name):
-            raise ConfigError(f"{who} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto.")
-    drawn: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens, do_sample=not greedy, eos_token_id=eos or None, pad_token_id=pad,
-        num_return_sequences=num_samples, **({} if greedy else drawn),
-    )  # fmt: skip
-
 # %% ../../nbs/430_rollout_backends.ipynb #58e29289
 class TransformersContinuous:
     """Continuous batching of transformers (`generate_batch`).
@@ -132,48 +110,43 @@ class TransformersContinuous:
     def __init__(self, page_size: int = 32, cache_bytes: int = 2 << 30, **options: Any) -> None:
         self.page_size, self.cache_bytes, self.options = page_size, cache_bytes, options
 
-    def _pages(self, model: Any, length: int, rows: int) -> int:
-        "Pages for all rows, or as many as the limit allows (at least for one row)."
-        c = model.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        page: int = 2 * c.num_hidden_layers * heads * dim * self.page_size * model.dtype.itemsize
-        each = math.ceil(length / self.page_size) + 1
-        return max(each, min(rows * each, self.cache_bytes // page))
-
-    def _engine(self, pages: int, rows: int, seed: int, step: int) -> Any:
-        "The engine's settings."
-        from transformers import ContinuousBatchingConfig
-
-        return ContinuousBatchingConfig(**{
-            "page_size": self.page_size, "num_blocks": pages, "max_batch_tokens": 1024, "max_requests_per_batch": rows,
-            "return_logprobs": True, "seed": (seed * 1_000_003 + step) % 2**31, **self.options,
-        })  # fmt: skip
-
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
         num_samples: int = 1, greedy: bool = False,
     ) -> Rollout:  # fmt: skip
         """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        for name in ("min_new_tokens", "min_p"):
+            if getattr(sampling, name):  # it would drop them, with a line in the log
+                raise ConfigError(
+                    f"{self.name} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto."
+                )
         bare: Any = bare_model(model)
-        rows, eos = len(prompts) * num_samples, eos_ids(bare, tokenizer)
-        length = _check_request(bare, prompts, sampling, num_samples, None)
-        pad = next(int(x) for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
-        how = {"generation_config": _settings(self.name, sampling, eos, pad, num_samples, greedy)}
-        how |= {"continuous_batching_config": self._engine(self._pages(bare, length, rows), rows, seed, step)}
-        asked_for = [row[mask].tolist() for row, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
-        with eval_mode(model), generator_kept(bare.device):
-            found = list(bare.generate_batch(asked_for, **how).values())
+        rows, eos, pad = len(prompts) * num_samples, eos_ids(bare, tokenizer), pad_id(tokenizer)
+        each = math.ceil(check_request(bare, prompts, sampling, num_samples) / self.page_size) + 1
+        pages = self.cache_bytes // (cache_bytes_per_token(bare) * self.page_size)  # at least for one row
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        how = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, do_sample=not greedy, eos_token_id=eos or None, pad_token_id=pad,
+            num_return_sequences=num_samples, **({} if greedy else drawn),
+        )  # fmt: skip
+        engine = ContinuousBatchingConfig(**{
+            "page_size": self.page_size, "num_blocks": max(each, min(rows * each, pages)), "max_batch_tokens": 1024,
+            "max_requests_per_batch": rows, "return_logprobs": True, "seed": (seed * 1_000_003 + step) % 2**31, **self.options,
+        })  # fmt: skip
+        asked = [row[mask].tolist() for row, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
+        # it takes the global random generators: afterwards they are as they were
+        with eval_mode(model), torch.random.fork_rng([bare.device] if bare.device.type == "cuda" else []):
+            found = list(bare.generate_batch(asked, generation_config=how, continuous_batching_config=engine).values())
         problem = next((x.error for x in found if x.error), None)
         if len(found) != rows or problem:
             raise ModelError(
                 f"{self.name} returned {len(found)} of {rows} answers ({problem or 'its thread ended early'}): use sampler=auto."
             )
-        tokens = [list(x.generated_tokens) for x in found]
-        ids, lens, finished, logps = answers_to_tensors(
-            tokens, [list(x.logprobs) for x in found], eos, pad, bare.device
-        )
-        return as_rollout(prompts, num_samples, ids, lens, finished, logps, tokenizer)
+        tokens, logps = [list(x.generated_tokens) for x in found], [list(x.logprobs) for x in found]
+        ids, lens, finished, said = answers_to_tensors(tokens, logps, eos, pad, bare.device)
+        return as_rollout(prompts, num_samples, ids, lens, finished, said, tokenizer)
 
 # %% ../../nbs/430_rollout_backends.ipynb #9396eb88
 def make_sampler(sampling: SamplingConfig, batch_size: int | None = None) -> Sampler:

@@ -3,7 +3,6 @@
 # %% ../../nbs/435_rollout_mixture.ipynb #a3a3bc94
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from ..models.adapters import Reference
-from .sampler import Chooser, _finish, as_rollout, bare_model, eos_ids, eval_mode, uniforms
+from .choosing import Chooser
+from .numbers import uniforms
+from .sampler import as_rollout, bare_model, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -28,17 +29,6 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
     state["cache"] = out.past_key_values
     logits: Tensor = out.logits[:, -1].float()
     return logits
-
-
-def _repeats(prompts: PromptBatch) -> Tensor:
-    """int64[B], how often each prompt stands earlier in the batch: it gets other numbers there, as in `sample`."""
-    if prompts.before is not None:
-        return prompts.before
-    seen, out = Counter[int](), []
-    for uid in prompts.uid.tolist():
-        out.append(seen[uid])
-        seen[uid] += 1
-    return torch.tensor(out)
 
 # %% ../../nbs/435_rollout_mixture.ipynb #de422e00
 @torch.no_grad()
@@ -63,21 +53,21 @@ def sample_mixture(
     bare: Any = bare_model(policy)
     device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
     prompts = prompts.to(device)
-    draws = uniforms(seed, step, prompts.uid, _repeats(prompts).to(device), new)
+    draws = uniforms(seed, step, prompts.uid, earlier(prompts).to(device), new)
     choose = Chooser(sampling, torch.tensor(eos_ids(bare, tokenizer), dtype=torch.int64, device=device))
     ids, mask = prompts.prompt_ids, prompts.prompt_mask
     states: list[dict[str, Any]] = [{}, {}]
-    out, open_ = [], torch.ones(len(ids), dtype=torch.bool, device=device)
+    out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
     with eval_mode(policy):
         for i in range(new):
             logits = _last_logits(policy, states[0], ids, mask)
             with reference.speaking():
                 logits = torch.lerp(logits, _last_logits(reference.model, states[1], ids, mask), alpha)
-            out.append(choose(logits, draws[:, i], i))
-            ids, mask = out[-1][0][:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            open_ = open_ & ~choose.ended(out[-1][0])
-            if not bool(open_.any()):
+            tokens, logps, ended = choose(logits, draws[:, i], i)
+            out.append((tokens, logps))
+            ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
+            if bool(done.all()):
                 break
-    tokens, logps = (torch.stack(x, 1) for x in zip(*out))
-    found, said, lens, finished = _finish(tokens, logps, choose, tokenizer.pad_token_id)
-    return as_rollout(prompts, 1, found, lens, finished, said, tokenizer)
+    said, logps = (torch.stack(x, 1) for x in zip(*out))
+    said, logps, lens, finished = cut_at_eos(said, logps, choose, pad_id(tokenizer))
+    return as_rollout(prompts, 1, said, lens, finished, logps, tokenizer)

@@ -16,7 +16,8 @@ from ..core import ConfigError, Precision, decide_precision, derive_seed
 from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import detect_format, to_rows
-from ..data.sources import MemorySource, OpenRows, StreamSource, deduplicate, open_rows, read_rows
+from ..data.sources import MemorySource, StreamSource, deduplicate
+from ..data.readers import OpenRows, open_rows, read_rows
 from ..run.engine import Engine
 from ..scoring.scores import TokenScores, completion_logps, plan
 from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
