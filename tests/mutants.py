@@ -334,29 +334,34 @@ def main() -> int:
             finally:
                 copies.put(root)
 
-        def healthy(killer: str, place: Place, root: Path) -> None:
+        def sound(killer: str, place: Place, root: Path) -> str:
             there = Place(place.module, root / place.path.relative_to(ROOT), place.start, place.end)
             name, what = find_killer(killer, there, root)
-            verdict = run(what, root)
-            if verdict.failed:
-                raise TableError(f"{name} fails without any mutant:\n{verdict.output}")
-            print(f"  {name} passes unchanged ({verdict.seconds:.0f} s)", flush=True)
+            try:
+                verdict = run(what, root)
+            except TableError as error:
+                return f"{name} can't be run: {error}"
+            print(f"  {name} {'FAILS' if verdict.failed else 'passes'} unchanged ({verdict.seconds:.0f} s)", flush=True)
+            return f"{name} fails without any mutant:\n{verdict.output}" if verdict.failed else ""
 
         with ThreadPoolExecutor(args.jobs) as pool:
             killers = {(k, p.module if k == "nb" else ""): (k, p) for m, p in chosen for k in m.by}
-            list(pool.map(lambda kp: in_a_copy(healthy, *kp), killers.values()))
+            sick = dict(zip(killers, pool.map(lambda kp: in_a_copy(sound, *kp), killers.values()), strict=True))
 
             def one(entry: tuple[Mutant, Place]) -> tuple[Mutant, str, str]:
-                killer, seconds = in_a_copy(judge, entry[0])
-                said = (
-                    f"killed by {killer}"
-                    if killer
-                    else "SURVIVED" + (f" ({entry[0].survives})" if entry[0].survives else "")
-                )
-                print(f"{entry[1].module}.{entry[0].name}: {said} ({seconds:.0f} s)", flush=True)
-                return entry[0], entry[1].module, killer
+                m, place = entry
+                m = m._replace(by=tuple(k for k in m.by if not sick[k, place.module if k == "nb" else ""]))
+                try:
+                    killer, seconds = in_a_copy(judge, m)
+                    said = f"killed by {killer}" if killer else "SURVIVED" + (f" ({m.survives})" if m.survives else "")
+                except TableError as error:
+                    killer, seconds, said = "", 0.0, f"SURVIVED: {error}"
+                print(f"{place.module}.{m.name}: {said} ({seconds:.0f} s)", flush=True)
+                return m, place.module, killer
 
             rows = list(pool.map(one, chosen))
+    for problem in filter(None, sick.values()):
+        print(problem)
     alive = [m for m, _, killer in rows if not killer]
     unexplained = [m for m in alive if not m.survives]
     for m in unexplained:
@@ -367,7 +372,7 @@ def main() -> int:
     if args.write and len(rows) == len(every):
         REPORT.write_text(report(rows), encoding="utf-8")
     print(f"{len(rows) - len(alive)} killed, {len(alive)} survived of {len(rows)}")
-    return int(bool(unexplained) or len(alive) > 0.05 * len(rows))
+    return int(any(sick.values()) or bool(unexplained) or len(alive) > 0.05 * len(rows))
 
 
 if __name__ == "__main__":

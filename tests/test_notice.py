@@ -16,7 +16,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.losses.group import group_surrogate
 from rlhf_nb.losses.policy import clipped_surrogate
 from rlhf_nb.losses.preference import PairLogps, aot, aot_unpaired, cpo, dpo
-from rlhf_nb.run.engine import build_optimizer
+from rlhf_nb.run.strategy import build_optimizer
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
