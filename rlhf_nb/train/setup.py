@@ -59,7 +59,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
         model: what to load; a fresh LoRA adapter is added when `model.lora` is set.
         train: device, precision, and the seed of untrained weights.
     """
-    precision = decide_precision(None if train.device == "auto" else train.device, train.precision)
+    precision = decide_precision(train.device, train.precision)
     tokenizer = load_tokenizer(model)
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
