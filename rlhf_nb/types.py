@@ -32,13 +32,11 @@ def say_shape(x: Any) -> str:
 
 def _take(x: Any, index: slice | Tensor) -> Any:
     """Rows of one column."""
-    if isinstance(x, Tensor):
-        return x[index] if isinstance(index, slice) else x.index_select(0, index.to(x.device))
     if isinstance(x, dict):
         return {k: _take(v, index) for k, v in x.items()}
-    if x is None:
-        return None
-    return x[index] if isinstance(index, slice) else [x[i] for i in index.tolist()]
+    if x is None or isinstance(index, slice):
+        return None if x is None else x[index]
+    return x.index_select(0, index.to(x.device)) if isinstance(x, Tensor) else [x[i] for i in index.tolist()]
 
 
 def _move(x: Any, device: torch.device | str) -> Any:
@@ -300,7 +298,13 @@ class Completions(Batch):
         p = int(self.prompt_lens.max()) if len(self) else 0
         c = int(self.completion_lens.max()) if len(self) else 0
         drop, width = self.prompt_ids.shape[1] - p, self.completion_ids.shape[1]
-        return type(self)(**_narrow(self.columns_dict(), self._left, drop, width, c))
+        columns = self.columns_dict()
+        for name, x in columns.items():
+            if name in self._left:
+                columns[name] = x[:, drop:]
+            elif isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == width:
+                columns[name] = x[:, :c]
+        return type(self)(**columns)
 
     @classmethod
     def from_lists(
@@ -340,16 +344,6 @@ def _check_counted(c: Completions) -> None:
         )
 
 
-def _narrow(columns: dict[str, Any], left: frozenset[str], drop: int, width: int, keep: int) -> dict[str, Any]:
-    """Columns without `drop` places on the left of prompts, and with `keep` of `width` places of completions."""
-    for name, x in columns.items():
-        if name in left:
-            columns[name] = x[:, drop:]
-        elif isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == width:
-            columns[name] = x[:, :keep]
-    return columns
-
-
 def _loss_masks(masks: TokenLists, lens: Tensor) -> Tensor:
     """Loss masks given as lists, checked against the lengths of the completions they belong to."""
     if len(masks) != len(lens):
@@ -381,9 +375,7 @@ class PromptBatch(Batch):
     uid: Tensor  # int64[B], id of the prompt, from its tokens
     prompts: list[Any]  # B texts or message lists, as given
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
-    before: Tensor | None = (
-        None  # int64[B], how often the same prompt stands earlier, in a batch that several ranks share
-    )
+    before: Tensor | None = None  # int64[B], how often the prompt stands earlier, in a batch that ranks share
 
     @property
     def prompt_lens(self) -> Tensor:

@@ -28,7 +28,7 @@ _log = logging.getLogger("rlhf_nb.models")
 __all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
            'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
            'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'save_adapter', 'evaluating']
+           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -720,17 +720,23 @@ def save_weights(
     shell.save_pretrained(folder, state_dict=weights)
 
 
+def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
+    """Raise ModelError if an adapter's weights aren't all on this rank."""
+    empty = [k for k, v in weights.items() if v.numel() == 0]
+    if empty or not weights:
+        found = f"{len(empty)} empty tensors of {len(weights)}"
+        raise ModelError(
+            f"adapter {adapter!r} has {found}: its weights are sharded elsewhere; gather them before saving."
+        )
+
+
 def save_adapter(model: Any, name: str, folder: Path) -> None:
     """Write one adapter of a peft model at the top of a folder, whatever its name is."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=name).items()}
-    empty = [k for k, v in weights.items() if v.numel() == 0]
-    if empty or not weights:
-        raise ModelError(
-            f"adapter {name!r} has {len(empty)} empty tensors of {len(weights)}: its weights are sharded elsewhere; gather them before saving."
-        )
+    check_whole(name, weights)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[name]
     training, config.inference_mode = config.inference_mode, True
