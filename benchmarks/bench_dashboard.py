@@ -56,10 +56,11 @@ def opening(path: Path) -> None:
     """In a fresh process: open a finished run, draw it, make the still; seconds and megabytes."""
     import rlhf_nb.widgets.charts  # noqa: F401  # imports are not what is measured
     from rlhf_nb.run.log import resident_mb
-    from rlhf_nb.widgets.dashboard import Board, still
+    from rlhf_nb.widgets.dashboard import Dashboard
+    from rlhf_nb.widgets.panels import still
 
     before, begin, used = resident_mb(), time.perf_counter(), time.process_time()
-    board = Board(path)
+    board = Dashboard(path)
     board.refresh(force=True)
     opened, memory, cpu = time.perf_counter() - begin, resident_mb() - before, time.process_time() - used
     begin = time.perf_counter()
@@ -70,12 +71,12 @@ def opening(path: Path) -> None:
 def growing(path: Path) -> None:
     """In a fresh process: follow a run from its first step to its last, as a live dashboard does; megabytes."""
     from rlhf_nb.run.log import resident_mb
-    from rlhf_nb.widgets.dashboard import Board
+    from rlhf_nb.widgets.dashboard import Dashboard
 
     lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     target = path.parent / "growing"
     target.mkdir(exist_ok=True)
-    board = Board(target)
+    board = Dashboard(target)
     write = open(target / "metrics.jsonl", "wb", buffering=0)
     write.writelines(lines[:10])
     board.refresh(force=True)

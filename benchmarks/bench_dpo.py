@@ -52,7 +52,8 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
-    from rlhf_nb.train.dpo import DPO, DPOConfig, make_reference, with_reference
+    from rlhf_nb.train.dpo import DPO, DPOConfig
+    from rlhf_nb.train.offline import make_reference, with_reference
 
     gate = harness.Gate()
 
@@ -75,7 +76,7 @@ def run_ours(job: dict[str, Any]) -> None:
     reference, rows = make_reference(config, model, tokenizer), job["rows"]
     if job["cached"]:
         assert reference is not None
-        rows, reference = with_reference(rows, reference, config), None
+        rows, reference = with_reference(rows, reference, config, DPO.reference_columns), None
     source = MemorySource(rows, shuffle=False)
     Trainer(DPO(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
 

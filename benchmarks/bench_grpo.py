@@ -78,8 +78,8 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.rewards.base import Rewards
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
-    from rlhf_nb.train.group import PromptsOf
     from rlhf_nb.train.grpo import GRPO, GRPOConfig
+    from rlhf_nb.train.online import PromptsOf
 
     gate, seconds = harness.Gate(), Counter[str]()
 

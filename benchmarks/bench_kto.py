@@ -38,8 +38,8 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
-    from rlhf_nb.train.dpo import make_reference
-    from rlhf_nb.train.kto import KTO, KTOConfig, with_reference
+    from rlhf_nb.train.kto import KTO, KTOConfig
+    from rlhf_nb.train.offline import make_reference, with_reference
 
     gate = harness.Gate()
 
@@ -62,7 +62,7 @@ def run_ours(job: dict[str, Any]) -> None:
     reference, rows = make_reference(config, model, tokenizer), pairs.strangers(job["rows"], job["batch"])
     if job["cached"]:
         assert reference is not None
-        rows, reference = with_reference(rows, reference, config), None
+        rows, reference = with_reference(rows, reference, config, KTO.reference_columns), None
     Trainer(
         KTO(model, tokenizer, config, reference), MemorySource(rows, shuffle=False), config, callbacks=[Turns()]
     ).fit()

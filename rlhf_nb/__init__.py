@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .train.dpo import DPOConfig, DPOTrainer
     from .train.grpo import GRPOConfig, GRPOTrainer
     from .train.kto import KTOConfig, KTOTrainer
-    from .train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from .train.online_dpo import OnlineDPOTrainer
+    from .train.pairs import OnlineDPOConfig
     from .train.ppo import PPOConfig, PPOTrainer
     from .train.reward import RewardConfig, RewardTrainer
     from .train.rloo import RLOOConfig, RLOOTrainer
@@ -50,7 +51,8 @@ _HOMES = {
     "train.dpo": "DPOConfig DPOTrainer",
     "train.grpo": "GRPOConfig GRPOTrainer",
     "train.kto": "KTOConfig KTOTrainer",
-    "train.online_dpo": "OnlineDPOConfig OnlineDPOTrainer",
+    "train.online_dpo": "OnlineDPOTrainer",
+    "train.pairs": "OnlineDPOConfig",
     "train.ppo": "PPOConfig PPOTrainer",
     "train.reward": "RewardConfig RewardTrainer",
     "train.rloo": "RLOOConfig RLOOTrainer",

@@ -20,7 +20,8 @@ warnings.filterwarnings("ignore")
 from pathlib import Path
 from rlhf_nb.run.log import EventLog, RunDir, Requests
 from rlhf_nb.run.callbacks import Callbacks
-from rlhf_nb.widgets.dashboard import Dashboard, pump_kind, front_end
+from rlhf_nb.widgets.dashboard import Dashboard
+from rlhf_nb.widgets.kernel import pump_kind, front_end
 
 class Loop:  # what a trainer looks like from here
     def __init__(self, path):

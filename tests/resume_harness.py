@@ -241,7 +241,8 @@ def nash(run_dir: Path) -> Trainer:
 def _pairs(run_dir: Path, **over: Any) -> Trainer:
     from rlhf_nb.data import toy
     from rlhf_nb.judges.judge import FunctionJudge
-    from rlhf_nb.train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from rlhf_nb.train.online_dpo import OnlineDPOTrainer
+    from rlhf_nb.train.pairs import OnlineDPOConfig
 
     config = OnlineDPOConfig.preset("toy", **_toy(**_GROUPS | {"num_generations": 2}, **over))
     rows, held = toy.train_prompts(64), toy.test_prompts(4)

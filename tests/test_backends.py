@@ -17,7 +17,8 @@ from rlhf_nb.losses.group import truncated_weights
 from rlhf_nb.rollout.backends import OurSampler, TransformersContinuous, make_sampler
 from rlhf_nb.run.callbacks import where_time_goes
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
-from rlhf_nb.train.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from rlhf_nb.train.online_dpo import OnlineDPOTrainer
+from rlhf_nb.train.pairs import OnlineDPOConfig
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 from rlhf_nb.train.rloo import RLOOConfig, RLOOTrainer
 from rlhf_nb.types import PromptBatch, Rollout

@@ -14,8 +14,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_nb.data.sources import MemorySource
 from rlhf_nb.models.load import disable_dropout
 from rlhf_nb.run.loop import Trainer
-from rlhf_nb.train.dpo import DPO, DPOConfig, make_reference, with_reference
+from rlhf_nb.train.dpo import DPO, DPOConfig
 from rlhf_nb.train.kto import KTO, KTOConfig
+from rlhf_nb.train.offline import make_reference, with_reference
 
 FIXTURE = json.loads((Path(__file__).parent / "data" / "dpo_run.json").read_text(encoding="utf-8"))
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -48,7 +49,7 @@ def train(folder: Path, settings: dict[str, Any], rows: list[dict[str, Any]], **
     reference = make_reference(config, model, TOKENIZER)
     if settings.get("cached"):
         assert reference is not None
-        rows, reference = with_reference(rows, reference, config), None
+        rows, reference = with_reference(rows, reference, config, DPO.reference_columns), None
     history = Trainer(
         DPO(model, TOKENIZER, config, reference),
         MemorySource(rows, shuffle=False),

@@ -24,7 +24,10 @@ from rlhf_nb.core import RunError
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
 from rlhf_nb.widgets.charts import Axes, Line, Panel, line_chart, to_png
-from rlhf_nb.widgets.dashboard import Board, Dashboard, front_end, group_panels, health_of, still
+from rlhf_nb.widgets.dashboard import Dashboard
+from rlhf_nb.widgets.health import health_of
+from rlhf_nb.widgets.kernel import front_end
+from rlhf_nb.widgets.panels import group_panels, still
 from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +64,7 @@ def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     reader = RunReader(path)
     assert not reader.poll() and reader.status.state == "waiting" and "there is no run in" in str(reader.status)
     assert reader.series("loss")[0].size == 0 and reader.config == {} and reader.samples() == [] and reader.events == []
-    board = Board(path)
+    board = Dashboard(path)
     assert "waiting" in board.refresh()[1]  # type: ignore[index]
     board.ask("stop")
     assert "nobody would hear" in board.refresh()[1]  # type: ignore[index]
@@ -130,7 +133,7 @@ def test_a_run_of_another_version(tmp_path: Path) -> None:
     assert "format 7, this reads 1" in reader.note and "1 line(s)" in reader.note
     assert reader.last("new/metric") == 1.0 and reader.last("loss") == 0.5 and "list" not in reader.keys
     assert reader.config == {} and any(e["type"] == "holiday" for e in reader.events)
-    assert "format 7" in Board(tmp_path).refresh()[1]  # type: ignore[index]
+    assert "format 7" in Dashboard(tmp_path).refresh()[1]  # type: ignore[index]
     report(tmp_path, tmp_path / "r.html")
 
 
@@ -356,7 +359,7 @@ def test_labels_of_a_run_are_never_html(tmp_path: Path) -> None:
     log.append("control", 21, request="set", key=evil, ok=False, why=evil)
     log.append("end", 21, reason=evil)
     EventLog(tmp_path / "x" / "samples.jsonl").append("sample", 1, prompt=evil, completion=evil)
-    board = Board(tmp_path / "x", group="all")
+    board = Dashboard(tmp_path / "x", group="all")
     page = "".join(board.refresh() or ()) + report(tmp_path / "x").read_text()
     assert "<img" not in page and "onerror=alert" in page
 
@@ -370,7 +373,7 @@ Trainer(Regression(pause=0.05), Numbers(), regression_config(steps=400), run_dir
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
-        board = Board(tmp_path / "run")
+        board = Dashboard(tmp_path / "run")
         begin, asked = time.monotonic(), False
         while not board.target.status.over and time.monotonic() - begin < 60:
             board.refresh()

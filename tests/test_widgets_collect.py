@@ -16,17 +16,14 @@ import pytest
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import detect_format
-from rlhf_nb.widgets.collect import (
-    KEYS,
-    LabelQueue,
+from rlhf_nb.widgets.collect import KEYS, LabelQueue, PreferenceCollector, pair_html
+from rlhf_nb.widgets.labels import (
     LabelStore,
     Pair,
-    PreferenceCollector,
     agreement,
     cohen_kappa,
     export_preferences,
     make_pairs,
-    pair_html,
     tally,
     to_preferences,
 )
@@ -41,7 +38,7 @@ def queue(path: Path, who: str = "ada", **options: object) -> LabelQueue:
 
 WRITER = """
 import sys
-from rlhf_nb.widgets.collect import LabelStore, Pair
+from rlhf_nb.widgets.labels import LabelStore, Pair
 store = LabelStore(sys.argv[1], sys.argv[2])
 for i in range(10_000):
     store.add(Pair(f"prompt {i}", f"first {i} " + "x" * 3000, f"second {i}"), "first")

@@ -23,13 +23,13 @@ from rlhf_nb.widgets.explorers import (
     best_of_n_mean,
     optimal_policy,
 )
+from rlhf_nb.widgets.html import table_html
 from rlhf_nb.widgets.samples import (
     MEASURES,
     Samples,
     Tokens,
     read_samples,
     select_samples,
-    table_html,
     token_measures,
     token_texts,
     tokens_html,

@@ -30,7 +30,7 @@ from ..run.log import RunDir
 from ..scale.topology import Budget, Method, Split, job_of, predict
 from ..train.grpo import GRPOConfig
 from ..train.kto import KTOConfig, tokenize_labelled
-from ..train.online_dpo import OnlineDPOConfig
+from ..train.pairs import OnlineDPOConfig
 from ..train.ppo import PPOConfig
 from ..train.dpo import DPOConfig
 from ..train.reward import RewardConfig

@@ -29,8 +29,9 @@ from ..rewards.base import RewardModelFn
 from ..run.log import config_changes, read_metrics
 from ..train.grpo import GRPOConfig
 from ..train.kto import KTOConfig
-from ..train.online_dpo import OnlineDPOConfig
-from ..train.ppo import PPOConfig, load_reward
+from ..train.pairs import OnlineDPOConfig
+from ..train.ppo import PPOConfig
+from ..train.online import load_reward
 from ..train.dpo import DPOConfig
 from ..train.reward import RewardConfig
 from ..train.rlaif import RLAIFConfig

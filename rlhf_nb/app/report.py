@@ -24,7 +24,8 @@ from rich.text import Text
 from ..run.callbacks import short_number
 from ..core import RunError
 from ..widgets.charts import line_chart, thin, to_png
-from ..widgets.dashboard import LAYOUT, control_text, group_panels, health_of, lights_html, table_html
+from ..widgets.health import health_of
+from ..widgets.panels import LAYOUT, control_text, group_panels, lights_html, runs_html
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
@@ -77,7 +78,7 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
 
 def _head(readers: Sequence[RunReader]) -> str:
     """Title, where the runs stand, and the numbers."""
-    return f"<h1>{escape(' · '.join(r.label for r in readers))}</h1>{table_html(readers)}"
+    return f"<h1>{escape(' · '.join(r.label for r in readers))}</h1>{runs_html(readers)}"
 
 
 def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> str:
@@ -163,7 +164,7 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
         table = Table(box=None, pad_edge=False, show_header=False)
         for spec in LAYOUT["overview"]:
             for keys in spec.lines.values():
-                key = next((k for k in keys if k in reader.keys), None)
+                key = next((k for k in keys.split() if k in reader.keys), None)
                 if key is not None:
                     table.add_row(
                         key,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import CheckpointError, ConfigError, DataError, RunError, suggest
+from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_mean
 from ..types import LossSum
 
 # %% auto #0
@@ -48,10 +48,8 @@ def kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
         return 0.5 * log_ratio.square()
     if kind == "k3":
         return torch.expm1(-log_ratio) + log_ratio
-    near = suggest(kind, ["k1", "k2", "k3"])
-    raise ConfigError(
-        f"kind: {kind!r} is no KL estimator. " + (f"Did you mean {near!r}?" if near else "Use 'k1', 'k2' or 'k3'.")
-    )
+    hint = did_you_mean(kind, ["k1", "k2", "k3"], "Use 'k1', 'k2' or 'k3'.")
+    raise ConfigError(f"kind: {kind!r} is no KL estimator. {hint}")
 
 
 def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor:

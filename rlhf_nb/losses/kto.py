@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import CheckpointError, ConfigError, DataError, suggest
+from ..core import CheckpointError, ConfigError, DataError, did_you_mean
 from ..types import LossSum
 
 # %% auto #0
@@ -234,8 +234,7 @@ def check_unpaired(loss: str, **positive: float) -> None:
         ConfigError: an unknown loss, a number that is not > 0.
     """
     if loss not in UNPAIRED:
-        near = suggest(loss, UNPAIRED)
-        hint = f"Did you mean {near!r}?" if near else f"Known: {', '.join(UNPAIRED)}."
+        hint = did_you_mean(loss, UNPAIRED, f"Known: {', '.join(UNPAIRED)}.")
         raise ConfigError(f"loss for single answers {loss!r} is unknown. {hint}")
     for name, value in positive.items():
         if not 0 < value < math.inf:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import ConfigError, DataError, suggest
+from ..core import ConfigError, DataError, did_you_mean
+from .reward import check_pairs, check_smoothing, logistic
 from ..types import LossSum
 
 # %% auto #0
@@ -33,17 +34,6 @@ class PairLogps(NamedTuple):
     chosen_lens: Tensor  # tokens of the preferred completion, ≥ 1
     rejected_lens: Tensor
 
-
-def _check(pair: PairLogps) -> None:
-    """Refuse anything but equally many numbers in every column."""
-    columns = {k: v for k, v in pair._asdict().items() if v is not None}
-    if pair.chosen.dim() != 1 or any(x.shape != pair.chosen.shape for x in columns.values()):
-        found = ", ".join(f"{name} {list(x.shape)}" for name, x in columns.items())
-        raise DataError(
-            f"expected one number per pair in every column, got {found}. "
-            "Anything else would be broadcast into pairs that nobody compared."
-        )
-
 # %% ../../nbs/130_losses_preference.ipynb #c7111690
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _CAP = 80.0  # exp(80) is still a float32
@@ -58,8 +48,7 @@ def _link(x: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(x)
     if divergence != "alpha_divergence":
-        near = suggest(divergence, DIVERGENCES)
-        hint = f"Did you mean {near!r}?" if near else f"Known: {', '.join(DIVERGENCES)}."
+        hint = did_you_mean(divergence, DIVERGENCES, f"Known: {', '.join(DIVERGENCES)}.")
         raise ConfigError(f"divergence: {divergence!r} is unknown. {hint}")
     if not 0 <= alpha <= 1:
         raise ConfigError(f"alpha: {alpha} must lie in [0, 1]: 0 is the reverse KL, 1 the forward KL.")
@@ -84,7 +73,7 @@ def log_ratios(pair: PairLogps, divergence: str = "reverse_kl", alpha: float = 0
 
     Source: Wang et al., arXiv 2309.16240, table 1; reverse KL: Rafailov et al., arXiv 2305.18290, eq. 5.
     """
-    _check(pair)
+    check_pairs(**pair._asdict())
     if pair.ref_chosen is None or pair.ref_rejected is None:
         raise ConfigError(
             "this loss compares the policy with a reference, but the pairs hold no reference log-probs. "
@@ -102,15 +91,6 @@ _REFERENCE_FREE = ("simpo", "orpo", "cpo", "alphapo")
 def _gap(sides: tuple[Tensor, Tensor]) -> Tensor:
     """chosen − rejected."""
     return sides[0] - sides[1]
-
-
-def _smoothing(label_smoothing: float) -> float:
-    """A share of wrong labels that leaves the right ones in the majority, or a refusal."""
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(
-            f"label_smoothing: {label_smoothing} must lie in [0, 0.5): from one half on, labels would say nothing, or the opposite."
-        )
-    return label_smoothing
 
 
 def dpo(
@@ -131,7 +111,7 @@ def dpo(
     Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences" (2023).
     """
     margin = beta * _gap(log_ratios(pair, divergence, alpha))
-    return _smoothing(label_smoothing) * margin - F.logsigmoid(margin)
+    return logistic(margin, label_smoothing)
 
 # %% ../../nbs/130_losses_preference.ipynb #88d35176
 def robust(
@@ -152,7 +132,7 @@ def robust(
     Source: Chowdhury et al., arXiv 2403.00409, section 3.
     """
     margin = beta * _gap(log_ratios(pair, divergence, alpha))
-    return -F.logsigmoid(margin) - _smoothing(label_smoothing) / (1 - 2 * label_smoothing) * margin
+    return -F.logsigmoid(margin) - check_smoothing(label_smoothing) / (1 - 2 * label_smoothing) * margin
 
 
 def hinge(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
@@ -360,7 +340,7 @@ def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor
     assert pair.ref_chosen is not None and pair.ref_rejected is not None
     ref = (pair.ref_chosen - pair.ref_rejected).detach().sort().values
     margin = beta * ((pair.chosen - pair.rejected).sort().values - ref)
-    return _smoothing(label_smoothing) * margin - F.logsigmoid(margin)
+    return logistic(margin, label_smoothing)
 
 
 def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -378,18 +358,18 @@ def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) 
     """
     chosen, rejected = log_ratios(pair)
     margin = beta * (chosen.sort().values - rejected.sort().values)
-    return _smoothing(label_smoothing) * margin - F.logsigmoid(margin)
+    return logistic(margin, label_smoothing)
 
 # %% ../../nbs/130_losses_preference.ipynb #dadc98a5
 def mean_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
     """Log-prob per token of either completion, [B] each: SimPO's reward divided by β."""
-    _check(pair)
+    check_pairs(**pair._asdict())
     return _per_token((pair.chosen, pair.rejected), pair)
 
 
 def sum_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
     """Log-prob of either completion, [B] each: CPO's reward divided by β."""
-    _check(pair)
+    check_pairs(**pair._asdict())
     return pair.chosen, pair.rejected
 
 
@@ -423,7 +403,7 @@ def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor
     Source: Xu et al., arXiv 2401.08417, eq. 3.
     """
     margin = beta * _gap(sum_logps(pair))
-    return _smoothing(label_smoothing) * margin - F.logsigmoid(margin)
+    return logistic(margin, label_smoothing)
 
 # %% ../../nbs/130_losses_preference.ipynb #3bda0dda
 def log_odds(pair: PairLogps) -> tuple[Tensor, Tensor]:
@@ -507,7 +487,7 @@ def nll(pair: PairLogps) -> LossSum:
 
     Source: Pang et al., arXiv 2404.19733, eq. 1 (there averaged answer by answer).
     """
-    _check(pair)
+    check_pairs(**pair._asdict())
     total, count = -pair.chosen.sum(), pair.chosen_lens.sum()
     return LossSum(total, count, {"loss/nll": (total.detach(), count)})
 
@@ -613,8 +593,7 @@ def find_loss(name: str) -> Entry:
         ConfigError: there is none; the message names the nearest.
     """
     if name not in LOSSES:
-        near = suggest(name, LOSSES)
-        hint = f"Did you mean {near!r}?" if near else f"Known: {', '.join(LOSSES)}."
+        hint = did_you_mean(name, LOSSES, f"Known: {', '.join(LOSSES)}.")
         raise ConfigError(f"preference loss {name!r} is unknown. {hint}")
     return LOSSES[name]
 

@@ -11,27 +11,47 @@ from ..core import ConfigError, DataError
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['bradley_terry', 'centering']
+__all__ = ['check_pairs', 'check_smoothing', 'logistic', 'bradley_terry', 'centering']
 
 # %% ../../nbs/115_losses_reward.ipynb #81e19c25
-def _check_pairs(**scores: Tensor) -> None:
-    """Refuse anything but equally many scores on every side."""
-    shape = next(iter(scores.values())).shape
-    if len(shape) != 1 or any(x.shape != shape for x in scores.values()):
-        found = ", ".join(f"{name} {list(x.shape)}" for name, x in scores.items())
+def check_pairs(**columns: Tensor | None) -> None:
+    """Refuse anything but equally many numbers in every column, one per pair; None is no column.
+
+    Raises:
+        DataError: shapes differ.
+    """
+    given = {name: x for name, x in columns.items() if x is not None}
+    shape = next(iter(given.values())).shape
+    if len(shape) != 1 or any(x.shape != shape for x in given.values()):
+        found = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise DataError(
-            f"expected one score per pair on every side, got {found}. "
+            f"expected one number per pair in every column, got {found}. "
             "Anything else would be broadcast into pairs that nobody compared."
         )
 
 
-def _difference(chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
-    """chosen − rejected (− margin), shapes checked."""
-    if margin is None:
-        _check_pairs(chosen=chosen, rejected=rejected)
-        return chosen - rejected
-    _check_pairs(chosen=chosen, rejected=rejected, margin=margin)
-    return chosen - rejected - margin
+def check_smoothing(label_smoothing: float) -> float:
+    """A share of wrong labels that leaves the right ones in the majority.
+
+    Raises:
+        ConfigError: label_smoothing outside [0, 0.5).
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(
+            f"label_smoothing: {label_smoothing} must lie in [0, 0.5): from one half on, labels would say nothing, or the opposite."
+        )
+    return label_smoothing
+
+
+def logistic(difference: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """−(1 − ε) log σ(d) − ε log σ(−d), which is −log σ(d) + ε d: the surprise at a choice of which a share ε is wrong.
+
+    Args:
+        difference: [B], how much better the chosen one is thought to be, in log-odds.
+        label_smoothing: ε in [0, 0.5): how often the label is believed to be wrong.
+    """
+    losses = -F.logsigmoid(difference)
+    return losses + check_smoothing(label_smoothing) * difference if label_smoothing else losses
 
 # %% ../../nbs/115_losses_reward.ipynb #2570787a
 def bradley_terry(
@@ -55,14 +75,9 @@ def bradley_terry(
 
     Source: Ouyang et al., arXiv 2203.02155, eq. 1; margin: Touvron et al., arXiv 2307.09288, eq. 2.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(
-            f"label_smoothing: {label_smoothing} must lie in [0, 0.5): from one half on, labels would say nothing, or the opposite."
-        )
-    difference = _difference(chosen, rejected, margin)
-    losses = -F.logsigmoid(difference)
-    if label_smoothing:
-        losses = losses + label_smoothing * difference
+    check_pairs(chosen=chosen, rejected=rejected, margin=margin)
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    losses = logistic(difference, label_smoothing)
     with torch.no_grad():
         gap = chosen - rejected
         count = torch.full((), gap.numel(), device=gap.device)
@@ -83,7 +98,7 @@ def centering(chosen: Tensor, rejected: Tensor) -> LossSum:
 
     Source: Eisenstein et al., arXiv 2312.09244.
     """
-    _check_pairs(chosen=chosen, rejected=rejected)
+    check_pairs(chosen=chosen, rejected=rejected)
     total = chosen + rejected
     count = torch.full((), total.numel(), device=total.device)
     return LossSum(total.square().sum(), count, {"rewards/center": (0.5 * total.detach().sum(), count)})

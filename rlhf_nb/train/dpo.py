@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..run.callbacks import Callback
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
-from ..core import ConfigError, ModelError, decide_precision
+from ..config import DataConfig, PathText
+from ..core import ConfigError
 from ..data.sources import collate_preferences, tokenize_preferences
 from ..scoring.scores import TOKEN_BUDGET, completion_logps
-from ..run.loop import BaseMethod, Trainer
 from ..losses.kto import RunningMean
 from rlhf_nb.losses.preference import (
     Entry,
@@ -30,36 +27,26 @@ from rlhf_nb.losses.preference import (
     wpo_weights,
 )
 from ..models.adapters import Reference
-from ..models.load import disable_dropout, evaluating, load_causal_lm, load_tokenizer, save_model
-from ..models.reference import MovingReference, cached_sums
+from ..models.load import evaluating
 from .registry import register
-from .setup import CausalScorer, Row, fill_in, frozen_parts, make_source, split_pairs
+from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
+from .setup import Row, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['DPOConfig', 'ReferencedPairs', 'DPO', 'check_same_tokens', 'make_reference', 'DPOTrainer', 'with_reference',
-           'ImplicitReward']
+__all__ = ['DPOConfig', 'ReferencedPairs', 'DPO', 'DPOTrainer', 'ImplicitReward']
 
 # %% ../../nbs/620_train_dpo.ipynb #758fe292
-class DPOConfig(TrainConfig):
+class DPOConfig(OfflineConfig):
     """Everything that a run of the DPO family needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {},
-        "toy": {
-            "output_dir": "runs/dpo", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
-            "epochs": 1.0, "mini_batch_size": 32, "token_budget": 2048,
-            "optimizer": {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5},
-        },
-    }  # fmt: skip
+    presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
+        "dpo", {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5}, epochs=1.0
+    )
 
     output_dir: PathText = Field(default="runs/dpo", min_length=1, description="the run's folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
     data: DataConfig = Field(
         default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt"
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, warmup_steps=10), description="AdamW and its schedule"
     )
     loss: str | dict[str, float] = Field(
         default="sigmoid", description="name, or names with weights: {sigmoid: 1, ipo: 0.5}"
@@ -85,12 +72,6 @@ class DPOConfig(TrainConfig):
         default="auto",
         description="frozen: computed as needed | cached: once, on disk | moving: TR-DPO; auto: frozen if needed",
     )
-    reference_model: PathText | None = Field(
-        default=None, description="another model as reference; null: the policy as it starts"
-    )
-    reference_cache: PathText = Field(default="runs/reference_logps", description="folder of cached log-probs")
-    sync_every: int = Field(default=512, ge=1, description="moving: steps between updates of the reference")
-    sync_mixup: float = Field(default=0.6, gt=0, le=1, description="moving: share of the policy in the new reference")
 
     @property
     def losses(self) -> dict[str, float]:
@@ -120,28 +101,15 @@ class DPOConfig(TrainConfig):
             needs = self.needs_reference
         except ConfigError as e:
             raise ValueError(str(e)) from e
-        problem = _reference_problem(self, needs)
-        if problem:
-            raise ValueError(problem)
+        if self.reference == "none" and needs:
+            raise ValueError(
+                f"reference is 'none', but {', '.join(self.losses)} compares the policy with one. Use 'frozen', or a loss without: simpo, orpo, cpo, alphapo."
+            )
+        if self.reference == "cached" and self.ld_alpha is not None:
+            raise ValueError(
+                "reference is 'cached', which keeps sums, but ld_alpha weighs tokens one by one. Use 'frozen'."
+            )
         return self
-
-# %% ../../nbs/620_train_dpo.ipynb #0b04d675
-def _reference_problem(c: DPOConfig, needs: bool) -> str | None:
-    """Why this kind of reference doesn't fit the rest of the configuration."""
-    names = ", ".join(c.losses)
-    if c.reference == "none" and needs:
-        return f"reference is 'none', but {names} compares the policy with one. Use 'frozen', or a loss without: simpo, orpo, cpo, alphapo."
-    if c.reference == "cached" and c.data.streaming:
-        return "reference is 'cached', but the data is streamed, so there is no list of answers to compute once. Use 'frozen'."
-    if c.reference == "cached" and c.ld_alpha is not None:
-        return "reference is 'cached', which keeps sums, but ld_alpha weighs tokens one by one. Use 'frozen'."
-    if c.reference == "moving" and c.model.lora is not None:
-        return "reference is 'moving', but with LoRA the reference is the base model, which stays. Use 'frozen', or leave out lora."
-    if c.reference == "moving" and c.reference_model is not None:
-        return (
-            "reference is 'moving' and reference_model is set: what follows the policy starts from it. Leave one out."
-        )
-    return None
 
 # %% ../../nbs/620_train_dpo.ipynb #b4b459a5
 @dataclass(eq=False, repr=False)
@@ -152,7 +120,7 @@ class ReferencedPairs(PreferenceBatch):
     ref_rejected_logps: Tensor | None = None  # float[B]
 
 # %% ../../nbs/620_train_dpo.ipynb #2cfd9ad2
-class DPO(BaseMethod):
+class DPO(OfflineMethod):
     """The DPO family as a method of the loop.
 
     Args:
@@ -169,12 +137,12 @@ class DPO(BaseMethod):
     columns = ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "lr")
     config: DPOConfig
 
+    reference_columns = {"ref_chosen_logps": "chosen_ids", "ref_rejected_logps": "rejected_ids"}
+
     def __init__(
         self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
     ) -> None:  # fmt: skip
-        self.module = CausalScorer(model, config.token_budget)
-        self.model, self.tokenizer, self.config, self.reference = model, tokenizer, config, reference
-        self.held_out = list(held_out)
+        super().__init__(model, tokenizer, config, reference, held_out)
         entries = config.entries
         weights = config.losses
         self.nll_coef = (
@@ -183,37 +151,33 @@ class DPO(BaseMethod):
         self.whole_batch = any(e.whole_batch for e in entries.values())
         self.delta = RunningMean(0.99) if "bco_pair" in entries else None
 
+    def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
+        """Pairs as tokens, with the reference's log-probs where these are cached."""
+        data = self.config.data
+        limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+        return self.cache_reference(tokenize_preferences(rows, self.tokenizer, **limits, warn=warn))
+
     def collate(self, rows: list[Row]) -> ReferencedPairs:
         """Tokenized pairs as one batch, with cached log-probs of the reference where rows carry them."""
-        pairs = collate_preferences(rows, self.tokenizer.pad_token_id)
-        batch = ReferencedPairs(**pairs.columns_dict())
-        if rows and "ref_chosen_logps" in rows[0]:
-            batch.ref_chosen_logps = torch.tensor([r["ref_chosen_logps"] for r in rows])
-            batch.ref_rejected_logps = torch.tensor([r["ref_rejected_logps"] for r in rows])
+        batch = ReferencedPairs(**collate_preferences(rows, self.tokenizer.pad_token_id).columns_dict())
+        self.take_cached(batch, rows)
         return batch
 
-    def collect(self, batch: ReferencedPairs, step: int) -> ReferencedPairs:
-        """Ask the reference, unless it was asked before or isn't needed."""
-        if self.reference is not None and batch.ref_chosen_logps is None:
-            c = batch.completions(self.tokenizer.pad_token_id)
-            logps = self.reference.logps(c, token_budget=self.config.token_budget)
-            batch.ref_chosen_logps, batch.ref_rejected_logps = self._sums(logps, c.completion_lens)
-        return batch
+    def answers(self, batch: ReferencedPairs) -> Completions:
+        """Chosen and rejected, next to each other."""
+        return batch.completions(self.tokenizer.pad_token_id)
 
-    def _sums(self, logps: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Per-token log-probs of alternating chosen and rejected rows as one number for each side of each pair."""
+    def sums(self, logps: Tensor, lens: Tensor) -> Tensor:
+        """[2B], log-prob of each answer; with `ld_alpha`, tokens beyond the shorter of the two count less."""
         alpha = self.config.ld_alpha
-        sums = logps.sum(1) if alpha is None else desensitize(logps, lens, lens.view(-1, 2).flip(1).flatten(), alpha)
-        return sums[0::2], sums[1::2]
+        return logps.sum(1) if alpha is None else desensitize(logps, lens, lens.view(-1, 2).flip(1).flatten(), alpha)
 
     def pair_logps(self, micro: ReferencedPairs) -> tuple[PairLogps, Tensor | None]:
         """What the losses look at, the policy's part with gradient; and WPO's weights, if they are asked for."""
         c = micro.completions(self.tokenizer.pad_token_id).trim()
         out = self.module(c, log_sum_sq=self.config.wpo)
-        chosen, rejected = self._sums(out.logps, c.completion_lens)
-        pair = PairLogps(
-            chosen, rejected, micro.ref_chosen_logps, micro.ref_rejected_logps, micro.chosen_lens, micro.rejected_lens
-        )
+        sums, ref = self.sums(out.logps, c.completion_lens), (micro.ref_chosen_logps, micro.ref_rejected_logps)
+        pair = PairLogps(sums[0::2], sums[1::2], *ref, micro.chosen_lens, micro.rejected_lens)
         if out.log_sum_sq is None:
             return pair, None
         chosen_side, rejected_side = ((out.logps[i::2], out.log_sum_sq[i::2], c.completion_lens[i::2]) for i in (0, 1))
@@ -232,7 +196,7 @@ class DPO(BaseMethod):
     def loss(self, micro: ReferencedPairs) -> dict[str, tuple[LossSum, float]]:
         """Weighted preference losses, and SFT on the chosen answers where it is asked for."""
         (pair, weights), config = self.pair_logps(micro), self.config
-        options = config.options if self.delta is None else _with_delta(config.options, self.delta.value)
+        options = config.options if self.delta is None else replace(config.options, delta=self.delta.value)
         loss = preference_loss(pair, config.losses, beta=config.beta, options=options, weights=weights)
         terms = {"preference": (loss, 1.0)}
         if self.nll_coef:
@@ -244,12 +208,6 @@ class DPO(BaseMethod):
         if self.delta is not None:
             self.delta.update((stats["rewards/chosen"] + stats["rewards/rejected"]) / 2, 1.0)
         return True
-
-    def finish_step(self, step: int) -> None:
-        """A moving reference moves here."""
-        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
-            with self.engine.generation_mode():
-                self.reference.follow(self.model, step)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -268,70 +226,13 @@ class DPO(BaseMethod):
 
     def state_dict(self) -> dict[str, Any]:
         """A moving reference, and BCO's threshold."""
-        moving = self.reference.state_dict() if isinstance(self.reference, MovingReference) else None
-        return {"reference": moving, "delta": self.delta.state_dict() if self.delta else None}
+        return super().state_dict() | {"delta": self.delta.state_dict() if self.delta else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        if isinstance(self.reference, MovingReference):
-            self.reference.load_state_dict(state["reference"])
+        super().load_state_dict(state)
         if self.delta is not None:
             self.delta.load_state_dict(state["delta"])
-
-    def frozen_modules(self) -> list[nn.Module]:
-        """The reference, unless it moves."""
-        return frozen_parts(self.reference)
-
-    def save_model(self, directory: str | Path) -> None:
-        """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
-        save_model(self.model, self.tokenizer, directory, merge=True)
-
-# %% ../../nbs/620_train_dpo.ipynb #90bbb481
-def _with_delta(options: PairOptions, delta: float) -> PairOptions:
-    """The same options with BCO's threshold of the moment."""
-    return PairOptions(**options.given(), delta=delta)
-
-# %% ../../nbs/620_train_dpo.ipynb #aa59ee7e
-def check_same_tokens(ours: Any, theirs: Any, where: str) -> None:
-    """Refuse a reference whose tokenizer gives other ids.
-
-    Args:
-        ours: the policy's tokenizer.
-        theirs: the reference's tokenizer.
-        where: name of the reference, for the message.
-
-    Raises:
-        ModelError: vocabularies differ; the message names a token.
-    """
-    mine, other = ours.get_vocab(), theirs.get_vocab()
-    for token, index in mine.items():
-        if other.get(token) != index:
-            found = f"is {other[token]} there" if token in other else "doesn't exist there"
-            raise ModelError(
-                f"reference_model {where!r} has another tokenizer: token {token!r} is {index} here and {found}. Its log-probs would be about other "
-                "words. Use a reference with the policy's tokenizer (usually the SFT model that the policy starts from)."
-            )
-
-
-def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True) -> Reference | None:
-    """The reference that a configuration asks for; None when no loss needs one.
-
-    Args:
-        config: with `reference`, `reference_model`, and of a moving one `sync_every` and `sync_mixup`.
-        model: the policy as it starts.
-        tokenizer: of the policy.
-        needed: whether any loss looks at it.
-    """
-    if config.reference == "none" or not (needed or config.reference in ("moving", "cached")):
-        return None
-    if config.reference_model is not None:
-        where = ModelConfig(name_or_path=config.reference_model)
-        check_same_tokens(tokenizer, load_tokenizer(where), config.reference_model)
-        precision = decide_precision(None if config.device == "auto" else config.device, config.precision)
-        return Reference(load_causal_lm(where, precision, tokenizer=tokenizer), copy_model=False)
-    if config.reference == "moving":
-        return MovingReference(model, config.sync_every, config.sync_mixup)
-    return Reference(model)
 
 # %% ../../nbs/620_train_dpo.ipynb #216fa889
 @register(
@@ -339,65 +240,11 @@ def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True)
     holds=lambda c: ("policy", "reference") if c.needs_reference and c.reference != "cached" else ("policy",),
     about="Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
 )  # fmt: skip
-class DPOTrainer(Trainer):
-    """DPO and its family, ready to `fit()`.
+class DPOTrainer(OfflineTrainer):
+    """DPO and its family on pairs of answers, ready to `fit()`; arguments as in `OfflineTrainer`."""
 
-    Args:
-        config: of the run.
-        model: default: loaded from `config.model`.
-        tokenizer: of that model; must be given with it.
-        rows: preferences in any format of `data.formats`; default: loaded from `config.data`.
-        eval_rows: held-out preferences.
-        callbacks: observers of the run.
-    """
-
+    kind, method_class = "preference", DPO
     method: DPO
-
-    def __init__(
-        self,
-        config: DPOConfig,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        model, tokenizer, rows, eval_rows = fill_in(config, "preference", model, tokenizer, rows, eval_rows)
-        disable_dropout(model)
-        reference = make_reference(config, model, tokenizer, config.needs_reference)
-
-        def tokens(rows: list[Row], warn: bool = True) -> list[Row]:
-            data = config.data
-            out = tokenize_preferences(
-                rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, warn=warn
-            )
-            return (
-                with_reference(out, reference, config)
-                if config.reference == "cached" and reference is not None
-                else out
-            )
-
-        source = make_source(config.data, rows, "preference", config.seed, tokens)
-        held_out = tokens(eval_rows, warn=False) if eval_rows else ()
-        kept = None if config.reference == "cached" else reference
-        method = DPO(model, tokenizer, config, kept, held_out)
-        super().__init__(method, source, config, callbacks=callbacks, **options)
-
-
-def with_reference(rows: list[Row], reference: Reference, config: DPOConfig) -> list[Row]:
-    """Tokenized pairs with the reference's log-probs as columns, from the cache on disk where it has them.
-
-    Args:
-        rows: of `tokenize_preferences`.
-        reference: the frozen model.
-        config: `reference_cache` and `token_budget`.
-    """
-    answers = [(r["prompt_ids"], r[side]) for r in rows for side in ("chosen_ids", "rejected_ids")]
-    sums = (
-        cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget).view(-1, 2).tolist()
-    )
-    return [r | {"ref_chosen_logps": a, "ref_rejected_logps": b} for r, (a, b) in zip(rows, sums, strict=True)]
 
 # %% ../../nbs/620_train_dpo.ipynb #4531a157
 class ImplicitReward:

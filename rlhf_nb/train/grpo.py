@@ -9,13 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..losses.advantages import group_advantages
+from ..losses.advantages import group_advantages, moments
 from ..config import PathText
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
-from .group import Group, GroupConfig, GroupTrainer, group_presets
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from .setup import global_moments
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -32,12 +31,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class GRPOConfig(GroupConfig):
+class GRPOConfig(OnlineConfig):
     """Everything that a GRPO run needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = group_presets("grpo")
+    presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("grpo")
 
     output_dir: PathText = Field(default="runs/grpo", min_length=1, description="the run's folder")
+    num_generations: int = Field(default=8, ge=2, description="answers to each prompt: the group")
     variant: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"] = Field(
         default="grpo", description="whose switches; each of the following can be set on its own"
     )
@@ -78,7 +78,7 @@ def overlong_penalty(lens: Tensor, limit: int, buffer: int) -> Tensor:
     return -((lens - (limit - buffer)).float() / buffer).clamp(0, 1)
 
 # %% ../../nbs/645_train_grpo.ipynb #20a14a0b
-class GRPO(Group):
+class GRPO(OnlineMethod):
     """Group-relative policy optimisation and its variants.
 
     Source: Shao et al., arXiv 2402.03300; see `losses.group` for the others.
@@ -100,9 +100,7 @@ class GRPO(Group):
     def advantages(self, r: Rollout) -> Rollout:
         """Scores against the group's mean, divided by the standard deviation of the group, of the batch, or not."""
         scale, scores = self.config.switch("scale"), r.need("scores")
-        std = None
-        if scale == "batch":  # of all scores, on all devices
-            std = global_moments(self.engine, scores, torch.ones_like(scores, dtype=torch.bool)).var.sqrt()
+        std = moments(scores, torch.ones_like(scores, dtype=torch.bool)).var.sqrt() if scale == "batch" else None
         each = group_advantages(scores, self.config.num_generations, scale_std=scale == "group", std=std)
         r.advantages = torch.where(r.completion_mask, each[:, None], 0.0)
         return r
@@ -110,13 +108,12 @@ class GRPO(Group):
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages; dead groups are replaced by further prompts for up to `resample` rounds."""
         r = super().collect(batch, step)
-        for again in range(1, self.config.resample + 1 if self.draw is not None else 1):
+        for again in range(1, self.config.resample + 1):
             alive = self._alive(r)
-            missing = self.engine.reduce_sum({"n": (~alive).sum().float()})["n"]
-            if not float(missing):
+            prompts = None if alive.all() or self.more_prompts is None else self.more_prompts()
+            if prompts is None:
                 break
-            assert self.draw is not None
-            fresh = self.advantages(self.score(self.rollout(self.draw(), step, again)))
+            fresh = self.advantages(self.score(self.rollout(prompts, step, again)))
             r = self._replace(r, alive, fresh)
         return r
 
@@ -157,7 +154,8 @@ class GRPO(Group):
     "grpo", GRPOConfig, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
     about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
 )  # fmt: skip
-class GRPOTrainer(GroupTrainer):
-    """GRPO, Dr. GRPO, DAPO, BNPO, GSPO or CISPO, ready to `fit()`; see `GroupTrainer`."""
+class GRPOTrainer(OnlineTrainer):
+    """GRPO, Dr. GRPO, DAPO, BNPO, GSPO or CISPO, ready to `fit()`; arguments as in `OnlineTrainer`."""
 
-    kind = GRPO
+    method_class = GRPO
+    method: GRPO

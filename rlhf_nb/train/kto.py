@@ -7,52 +7,39 @@ import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..run.callbacks import Callback
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
+from ..config import DataConfig, PathText
 from ..core import DataError
 from ..data.formats import DataWarning
-from ..data.sources import MemorySource, tokenize_sft
+from ..data.sources import tokenize_sft
 from ..scoring.scores import plan
-from ..run.loop import BaseMethod, Trainer
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
-from ..models.load import disable_dropout, evaluating, save_model
-from ..models.reference import MovingReference, cached_sums
-from .dpo import make_reference
+from ..models.load import evaluating
+from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
-from .setup import CausalScorer, Row, fill_in, frozen_parts, in_kind
+from .setup import Row, in_kind, toy_presets
 from ..types import Completions, LossSum
 
 # %% auto #0
-__all__ = ['KTOConfig', 'partners', 'check_labels', 'LabelledAnswers', 'KTO', 'tokenize_labelled', 'KTOTrainer', 'with_reference']
+__all__ = ['KTOConfig', 'partners', 'check_labels', 'LabelledAnswers', 'KTO', 'tokenize_labelled', 'KTOTrainer']
 
 # %% ../../nbs/625_train_kto.ipynb #cc3e8421
-class KTOConfig(TrainConfig):
+class KTOConfig(OfflineConfig):
     """Everything that a run on single, labelled answers needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {},
-        "toy": {
-            "output_dir": "runs/kto", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
-            "epochs": 1.0, "mini_batch_size": 32, "token_budget": 2048,
-            "optimizer": {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5},
-        },
-    }  # fmt: skip
+    presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
+        "kto", {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5}, epochs=1.0
+    )
 
     output_dir: PathText = Field(default="runs/kto", min_length=1, description="the run's folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
     data: DataConfig = Field(
         default_factory=DataConfig, description="prompt+completion+label, or preferences (taken apart)"
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, warmup_steps=10), description="AdamW and its schedule"
     )
     mini_batch_size: int = Field(default=32, ge=2, description="answers per optimizer step, over all devices")
     loss: Literal["kto", "apo_zero_unpaired", "bco"] = Field(default="kto", description="kto | apo_zero_unpaired | bco")
@@ -68,12 +55,6 @@ class KTOConfig(TrainConfig):
     reference: Literal["frozen", "cached", "moving"] = Field(
         default="frozen", description="computed as needed | once, on disk | TR-DPO's moving one"
     )
-    reference_model: PathText | None = Field(
-        default=None, description="another model as reference; null: the policy as it starts"
-    )
-    reference_cache: PathText = Field(default="runs/reference_logps", description="folder of cached log-probs")
-    sync_every: int = Field(default=512, ge=1, description="moving: steps between updates of the reference")
-    sync_mixup: float = Field(default=0.6, gt=0, le=1, description="moving: share of the policy in the new reference")
 
     @model_validator(mode="after")
     def _in_memory(self) -> KTOConfig:
@@ -81,10 +62,6 @@ class KTOConfig(TrainConfig):
         if self.data.streaming:
             raise ValueError(
                 "KTO puts each answer under another row's prompt, drawn from all rows, so it can't stream its data. Set data.streaming to false."
-            )
-        if self.reference == "moving" and self.model.lora is not None:
-            raise ValueError(
-                "reference is 'moving', but with LoRA the reference is the base model, which stays. Use 'frozen', or leave out lora."
             )
         return self
 
@@ -177,7 +154,7 @@ class LabelledAnswers(Completions):
         return Completions(prompt_ids, prompt_mask, ids, lens, torch.arange(width, device=ids.device) < lens[:, None])
 
 # %% ../../nbs/625_train_kto.ipynb #2f281c3b
-class KTO(BaseMethod):
+class KTO(OfflineMethod):
     """Kahneman–Tversky optimisation (and BCO) as a method of the loop.
 
     Args:
@@ -194,14 +171,26 @@ class KTO(BaseMethod):
     columns = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "lr")
     config: KTOConfig
 
+    reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
+
     def __init__(
         self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
     ) -> None:  # fmt: skip
-        self.module = CausalScorer(model, config.token_budget)
-        self.model, self.tokenizer, self.config, self.reference = model, tokenizer, config, reference
-        self.held_out = list(held_out)
+        super().__init__(model, tokenizer, config, reference, held_out)
         self.baseline = RunningMean(config.decay)
         self.desirable_share = 0.5
+
+    def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
+        """Labelled answers with their partners as tokens, with the reference's log-probs where these are cached."""
+        rows = list(in_kind(rows, "unpaired"))
+        if warn:
+            check_labels(rows, self.config)
+        out = tokenize_labelled(rows, self.tokenizer, self.config.data, warn)
+        if self.config.loss == "kto":
+            out = partners(out, self.config.seed)
+        else:  # no stranger is needed
+            out = [r | {"other_ids": r["completion_ids"]} for r in out]
+        return self.cache_reference(out)
 
     def collate(self, rows: list[Row]) -> LabelledAnswers:
         """Tokenized rows as one batch, with cached log-probs of the reference where rows carry them."""
@@ -214,16 +203,16 @@ class KTO(BaseMethod):
         batch = LabelledAnswers(
             **own.columns_dict(), label=label, other_ids=other.completion_ids, other_lens=other.completion_lens
         )
-        if rows and "ref_logps" in rows[0]:
-            batch.ref_logps = torch.tensor([r["ref_logps"] for r in rows])
-            batch.ref_other_logps = torch.tensor([r["ref_other_logps"] for r in rows])
+        self.take_cached(batch, rows)
         return batch
+
+    def answers(self, batch: LabelledAnswers) -> Completions:
+        """Each row's own answer and the stranger's, next to each other."""
+        return batch.both()
 
     def collect(self, batch: LabelledAnswers, step: int) -> LabelledAnswers:
         """Log-probs of the reference, and the baseline of this batch."""
-        if self.reference is not None and batch.ref_logps is None:
-            logps = self.reference.logps(batch.both(), token_budget=self.config.token_budget).sum(1)
-            batch.ref_logps, batch.ref_other_logps = logps[0::2], logps[1::2]
+        super().collect(batch, step)
         if self.config.loss == "kto":
             self._measure_kl(batch)
         return batch
@@ -270,12 +259,6 @@ class KTO(BaseMethod):
             self.baseline.update((stats.get("rewards/chosen", 0.0) + stats.get("rewards/rejected", 0.0)) / 2, 1.0)
         return True
 
-    def finish_step(self, step: int) -> None:
-        """A moving reference moves here."""
-        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
-            with self.engine.generation_mode():
-                self.reference.follow(self.model, step)
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean implicit rewards of good and bad held-out answers, their margin, and how often a good one beats a bad one."""
@@ -306,22 +289,12 @@ class KTO(BaseMethod):
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, and a moving reference."""
-        moving = self.reference.state_dict() if isinstance(self.reference, MovingReference) else None
-        return {"baseline": self.baseline.state_dict(), "reference": moving}
+        return super().state_dict() | {"baseline": self.baseline.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
+        super().load_state_dict(state)
         self.baseline.load_state_dict(state["baseline"])
-        if isinstance(self.reference, MovingReference):
-            self.reference.load_state_dict(state["reference"])
-
-    def frozen_modules(self) -> list[nn.Module]:
-        """The reference, unless it moves."""
-        return frozen_parts(self.reference)
-
-    def save_model(self, directory: str | Path) -> None:
-        """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
-        save_model(self.model, self.tokenizer, directory, merge=True)
 
 # %% ../../nbs/625_train_kto.ipynb #d79813c4
 def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: bool = True) -> list[Row]:
@@ -353,65 +326,8 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
     holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
     about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip
-class KTOTrainer(Trainer):
-    """KTO, APO-zero or BCO on single answers, ready to `fit()`.
+class KTOTrainer(OfflineTrainer):
+    """KTO, APO-zero or BCO on single answers, ready to `fit()`; preferences are taken apart. Arguments as in `OfflineTrainer`."""
 
-    Args:
-        config: of the run.
-        model: default: loaded from `config.model`.
-        tokenizer: of that model; must be given with it.
-        rows: prompt+completion+label; default: loaded from `config.data` (preferences are taken apart).
-        eval_rows: held-out rows.
-        callbacks: observers of the run.
-    """
-
+    kind, method_class = "unpaired", KTO
     method: KTO
-
-    def __init__(
-        self,
-        config: KTOConfig,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        model, tokenizer, rows, eval_rows = fill_in(config, "unpaired", model, tokenizer, rows, eval_rows)
-        disable_dropout(model)
-        reference = make_reference(config, model, tokenizer)
-        rows, eval_rows = list(in_kind(rows, "unpaired")), list(in_kind(eval_rows, "unpaired"))
-        check_labels(rows, config)
-
-        def tokens(rows: list[Row], warn: bool = True) -> list[Row]:
-            out = tokenize_labelled(rows, tokenizer, config.data, warn)
-            out = (
-                partners(out, config.seed)
-                if config.loss == "kto"
-                else [r | {"other_ids": r["completion_ids"]} for r in out]
-            )
-            return (
-                with_reference(out, reference, config)
-                if config.reference == "cached" and reference is not None
-                else out
-            )
-
-        held_out = tokens(eval_rows, warn=False) if eval_rows else ()
-        kept = None if config.reference == "cached" else reference
-        method = KTO(model, tokenizer, config, kept, held_out)
-        super().__init__(method, MemorySource(tokens(rows), config.seed), config, callbacks=callbacks, **options)
-
-# %% ../../nbs/625_train_kto.ipynb #f0f38709
-def with_reference(rows: list[Row], reference: Reference, config: KTOConfig) -> list[Row]:
-    """Tokenized rows with the reference's log-probs of both answers as columns, from the cache on disk where it has them.
-
-    Args:
-        rows: with partners.
-        reference: the frozen model.
-        config: `reference_cache` and `token_budget`.
-    """
-    answers = [(r["prompt_ids"], r[side]) for r in rows for side in ("completion_ids", "other_ids")]
-    sums = (
-        cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget).view(-1, 2).tolist()
-    )
-    return [r | {"ref_logps": a, "ref_other_logps": b} for r, (a, b) in zip(rows, sums, strict=True)]

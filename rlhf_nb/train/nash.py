@@ -6,18 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scoring.scores import plan
-from ..losses.group import group_surrogate
 from ..judges.judge import Duel
-from .online_dpo import OnlineDPO
-from .ppo import rollout_metrics
+from ..losses.group import group_surrogate
+from .online import rollout_metrics
+from .pairs import PairMethod
 from ..types import LossSum, Rollout
 
 # %% auto #0
 __all__ = ['NashMD']
 
 # %% ../../nbs/665_train_nash.ipynb #8d8d4422
-class NashMD(OnlineDPO):
+class NashMD(PairMethod):
     """Policy gradient on the probability of beating a mixture of policy and reference.
 
     Source: Munos et al., arXiv 2312.00886, section 7 (Nash-MD-PG).
@@ -38,16 +37,14 @@ class NashMD(OnlineDPO):
         self._won = float(won.mean())
         return r
 
-    def _measure(self, r: Rollout) -> None:
-        """As in any group; what is said of drift and length is about the policy's own answers."""
-        super()._measure(r)
+    def measure(self, r: Rollout) -> dict[str, float]:
+        """The numbers of a rollout; what is said of drift and length is about the policy's own answers."""
         own = r[torch.arange(0, len(r), 2)]
-        self._collected |= rollout_metrics(own, 0.0) | {"pairs/won": self._won}
+        return super().measure(r) | rollout_metrics(own, 0.0) | {"pairs/won": self._won}
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
         """The policy's own answers: nothing is learnt from the opponent's tokens."""
-        own = mini[torch.arange(0, len(mini), 2)]
-        return [own[rows].trim() for rows in plan(own, self.config.token_budget, self.config.micro_batch_size)]
+        return super().micro_batches(mini[torch.arange(0, len(mini), 2)])
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Pairs."""

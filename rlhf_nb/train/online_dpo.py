@@ -3,68 +3,26 @@
 # %% ../../nbs/660_train_online_dpo.ipynb #6fce7bbc
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..config import PathText
-from ..core import ConfigError
-from ..scoring.scores import plan
-from ..losses.preference import PairLogps, check_losses, preference_loss
 from ..judges.judge import as_duel
-from ..rollout.backends import sampling_metrics
-from ..rollout.mixture import sample_mixture
-from .group import Group, GroupConfig, GroupTrainer, group_presets
+from ..losses.preference import PairLogps, preference_loss
+from ..scoring.scores import plan
+from .nash import NashMD
+from .online import OnlineMethod, OnlineTrainer
+from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
-from ..types import LossSum, PromptBatch, Rollout
+from .setup import Row
+from ..types import LossSum, Rollout
 
 # %% auto #0
-__all__ = ['OnlineDPOConfig', 'OnlineDPO', 'OnlineDPOTrainer']
-
-# %% ../../nbs/660_train_online_dpo.ipynb #15533e7a
-class OnlineDPOConfig(GroupConfig):
-    """Everything that an online DPO run needs."""
-
-    presets: ClassVar[dict[str, dict[str, Any]]] = group_presets("online", lr=5e-4)
-
-    output_dir: PathText = Field(default="runs/online", min_length=1, description="the run's folder")
-    num_generations: Literal[2] = Field(default=2, description="answers to each prompt: the two of a pair")
-    loss: str = Field(default="sigmoid", description="any loss for pairs that looks at them one by one; or nash_md")
-    beta: float | None = Field(default=None, gt=0, description="price of leaving the reference; null: the loss's own")
-    opponent: Literal["policy", "reference", "mixture"] = Field(
-        default_factory=lambda data: "mixture" if data.get("loss") == "nash_md" else "policy",
-        description="who writes the second answer (null: the policy; with nash_md the mixture)",
-    )
-    mixture: float = Field(default=0.125, ge=0, le=1, description="share of the reference in the mixture")
-    xpo_alpha: float = Field(
-        default=0.0, ge=0, description="XPO's bonus for leaving the reference's answers; needs opponent=reference"
-    )
-    kl_coef: float = Field(default=0.0, ge=0, le=0, description="unused: beta is the price of drift")
-
-    @model_validator(mode="after")
-    def _fits(self) -> OnlineDPOConfig:
-        """The loss is known and pairwise; the bonus has somebody to leave."""
-        if self.xpo_alpha and (self.opponent != "reference" or self.loss == "nash_md"):
-            raise ValueError(
-                f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is {self.opponent!r}: "
-                "use a loss for pairs, and opponent=reference."
-            )
-        if self.loss == "nash_md":
-            return self
-        try:
-            entry = check_losses({self.loss: 1.0}, self.beta)[self.loss]
-        except ConfigError as e:
-            raise ValueError(str(e)) from e
-        if entry.whole_batch:
-            raise ValueError(
-                f"loss {self.loss!r} sorts the batch, and micro-batches would cut it: use another, for example sigmoid."
-            )
-        return self
+__all__ = ['OnlineDPO', 'OnlineDPOTrainer']
 
 # %% ../../nbs/660_train_online_dpo.ipynb #c07dc832
-class OnlineDPO(Group):
+class OnlineDPO(PairMethod):
     """DPO on pairs of the policy's own answers.
 
     Source: Guo et al., arXiv 2402.04792 (online AI feedback); Xie et al., arXiv 2405.21046 (XPO, algorithm 1).
@@ -72,27 +30,6 @@ class OnlineDPO(Group):
 
     name = "online_dpo"
     columns = ("reward", "rewards/accuracies", "rewards/margins", "pairs/ties", "completions/mean_length", "lr")
-    config: OnlineDPOConfig
-
-    @torch.no_grad()
-    def rollout(self, prompts: PromptBatch, step: int = 0, again: int = 0) -> Rollout:
-        """Two answers to each prompt, the second from the opponent, with the reference's log-probs."""
-        cfg = self.config
-        if cfg.opponent == "policy":
-            return super().rollout(prompts, step, again)
-        assert self.reference is not None
-        own = self.answers(prompts, step, num_samples=1)
-        if cfg.opponent == "mixture":
-            draw: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": cfg.seed + 1, "step": step}
-            other = sample_mixture(self.model, self.reference, cfg.mixture, prompts, cfg.sampling, **draw)
-        else:
-            with self.reference.speaking():
-                other = self.answers(prompts, step, self.reference.model, num_samples=1, seed=cfg.seed + 1)
-        if own.rollout_logps is None:  # who knows no log-probs: both are scored
-            other.rollout_logps = None
-        n = len(own)
-        both = Rollout.cat([own, other], self.tokenizer.pad_token_id)
-        return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
@@ -101,13 +38,6 @@ class OnlineDPO(Group):
         sign = (scores[:, 0] - scores[:, 1]).sign()
         r.advantages = torch.where(r.completion_mask, torch.stack([sign, -sign], 1).flatten()[:, None], 0.0)
         return r
-
-    def _measure(self, r: Rollout) -> None:
-        """As in any group, with the share of ties."""
-        super()._measure(r)
-        if self.config.opponent != "policy":  # what the opponent's sampler says is no error of the policy's
-            self._collected |= sampling_metrics(r[torch.arange(0, len(r), 2)], self.sampler)
-        self._collected["pairs/ties"] = float((r.need("advantages")[0::2].abs().sum(1) == 0).float().mean())
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
         """One forward each; a pair is never split."""
@@ -142,21 +72,12 @@ class OnlineDPO(Group):
     "online", OnlineDPOConfig, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
-class OnlineDPOTrainer(GroupTrainer):
-    """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; see `GroupTrainer`. The reward may be a judge."""
+class OnlineDPOTrainer(OnlineTrainer):
+    """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; arguments as in `OnlineTrainer`. The reward may be a judge."""
 
-    keeps_reference = True
-
-    def __init__(
-        self,
-        config: OnlineDPOConfig,
-        model: Any = None,
-        tokenizer: Any = None,
-        reward: Any = None,
-        *args: Any,
-        **more: Any,
-    ) -> None:
-        from rlhf_nb.train.nash import NashMD  # it is built on this module
-
-        self.kind = NashMD if config.loss == "nash_md" else OnlineDPO  # type: ignore[misc]
-        super().__init__(config, model, tokenizer, as_duel(reward), *args, **more)
+    def make_method(
+        self, config: OnlineDPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
+    ) -> OnlineMethod:
+        """The method that `config.loss` names."""
+        self.method_class = NashMD if config.loss == "nash_md" else OnlineDPO
+        return super().make_method(config, model, tokenizer, rows, **parts | {"reward": as_duel(parts["reward"])})

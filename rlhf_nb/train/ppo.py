@@ -3,8 +3,7 @@
 # %% ../../nbs/630_train_ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,59 +12,38 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
-from ..run.callbacks import BudgetStop, Callback
-from ..config import DataConfig, ModelConfig, OptimizerConfig, SamplingConfig, TrainConfig
-from ..core import ConfigError, derive_seed
-from ..data import toy
-from ..data.sources import collate_prompts, tokenize_prompts
-from ..evaluate.policy import evaluate
-from ..losses.kl import AdaptiveKL, FixedKL, KLKind, kl_report
-from ..scoring.scores import plan
-from ..run.loop import BaseMethod, Trainer
-from ..run.control import Control, setting
-from ..losses.group import truncated_weights
+from ..config import OptimizerConfig, PathText
+from ..core import ConfigError
+from ..losses.kl import AdaptiveKL, FixedKL, KLKind
+from ..run.control import Control
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
-from ..models.adapters import PolicyValue, hydra, separate, shared
+from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
-from ..models.load import is_toy, using_adapter
-from ..rewards.base import Ensemble, RewardModelFn, Rewards, RunningNormalizer, apply_eos_penalty
-from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .setup import Row, fill_in, frozen_parts, make_source
-from ..types import LossSum, PromptBatch, Rollout
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
+from .setup import Row
+from ..types import LossSum, Rollout
 
 # %% auto #0
-__all__ = ['PPOConfig', 'Acting', 'PPO', 'rollout_metrics', 'rollout_samples', 'load_reward', 'build_net', 'PPOTrainer']
+__all__ = ['PPOConfig', 'PPO', 'build_net', 'PPOTrainer']
 
 # %% ../../nbs/630_train_ppo.ipynb #85cfcb29
-class PPOConfig(TrainConfig):
+class PPOConfig(OnlineConfig):
     """Everything that a PPO run needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {},
-        "toy": {
-            "output_dir": "runs/ppo", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_prompt_length": 64}, "device": "cpu",
-            "steps": 40, "epochs": None, "rollout_batch_size": 128, "mini_batch_size": 64, "token_budget": 4096, "num_inner_epochs": 2,
-            "sampling": {"max_new_tokens": 28}, "kl_coef": 0.2,
-            "optimizer": {"lr": 3e-4, "schedule": "constant"},
-        },
-    }  # fmt: skip
-
-    output_dir: str = Field(default="runs/ppo", min_length=1, description="the run's folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
-    data: DataConfig = Field(default_factory=DataConfig, description="prompts (of any format with a prompt)")
-    reward: str | None = Field(
-        default=None, description="folder of a reward model (or of an ensemble's members); 'gold' in the toy world"
+    presets: ClassVar[dict[str, dict[str, Any]]] = online_presets(
+        "ppo", 3e-4, rollout_batch_size=128, mini_batch_size=64, num_inner_epochs=2, kl_coef=0.2
     )
+
+    output_dir: PathText = Field(default="runs/ppo", min_length=1, description="the run's folder")
     critic: Literal["separate", "shared", "hydra"] = Field(
         default="separate",
         description="own model | head on the policy | policy, value, reward, reference as adapters of one backbone",
     )
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=3e-6, eps=1e-5), description="AdamW and its schedule"
     )
-    mini_batch_size: int = Field(default=64, ge=1, description="answers per optimizer step, over all devices")
     rollout_batch_size: int = Field(default=512, ge=1, description="answers per collect, over all devices")
     num_inner_epochs: int = Field(default=4, ge=1, description="passes over each rollout")
     kl_coef: float = Field(default=0.05, ge=0, description="price of one nat of drift, in units of reward")
@@ -74,10 +52,6 @@ class PPOConfig(TrainConfig):
     )
     kl_horizon: float = Field(default=10_000, gt=0, description="answers in which kl_coef can change by 20 %")
     kl_kind: KLKind = Field(default="k1", description="estimator in the reward: k1, k2 or k3")
-    kl_budget: float | None = Field(
-        default=None, gt=0, description="nats per answer that are too much: a warning, or the end of the run"
-    )
-    kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     target_kl: float | None = Field(
         default=None, gt=0, description="policy/approxkl_avg at which the passes over a rollout end early"
     )
@@ -94,14 +68,9 @@ class PPOConfig(TrainConfig):
     missing_eos: float | None = Field(
         default=-1.0, description="score of an answer without EOS; null: as the reward says"
     )
-    old_logps: Literal["auto", "sampler", "recompute"] = Field(
-        default="auto", description="where π_old comes from; auto: the sampler's own where it computes in fp32"
-    )
-    importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
-    samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
 
     @model_validator(mode="after")
-    def _whole_answers(self) -> PPOConfig:
+    def _price_can_move(self) -> PPOConfig:
         """The KL target needs a price that can move."""
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError(
@@ -109,93 +78,13 @@ class PPOConfig(TrainConfig):
             )
         return self
 
-# %% ../../nbs/630_train_ppo.ipynb #aacf3175
-class Acting(BaseMethod):
-    """The part of PPO that acts: from prompts to a rollout with scores.
-
-    Args:
-        net: policy and critic as one module, with the frozen reference.
-        tokenizer: pads and decodes.
-        rewards: scores answers.
-        config: of the run.
-    """
-
-    def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
-        self.module = net
-        self.net, self.tokenizer, self.rewards, self.config = net, tokenizer, rewards, config
-        self.kl = (
-            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-            if config.kl_target
-            else FixedKL(config.kl_coef)
-        )
-        self.normalizer = RunningNormalizer() if config.normalize_scores else None
-        self.sampler: Sampler = make_sampler(config.sampling)
-
-    config: PPOConfig
-
-    def controls(self) -> dict[str, Control]:
-        """The price of a nat, the KL to hold where it adapts, and the sampling temperature."""
-        kl, found = self.kl, {"temperature": setting(self, "sampling.temperature", 0.1, 2.0)}
-        if isinstance(kl, AdaptiveKL):
-            found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
-        low = 1e-6 if isinstance(kl, AdaptiveKL) else 0.0  # an adaptive price is multiplied: from 0 it would never move
-        return found | {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), low, 10.0)}
-
-    def collate(self, rows: list[Row]) -> PromptBatch:
-        """Tokenized prompts as one batch."""
-        return collate_prompts(rows, self.tokenizer.pad_token_id)
-
-    def _speaking(self) -> AbstractContextManager[None]:
-        """The policy's own adapter is on, whatever was computed before."""
-        return using_adapter(self.net.policy, self.net.policy_adapter) if self.net.policy_adapter else nullcontext()
-
-    @torch.no_grad()
-    def rollout(self, prompts: PromptBatch, step: int = 0) -> Rollout:
-        """Answers of the policy, with old and reference log-probs, and values.
-
-        Args:
-            prompts: B prompts.
-            step: with the seed, the prompt and the position it determines every random number.
-        """
-        prompts.before = self.engine.repeats(prompts.uid)  # the same samples on any number of processes
-        cfg, net = self.config, self.net
-        scoring: dict[str, Any] = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
-        draw: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": cfg.seed, "step": step}
-        with self._speaking(), self.meter.time("generate"):
-            r = self.sampler.generate(net.policy, prompts, cfg.sampling, **draw)
-        self.meter.generated += int(r.completion_lens.sum())
-        again = needs_scoring(r, cfg.old_logps, self.sampler, self.engine.precision.compute_dtype)
-        if again or net.mode == "shared":  # one pass gives both
-            out = net(r, **scoring)
-            r.old_logps, r.values = (out.logps if again else r.rollout_logps), out.values
-        else:
-            r.old_logps, r.values = r.rollout_logps, net.values(r, cfg.token_budget)
-        r.ref_logps = net.reference_logps(r, **scoring)
-        return r
-
-    @torch.no_grad()
-    def score(self, r: Rollout) -> Rollout:
-        """Fill `scores`: what the rewards say, a fixed score where the answer never ended, unit size if asked for."""
-        scores, r.reward_parts = self.rewards(r)
-        r.scores = apply_eos_penalty(scores, r.finished, self.config.missing_eos)
-        r = self.engine.gather_rows(r, pad_id=self.tokenizer.pad_token_id)  # all statistics from here on are global
-        r.scores = self.normalizer(r.need("scores")) if self.normalizer is not None else r.scores
-        return r
-
-    def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
-        """Pieces of the global rollout in a seeded order; each rank takes its share of every piece."""
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-        for rows in torch.split(order, self.config.mini_batch_size):
-            yield self.engine.share(data if len(rows) == len(data) else data[rows])
-
 # %% ../../nbs/630_train_ppo.ipynb #8e2b8e8e
-class PPO(Acting):
+class PPO(OnlineMethod):
     """Proximal policy optimisation with a critic.
 
     Args:
-        net, tokenizer, rewards, config: as in `Acting`.
-        held_out: tokenized prompts that `evaluate` answers.
-        watch: further reward functions, by name, that `evaluate` reports and nothing learns from (the toy world's gold).
+        net: policy and critic as one module, with the frozen reference.
+        tokenizer, rewards, config, held_out, watch: as in `OnlineMethod`.
 
     Source: Schulman et al., arXiv 1707.06347; Ziegler et al., arXiv 1909.08593; details: arXiv 2403.17031.
     """
@@ -210,19 +99,49 @@ class PPO(Acting):
         "loss/value_avg",
     )
 
+    config: PPOConfig
+
     def __init__(
-        self,
-        net: PolicyValue,
-        tokenizer: Any,
-        rewards: Rewards,
-        config: PPOConfig,
-        held_out: Sequence[Row] = (),
-        watch: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(net, tokenizer, rewards, config)
-        self.held_out, self.watch = list(held_out), dict(watch or {})
-        self._collected: dict[str, float] = {}
-        self._samples: list[dict[str, Any]] = []
+        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, held_out: Sequence[Row] = (), watch: dict[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(
+            net.policy, tokenizer, rewards, config, net.reference, held_out, watch, net, net.policy_adapter
+        )
+        self.net = net
+        self.kl = (
+            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+            if config.kl_target
+            else FixedKL(config.kl_coef)
+        )
+        self.normalizer = RunningNormalizer() if config.normalize_scores else None
+
+    @property
+    def kl_coef(self) -> float:
+        """The present price of a nat."""
+        return self.kl.coef
+
+    def controls(self) -> dict[str, Control]:
+        """The price of a nat, the KL to hold where it adapts, and the sampling temperature."""
+        kl, found = self.kl, super().controls()
+        if isinstance(kl, AdaptiveKL):
+            found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
+        low = 1e-6 if isinstance(kl, AdaptiveKL) else 0.0  # an adaptive price is multiplied: from 0 it would never move
+        return found | {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), low, 10.0)}
+
+    def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
+        """[B, C] log-probs and values; where policy and critic share their states, one pass gives both."""
+        cfg, net = self.config, self.net
+        if not again and net.mode != "shared":
+            return r.rollout_logps, net.values(r, cfg.token_budget)
+        out = net(r, temperature=cfg.sampling.temperature, token_budget=cfg.token_budget)
+        return out.logps if again else r.rollout_logps, out.values
+
+    @torch.no_grad()
+    def score(self, r: Rollout, unit: int | None = None) -> Rollout:
+        """Fill `scores`; of unit size if asked for."""
+        r = super().score(r, unit)
+        r.scores = self.normalizer(r.need("scores")) if self.normalizer is not None else r.scores
+        return r
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
@@ -236,28 +155,16 @@ class PPO(Acting):
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
         if cfg.whiten_advantages:
             advantages = whiten(advantages, mask)
-        if (
-            r.rollout_logps is not None and r.old_logps is not r.rollout_logps
-        ):  # another sampler: w · min(...) = min(... w A)
-            advantages = advantages * truncated_weights(r.need("old_logps"), r.rollout_logps, mask, cfg.importance_cap)
+        weights = self.correction(r)
+        if weights is not None:  # another sampler: w · min(...) = min(... w A)
+            advantages = advantages * weights
         r.token_rewards, r.advantages, r.returns = rewards, advantages, returns
-        return r
-
-    def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answer prompts, score the answers, compute advantages."""
-        r = self.advantages(self.score(self.rollout(batch, step)))
-        self._collected = rollout_metrics(r, self.kl.coef) | sampling_metrics(r, self.sampler) | self.rewards.stats
-        self._samples = rollout_samples(r, self.config.samples_per_step)
         return r
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Every loss of PPO is a mean over the mini-batch's tokens."""
         n = mini.completion_mask.sum()
         return {"policy": n, "value": n, "entropy": n}
-
-    def micro_batches(self, mini: Rollout) -> list[Rollout]:
-        """One forward each: answers of similar length, within the token budget."""
-        return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, self.config.micro_batch_size)]
 
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
@@ -282,37 +189,6 @@ class PPO(Acting):
         """The KL controller looks at what was measured."""
         self.kl.update(self._collected["objective/kl"], self.config.rollout_batch_size)
 
-    def metrics(self) -> dict[str, float]:
-        """What was measured on the rollout."""
-        return self._collected
-
-    def samples(self) -> list[dict[str, Any]]:
-        """A few answers, token by token."""
-        return self._samples
-
-    def evaluate(self) -> dict[str, float]:
-        """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
-        if not self.held_out:
-            return {}
-        judges = dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
-        prompts, seed = self.collate(self.held_out).to(self.engine.device), derive_seed(self.config.seed, "evaluate")
-        with self._speaking():
-            found = evaluate(
-                self.net.policy,
-                self.tokenizer,
-                prompts,
-                judges,
-                self.net.reference,
-                self.config.sampling,
-                seed,
-                token_budget=self.config.token_budget,
-            )
-        return {f"eval/{k}": v for k, v in found.summary().items()}
-
-    def frozen_modules(self) -> list[nn.Module]:
-        """The reference, and reward models."""
-        return frozen_parts(self.net.reference, self.rewards)
-
     def save_model(self, directory: str | Path) -> None:
         """Write the policy for plain `from_pretrained`, and the critic beside it in `critic/`."""
         self.net.save(directory, self.tokenizer, merge=True)
@@ -327,161 +203,44 @@ class PPO(Acting):
         if self.normalizer is not None:
             self.normalizer.load_state_dict(state["normalizer"])
 
-# %% ../../nbs/630_train_ppo.ipynb #3b274448
-@torch.no_grad()
-def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
-    """The numbers of a scored rollout; those that need reference log-probs or values only where these were computed.
-
-    Args:
-        r: with scores and old log-probs.
-        kl_coef: price of a nat while it was made.
-
-    Returns:
-        objective/*, completions/*, val/*; see the glossary at the end of this notebook.
-    """
-    old, mask, lens, scores = r.need("old_logps"), r.completion_mask, r.completion_lens.float(), r.need("scores")
-    found = {
-        "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
-        "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
-        "completions/mean_length": lens.mean(), "completions/min_length": lens.min(), "completions/max_length": lens.max(),
-        "completions/clipped_ratio": 1 - r.finished.float().mean(),
-    }  # fmt: skip
-    if r.ref_logps is not None:
-        for kind, value in kl_report(old, r.ref_logps, mask).items():
-            suffix = "" if kind == "k1" else f"_{kind}"
-            found |= {f"objective/kl{suffix}": value.mean, f"objective/kl{suffix}_stderr": value.stderr}
-    if r.values is not None:
-        spread, error = (x[mask].double().var(correction=0) for x in (r.need("returns"), r.need("returns") - r.values))
-        found["val/explained_variance"] = 1 - error / spread
-    out = dict(zip(found, torch.stack([c.float() for c in found.values()]).tolist()))
-    out["objective/non_score_reward"] = -kl_coef * out.get("objective/kl", 0.0)
-    out["objective/rlhf_reward"] = out["objective/scores"] + out["objective/non_score_reward"]
-    return out | {"objective/kl_coef": kl_coef}
-
-
-def rollout_samples(r: Rollout, n: int) -> list[dict[str, Any]]:
-    """The first n answers with everything known of their tokens, JSON-able.
-
-    Args:
-        r: a rollout after `advantages`.
-        n: how many; 0: none.
-    """
-    rows = []
-    for i in range(min(n, len(r))):
-        length = int(r.completion_lens[i])
-        row: dict[str, Any] = {"prompt": r.prompts[i], "completion": r.texts[i], "score": float(r.need("scores")[i])}
-        row["rewards"] = {k: float(v[i]) for k, v in r.reward_parts.items()}
-        row["tokens"] = r.completion_ids[i, :length].tolist()
-        for name in ("old_logps", "ref_logps", "values", "advantages"):
-            column = getattr(r, name)
-            if column is not None:
-                row[name] = [round(x, 4) for x in column[i, :length].tolist()]
-        rows.append(row)
-    return rows
-
 # %% ../../nbs/630_train_ppo.ipynb #9895aeee
-def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
-    """The reward that `config.reward` names, and rewards to watch beside it.
-
-    Args:
-        config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in the toy world "gold" or "check"
-            (1 for a right answer).
-
-    Raises:
-        ConfigError: it names nothing.
-    """
-    gold = {"gold": toy.gold_reward} if is_toy(config.data.path) else {}
-    if config.reward is None:
-        raise ConfigError(
-            "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to PPOTrainer."
-        )
-    if config.reward in ("gold", "check") and gold:
-        return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
-    members = sorted(Path(config.reward).glob("member-*"))
-    if members:
-        return Ensemble(
-            [RewardModel.load(m) for m in members], "mean_minus_std", name="reward", token_budget=config.token_budget
-        ), gold
-    return RewardModel.load(config.reward), gold
-
-
-def build_net(policy: Any, config: PPOConfig, reward: Any) -> PolicyValue:
+def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference | None = None) -> PolicyValue:
     """Policy and critic in the arrangement that `config.critic` asks for; the critic starts from the reward model where there is one.
 
     Args:
         policy: causal language model.
         config: `critic`, LoRA settings and seed.
         reward: the reward; only a RewardModel can be started from.
+        reference: default: the policy as it starts.
+
+    Raises:
+        ConfigError: a reference for a Hydra, whose reference is its own backbone.
     """
     rm = reward if isinstance(reward, RewardModel) else None
     if config.critic == "hydra":
+        if reference is not None:
+            raise ConfigError("a reference was passed, but with critic=hydra it is the backbone: use critic=separate.")
         return hydra(policy, rm, config.model.lora, seed=config.seed)
     if config.critic == "shared":
-        return shared(policy, rm)
-    return separate(policy, rm if rm is not None else ValueModel.from_policy(policy, init="zero", seed=config.seed))
+        return shared(policy, rm, reference)
+    value = rm if rm is not None else ValueModel.from_policy(policy, init="zero", seed=config.seed)
+    return separate(policy, value, reference)
 
 
 @register(
     "ppo", PPOConfig, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
     holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
 )  # fmt: skip
-class PPOTrainer(Trainer):
-    """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`.
+class PPOTrainer(OnlineTrainer):
+    """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`; arguments as in `OnlineTrainer`."""
 
-    Args:
-        config: of the run.
-        policy: causal language model; default: loaded from `config.model`.
-        tokenizer: of that model; must be given with it.
-        reward: a RewardModel, an Ensemble, any function `f(prompts, completions, **columns)`, a list of these, or Rewards; default: `config.reward`.
-        rows: prompts in any format that has one; default: loaded from `config.data`.
-        eval_rows: held-out prompts.
-        watch: functions that `evaluate` reports and nothing learns from, by name.
-        callbacks: observers of the run.
-    """
-
+    method_class = PPO
     method: PPO
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        policy: Any = None,
-        tokenizer: Any = None,
-        reward: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        watch: dict[str, Any] | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        if reward is None:
-            reward, gold = load_reward(config)
-            watch = gold if watch is None else watch
-        policy, tokenizer, rows, eval_rows = fill_in(config, "prompt", policy, tokenizer, rows, eval_rows)
-
-        def tokens(rows: list[Row], warn: bool = True) -> list[Row]:
-            return tokenize_prompts(rows, tokenizer, config.data.max_prompt_length, warn=warn)
-
-        net = build_net(policy, config, reward)
-        if isinstance(reward, RewardModel):  # under Hydra the reward model is an adapter of the policy's backbone
-            reward = RewardModelFn(net.reward if config.critic == "hydra" else reward, token_budget=config.token_budget)
-        rewards = reward if isinstance(reward, Rewards) else Rewards(reward)
-        source = make_source(config.data, rows, "prompt", config.seed, tokens)
-        method = PPO(net, tokenizer, rewards, config, tokens(eval_rows, warn=False) if eval_rows else (), watch)
-        budget = [BudgetStop(config.kl_budget, stop=config.kl_budget_stops)] if config.kl_budget else []
-        super().__init__(method, source, config, callbacks=[*budget, *callbacks], **options)
-
-    def prompts(self, n: int | None = None) -> PromptBatch:
-        """The next n prompts (default: a rollout batch)."""
-        return self.method.collate(self.source.next_batch(n or self.config.rollout_batch_size)).to(self.engine.device)
-
-    def rollout(self, prompts: PromptBatch) -> Rollout:
-        """Answers with log-probs and values; see `Acting.rollout`."""
-        return self.method.rollout(prompts, self.step)
-
-    def score(self, r: Rollout) -> Rollout:
-        """Fill the scores; see `Acting.score`."""
-        return self.method.score(r)
-
-    def advantages(self, r: Rollout) -> Rollout:
-        """Fill token rewards, advantages and returns; see `PPO.advantages`."""
-        return self.method.advantages(r)
+    def make_method(self, config: PPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> PPO:
+        """Policy and critic as one module, with rewards and reference."""
+        reward = parts["reward"]
+        net = build_net(model, config, reward, parts["reference"])
+        if isinstance(reward, RewardModel) and config.critic == "hydra":
+            reward = net.reward  # an adapter of the policy's backbone
+        return PPO(net, tokenizer, as_rewards(reward, config), config, watch=parts["watch"])

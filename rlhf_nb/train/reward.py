@@ -11,16 +11,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..run.callbacks import Callback
-from ..config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
 from ..core import derive_seed
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
-from ..run.loop import BaseMethod, Trainer
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.load import evaluating
 from .registry import register
-from .setup import Row, fill_in, make_source, split_pairs
+from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
@@ -31,16 +29,11 @@ __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 
 class RewardConfig(TrainConfig):
     """Everything that a reward-model run needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {},
-        "toy": {
-            "output_dir": "runs/reward", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
-            "epochs": 1.0, "mini_batch_size": 32, "token_budget": 4096,
-            "optimizer": {"lr": 2e-3, "schedule": "linear", "warmup_steps": 3},
-        },
-    }  # fmt: skip
+    presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
+        "reward", {"lr": 2e-3, "schedule": "linear", "warmup_steps": 3}, epochs=1.0, token_budget=4096
+    )
 
-    output_dir: str = Field(default="runs/reward", min_length=1, description="the run's folder")
+    output_dir: PathText = Field(default="runs/reward", min_length=1, description="the run's folder")
     model: ModelConfig = Field(default_factory=ModelConfig, description="where the reward model starts: the SFT model")
     data: DataConfig = Field(
         default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt and margin"
@@ -82,9 +75,17 @@ class RewardEnsemble(nn.Module):
         """Scores `[K, B]` of B completions."""
         return torch.stack([m(c, self.token_budget) for m in self.members])
 
-# %% ../../nbs/615_train_reward.ipynb #3014a4c2
-class _PairBatches(BaseMethod):
-    """How `Reward` turns rows into forwards."""
+# %% ../../nbs/615_train_reward.ipynb #100744da
+class Reward(TextMethod):
+    """Bradley–Terry reward modelling as a method of the loop.
+
+    Args:
+        members: reward models to train side by side.
+        tokenizer: pads.
+        config: of the run.
+        held_out: tokenized pairs that `evaluate` measures.
+        demonstrations: tokenized rows whose mean score is 0 at the end.
+    """
 
     name = "reward"
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
@@ -98,9 +99,12 @@ class _PairBatches(BaseMethod):
         held_out: Sequence[Row] = (),
         demonstrations: Sequence[Row] = (),
     ) -> None:
-        self.module = RewardEnsemble(members, config.token_budget)
-        self.members, self.tokenizer, self.config = list(members), tokenizer, config
-        self.held_out, self.demonstrations = list(held_out), list(demonstrations)
+        super().__init__(None, tokenizer, config, held_out, RewardEnsemble(members, config.token_budget))
+        self.members, self.demonstrations = list(members), list(demonstrations)
+
+    def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
+        """Preferences as tokens."""
+        return tokenize_preferences(rows, self.tokenizer, **_limits(self.config), warn=warn)
 
     def collate(self, rows: list[Row]) -> PreferenceBatch:
         """Tokenized pairs as one batch."""
@@ -114,18 +118,6 @@ class _PairBatches(BaseMethod):
     def micro_batches(self, mini: PreferenceBatch) -> list[PreferenceBatch]:
         """One forward each: pairs of similar length, within the token budget."""
         return split_pairs(mini, self.tokenizer.pad_token_id, self.config.token_budget, self.config.micro_batch_size)
-
-# %% ../../nbs/615_train_reward.ipynb #100744da
-class Reward(_PairBatches):
-    """Bradley–Terry reward modelling as a method of the loop.
-
-    Args:
-        members: reward models to train side by side.
-        tokenizer: pads.
-        config: of the run.
-        held_out: tokenized pairs that `evaluate` measures.
-        demonstrations: tokenized rows whose mean score is 0 at the end.
-    """
 
     def loss(self, micro: PreferenceBatch) -> dict[str, tuple[LossSum, float]]:
         """−log σ(chosen − rejected − margin), averaged over the members, and the centering term."""
@@ -165,6 +157,11 @@ class Reward(_PairBatches):
                 self.tokenizer,
                 merge=self.config.model.lora is None,
             )
+
+
+def _limits(config: RewardConfig) -> dict[str, Any]:
+    """How long a tokenized row may be."""
+    return {"max_length": config.data.max_length, "max_prompt_length": config.data.max_prompt_length}
 
 # %% ../../nbs/615_train_reward.ipynb #41694c4a
 class Prediction(NamedTuple):
@@ -245,50 +242,20 @@ def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
     "reward", RewardConfig, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
     about="Learn a reward model from preferences.",
 )  # fmt: skip
-class RewardTrainer(Trainer):
-    """Reward modelling, ready to `fit()`; afterwards `members` hold the trained models.
+class RewardTrainer(TextTrainer):
+    """Reward modelling on preferences, ready to `fit()`; afterwards `members` hold the trained models.
 
-    Args:
-        config: of the run.
-        model: causal language model to start from (the SFT model); default: loaded from `config.model`.
-        tokenizer: of that model; must be given with it.
-        rows: preferences in any format of `data.formats`; default: loaded from `config.data`.
-        eval_rows: held-out preferences.
-        callbacks: observers of the run.
+    Args as in `TextTrainer`; `model` is the causal language model to start from (the SFT model).
     """
 
+    kind, method_class = "preference", Reward
     method: Reward
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        model, tokenizer, rows, eval_rows = fill_in(config, "preference", model, tokenizer, rows, eval_rows)
-        data = config.data
-        limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-        source = make_source(
-            config.data, rows, "preference", config.seed, lambda r: tokenize_preferences(r, tokenizer, **limits)
-        )
-        held_out = tokenize_preferences(eval_rows, tokenizer, **limits, warn=False) if eval_rows else ()
-        demonstrations = (
-            tokenize_sft(rows[: config.calibrate_rows], tokenizer, **limits, warn=False)
-            if config.calibrate_rows and rows
-            else ()
-        )
-        self.members = make_members(model, config)
-        super().__init__(
-            Reward(self.members, tokenizer, config, held_out, demonstrations),
-            source,
-            config,
-            callbacks=callbacks,
-            **options,
-        )
+    def make_method(self, config: RewardConfig, model: Any, tokenizer: Any, rows: list[Row]) -> Reward:
+        """Fresh reward models on the model's decoder, and the demonstrations that will be worth 0."""
+        self.members, first = make_members(model, config), rows[: config.calibrate_rows]
+        demonstrations = tokenize_sft(first, tokenizer, **_limits(config), warn=False) if first else ()
+        return Reward(self.members, tokenizer, config, demonstrations=demonstrations)
 
     def predict(self, c: Completions) -> Prediction:
         """Mean and disagreement of the members' scores for completions."""

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -206,156 +207,6 @@ def _row_number(line: bytes) -> float:
     except (ValueError, KeyError, TypeError):
         return math.inf
 
-# %% ../../nbs/670_train_rlaif.ipynb #ad684910
-class _Chunks:
-    """One chunk at a time: answers, verdicts, rows."""
-
-    def __init__(
-        self, config: RLAIFConfig, model: Any = None, tokenizer: Any = None, judge: Judge | None = None,
-        rows: Sequence[Row] | None = None,
-    ) -> None:  # fmt: skip
-        self.config, where = config, config.model
-        self.engine = Engine(decide_precision(_device(config), config.precision))
-        if model is None:
-            precision = self.engine.precision._replace(device=self.engine.device)
-            tokenizer = load_tokenizer(where)
-            model = load_causal_lm(where, precision, tokenizer=tokenizer, seed=config.seed, trainable=False)
-        named = None if config.constitution == "shipped" else config.constitution
-        self.constitution = load_constitution(named) if config.constitution is not None else None
-        self.judge = judge or make_judge(config, self.constitution)
-        self.rows = list(rows if rows is not None else load_rows(config.data, "prompt", config.seed)[0])[
-            : config.prompts
-        ]
-        self.model, self.tokenizer = model, tokenizer
-        self.writer = ModelWriter(model, tokenizer, config.sampling, derive_seed(config.seed, "rlaif") % 2**31)
-        self.gold = toy.gold_reward if is_toy(config.data.path) else None
-
-    def label(self, first: int, stop: int) -> tuple[list[Row], list[Row], dict[str, float]]:
-        """The prompts from `first` to before `stop`: preference rows, revised demonstrations, statistics."""
-        cfg, c = self.config, self.constitution
-        prompts = [r["prompt"] for r in self.rows[first:stop]]
-        if not prompts:
-            return [], [], {}
-        place = list(range(first, first + len(prompts)))
-        a, b = (self.writer(prompts, place, stage) for stage in (0, 1))
-        both = [i for i in range(len(prompts)) if a[i].strip() and b[i].strip()]
-        drawn = [drawn_principle(c, cfg.seed, place[i]) for i in both] if c else []
-        columns: dict[str, Any] = {"row": [place[i] for i in both]} | (
-            {"principle": [p.name for p in drawn]} if c else {}
-        )
-        one, two = ([_reply(prompts[i], text[i]) for i in both] for text in (a, b))
-        criteria = [p.criterion for p in drawn] if c else None
-        made = label_pairs(
-            self.judge,
-            [prompts[i] for i in both],
-            one,
-            two,
-            criteria=criteria,
-            columns=columns,
-            min_confidence=cfg.min_confidence,
-        )
-        stats = made.stats | {"empty": float(len(prompts) - len(both))}
-        if self.gold is not None:
-            stats["gold/right"] = _right(self.gold, made.rows)
-        return made.rows, self.revise(prompts, a, first) if c else [], stats
-
-    def together(self, first: int, stop: int) -> tuple[list[Row], list[Row], dict[str, float]]:
-        """As `label`, each of several processes a part of the prompts."""
-        rank, world = self.engine.rank, self.engine.world_size
-        cuts = [first + (stop - first) * i // world for i in range(world + 1)]
-        parts = self.engine.gather_object(self.label(cuts[rank], cuts[rank + 1]))
-        rows, revised, stats = (
-            [x for part in parts for x in part[0]],
-            [x for part in parts for x in part[1]],
-            [p[2] for p in parts],
-        )
-        if world == 1:
-            return rows, revised, stats[0]
-        whole = {k: v for k, v in sum_up([s for s in stats if s]).items() if k != "gold/agreement"}
-        return (
-            rows,
-            revised,
-            whole | ({"gold/right": sum(s.get("gold/right", 0.0) for s in stats)} if self.gold else {}),
-        )
-
-    def revise(self, prompts: list[Any], answers: list[str], first: int) -> list[Row]:
-        """The first answers, criticised and mended: rows with prompt, completion and trail."""
-        cfg = self.config
-        given = [{"prompt": p, "completion": a, "row": first + i} for i, (p, a) in enumerate(zip(prompts, answers))]
-        seed = derive_seed(cfg.seed, "revise") % 2**31
-        how: dict[str, Any] = {"rounds": cfg.rounds, "sampling": cfg.sampling, "seed": seed, "first_row": first}
-        return critique_and_revise(self.model, self.tokenizer, given, self.constitution, **how).rows
-
-
-def _reply(prompt: Any, text: str) -> Any:
-    """An answer in the form of its prompt: text goes on where the prompt ends, a dialogue gets a message."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text.strip()}]
-
-
-def _right(gold: Any, rows: Sequence[Row]) -> float:
-    """How many rows' chosen answer is the better one by gold; equal ones count half."""
-    prompts = [r["prompt"] for r in rows]
-    pairs = zip(gold(prompts, [r["chosen"] for r in rows]), gold(prompts, [r["rejected"] for r in rows]))
-    return sum(0.5 if a == b else float(a > b) for a, b in pairs)
-
-# %% ../../nbs/670_train_rlaif.ipynb #a711fd27
-_FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may change when a job is continued
-
-
-class _Folder(_Chunks):
-    """The run's folder: what is there, and what may go on."""
-
-    @property
-    def path(self) -> Path:
-        """The preference rows."""
-        return Path(self.config.output_dir) / "preferences.jsonl"
-
-    def begin(self, resume: bool, overwrite: bool) -> tuple[EventLog, int, list[dict[str, Any]]]:
-        """The event log, how many prompts are done, and the events so far; the first process opens, and tells the others."""
-        log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
-        return log, *self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
-
-    def open(self, resume: bool, overwrite: bool) -> tuple[EventLog, int]:
-        """The event log, and how many prompts are done."""
-        folder, config = RunDir(self.config.output_dir), self.config.to_dict()
-        if resume and folder.holds_run():
-            self._same(config_changes(folder.config(), plain(config)), folder.path)
-        folder.open(config, resume, overwrite)
-        log, done = EventLog(folder.metrics_path), 0
-        if resume:
-            done = max((int(e["step"]) for e in _steps(read_metrics(folder.metrics_path))), default=0)
-            log.truncate_after(done)  # a torn line, too
-        for name in ("preferences.jsonl", "revisions.jsonl"):
-            keep_rows(folder.path / name, done)
-        self.path.touch()
-        log.append("resume" if done else "start", done, prompts=len(self.rows), judge=self.judge.name)
-        return log, done
-
-    def _same(self, changes: list[str], path: Path) -> None:
-        """Refuse settings that would label otherwise than those the job began with."""
-        deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
-        if deciding:
-            raise RunError(
-                f"{path} was begun with other settings ({'; '.join(deciding[:3])}), and half of the labels would follow others "
-                "than the rest: go back to those settings, or choose another output_dir."
-            )
-
-    def check(self, log: EventLog) -> list[dict[str, Any]]:
-        """Try the judge on pairs with known labels, where there are any; one event."""
-        pairs = known_pairs(self.config)
-        if not pairs:
-            return []
-        found = check_judge(self.judge, pairs, self.config.seed)
-        if self.config.console:
-            print(f"the judge on pairs with known labels: {found}", flush=True)
-        names = ("accuracy", "low", "high", "kappa", "calibration_error", "position_bias", "n", "no_opinion")
-        return [log.append("eval", 0, **{f"eval/judge/{k}": getattr(found, k) for k in names})]
-
-
-def _steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of chunks."""
-    return [e for e in events if e["type"] == "step"]
-
 # %% ../../nbs/670_train_rlaif.ipynb #4aca92d3
 def sum_up(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The statistics of a whole job from those of its chunks.
@@ -378,11 +229,21 @@ def sum_up(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     return out
 
 
+def _right(gold: Any, rows: Sequence[Row]) -> float:
+    """How many rows' chosen answer is the better one by gold; equal ones count half."""
+    prompts = [r["prompt"] for r in rows]
+    pairs = zip(gold(prompts, [r["chosen"] for r in rows]), gold(prompts, [r["rejected"] for r in rows]))
+    return sum(0.5 if a == b else float(a > b) for a, b in pairs)
+
+
+_FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may change when a job is continued
+
+
 @register(
     "rlaif", RLAIFConfig, rows="prompt", leaves="pairs",
     about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
 )  # fmt: skip
-class Labelling(_Folder):
+class Labelling:
     """A labelling job, ready to `run()`; several processes share out the prompts of each chunk, and the first writes.
 
     Args:
@@ -391,6 +252,23 @@ class Labelling(_Folder):
         judge: compares; default: as `config.judge` says.
         rows: with `prompt`; default: loaded from `config.data`.
     """
+
+    def __init__(
+        self, config: RLAIFConfig, model: Any = None, tokenizer: Any = None, judge: Judge | None = None, rows: Sequence[Row] | None = None
+    ) -> None:  # fmt: skip
+        self.engine = Engine(decide_precision(_device(config), config.precision))
+        if model is None:
+            precision = self.engine.precision._replace(device=self.engine.device)
+            tokenizer = load_tokenizer(config.model)
+            model = load_causal_lm(config.model, precision, tokenizer=tokenizer, seed=config.seed, trainable=False)
+        named = None if config.constitution == "shipped" else config.constitution
+        self.constitution = load_constitution(named) if config.constitution is not None else None
+        self.judge = judge or make_judge(config, self.constitution)
+        rows = load_rows(config.data, "prompt", config.seed)[0] if rows is None else rows
+        self.config, self.rows, self.model, self.tokenizer = config, list(rows)[: config.prompts], model, tokenizer
+        self.writer = ModelWriter(model, tokenizer, config.sampling, derive_seed(config.seed, "rlaif") % 2**31)
+        self.gold = toy.gold_reward if is_toy(config.data.path) else None
+        self.path = Path(config.output_dir) / "preferences.jsonl"
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, float]:
         """Label all prompts; returns what `sum_up` says, and the check's `judge/*`.
@@ -404,7 +282,8 @@ class Labelling(_Folder):
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
-        log, done, events = self.begin(resume, overwrite)
+        log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
+        done, events = self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
         try:
             if not any(e["type"] == "eval" for e in events):
                 events += self.engine.gather_object(self.check(log) if self.engine.is_main else [])[0]
@@ -438,3 +317,81 @@ class Labelling(_Folder):
         """What a job that ends early leaves."""
         done = max((e["step"] for e in _steps(events)), default=0)
         return f"{done} of {len(self.rows)} prompts are labelled, in {self.path}: continue with resume."
+
+    def open(self, resume: bool, overwrite: bool) -> tuple[EventLog, int]:
+        """The event log, and how many prompts are done; files are cut back to these."""
+        folder, config = RunDir(self.config.output_dir), self.config.to_dict()
+        if resume and folder.holds_run():
+            changes = config_changes(folder.config(), plain(config))
+            deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
+            if deciding:
+                raise RunError(
+                    f"{folder.path} was begun with other settings ({'; '.join(deciding[:3])}), and half of the labels would follow others "
+                    "than the rest: go back to those settings, or choose another output_dir."
+                )
+        folder.open(config, resume, overwrite)
+        log, done = EventLog(folder.metrics_path), 0
+        if resume:
+            done = max((int(e["step"]) for e in _steps(read_metrics(folder.metrics_path))), default=0)
+            log.truncate_after(done)  # a torn line, too
+        for name in ("preferences.jsonl", "revisions.jsonl"):
+            keep_rows(folder.path / name, done)
+        self.path.touch()
+        log.append("resume" if done else "start", done, prompts=len(self.rows), judge=self.judge.name)
+        return log, done
+
+    def check(self, log: EventLog) -> list[dict[str, Any]]:
+        """Try the judge on pairs with known labels, where there are any; one event."""
+        pairs = known_pairs(self.config)
+        if not pairs:
+            return []
+        found = check_judge(self.judge, pairs, self.config.seed)
+        if self.config.console:
+            print(f"the judge on pairs with known labels: {found}", flush=True)
+        names = ("accuracy", "low", "high", "kappa", "calibration_error", "position_bias", "n", "no_opinion")
+        return [log.append("eval", 0, **{f"eval/judge/{k}": getattr(found, k) for k in names})]
+
+    def label(self, first: int, stop: int) -> tuple[list[Row], list[Row], dict[str, float]]:
+        """The prompts from `first` to before `stop`: preference rows, revised demonstrations, statistics."""
+        cfg, c = self.config, self.constitution
+        prompts, place = [r["prompt"] for r in self.rows[first:stop]], list(range(first, stop))
+        if not prompts:
+            return [], [], {}
+        a, b = (self.writer(prompts, place, stage) for stage in (0, 1))
+        both = [i for i in range(len(prompts)) if a[i].strip() and b[i].strip()]
+        drawn = [drawn_principle(c, cfg.seed, place[i]) for i in both] if c else []
+        columns: dict[str, Any] = {"row": [place[i] for i in both]}
+        columns |= {"principle": [p.name for p in drawn]} if c else {}
+        one, two = ([_reply(prompts[i], text[i]) for i in both] for text in (a, b))
+        criteria, sure = [p.criterion for p in drawn] if c else None, cfg.min_confidence
+        made = label_pairs(
+            self.judge, [prompts[i] for i in both], one, two, criteria=criteria, columns=columns, min_confidence=sure
+        )
+        stats = made.stats | {"empty": float(len(prompts) - len(both))}
+        stats |= {"gold/right": _right(self.gold, made.rows)} if self.gold else {}
+        given = [{"prompt": p, "completion": x, "row": i} for p, x, i in zip(prompts, a, place)] if c else []
+        seed = derive_seed(cfg.seed, "revise") % 2**31
+        how: dict[str, Any] = {"rounds": cfg.rounds, "sampling": cfg.sampling, "seed": seed, "first_row": first}
+        revised = critique_and_revise(self.model, self.tokenizer, given, c, **how).rows if c else []
+        return made.rows, revised, stats
+
+    def together(self, first: int, stop: int) -> tuple[list[Row], list[Row], dict[str, float]]:
+        """As `label`, each of several processes a part of the prompts."""
+        rank, world = self.engine.rank, self.engine.world_size
+        cuts = [first + (stop - first) * i // world for i in range(world + 1)]
+        rows, revised, stats = zip(*self.engine.gather_object(self.label(cuts[rank], cuts[rank + 1])))
+        whole = sum_up([s for s in stats if s]) if world > 1 else stats[0]
+        if world > 1 and self.gold:
+            whole = {k: v for k, v in whole.items() if k != "gold/agreement"}
+            whole["gold/right"] = sum(s.get("gold/right", 0.0) for s in stats)
+        return list(chain(*rows)), list(chain(*revised)), whole
+
+
+def _reply(prompt: Any, text: str) -> Any:
+    """An answer in the form of its prompt: text goes on where the prompt ends, a dialogue gets a message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text.strip()}]
+
+
+def _steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of chunks."""
+    return [e for e in events if e["type"] == "step"]

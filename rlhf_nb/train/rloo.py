@@ -13,7 +13,7 @@ from ..losses.advantages import gae, kl_shaped_rewards, rloo_baseline, whiten
 from ..config import PathText
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
-from .group import Group, GroupConfig, GroupTrainer, group_presets
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -21,10 +21,10 @@ from ..types import LossSum, PromptBatch, Rollout
 __all__ = ['RLOOConfig', 'RLOO', 'RLOOTrainer']
 
 # %% ../../nbs/650_train_rloo.ipynb #632135f8
-class RLOOConfig(GroupConfig):
+class RLOOConfig(OnlineConfig):
     """Everything that an RLOO, ReMax or REINFORCE++ run needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = group_presets("rloo", num_generations=4, kl_coef=0.1)
+    presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("rloo", num_generations=4, kl_coef=0.1)
 
     output_dir: PathText = Field(default="runs/rloo", min_length=1, description="the run's folder")
     num_generations: int = Field(
@@ -55,7 +55,7 @@ class RLOOConfig(GroupConfig):
         return self
 
 # %% ../../nbs/650_train_rloo.ipynb #4fabb913
-class RLOO(Group):
+class RLOO(OnlineMethod):
     """REINFORCE with one of four baselines.
 
     Source: Ahmadian et al., arXiv 2402.14740 (RLOO); Li et al., arXiv 2310.10505 (ReMax); Hu et al., arXiv 2501.03262 (REINFORCE++).
@@ -125,7 +125,8 @@ class RLOO(Group):
     "rloo", RLOOConfig, rows="prompt", online=True, holds=("policy", "reference"),
     about="Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
 )  # fmt: skip
-class RLOOTrainer(GroupTrainer):
-    """RLOO, ReMax or REINFORCE++, ready to `fit()`; see `GroupTrainer`."""
+class RLOOTrainer(OnlineTrainer):
+    """RLOO, ReMax or REINFORCE++, ready to `fit()`; arguments as in `OnlineTrainer`."""
 
-    kind = RLOO
+    method_class = RLOO
+    method: RLOO

@@ -3,27 +3,28 @@
 # %% ../../nbs/600_train_setup.ipynb #8fcd2eab
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..losses.advantages import Moments, merge_moments, moments
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, Precision, decide_precision, derive_seed
 from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import detect_format, to_rows
-from ..data.sources import MemorySource, StreamSource, deduplicate
 from ..data.readers import OpenRows, open_rows, read_rows
-from ..run.engine import Engine
-from ..scoring.scores import TokenScores, completion_logps, plan
-from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
-from ..models.load import is_toy, load_causal_lm, load_tokenizer
+from ..data.sources import MemorySource, StreamSource, deduplicate
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
+from ..run.callbacks import Callback
+from ..run.loop import BaseMethod, Trainer
+from ..scoring.scores import TokenScores, completion_logps, plan
+from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
+from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
 Row = dict[str, Any]
@@ -31,7 +32,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
-           'make_source', 'fill_in', 'split_pairs', 'frozen_parts', 'global_moments']
+           'make_source', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -159,44 +160,51 @@ def make_source(
     return StreamSource(tokens, seed, data.shuffle_buffer)
 
 # %% ../../nbs/600_train_setup.ipynb #4d1fd134
-def fill_in(
-    config: Any, kind: Kind, model: Any, tokenizer: Any, rows: list[Row] | None, eval_rows: list[Row] | None
-) -> tuple[Any, Any, list[Row], list[Row]]:
-    """Model, tokenizer, rows and held-out rows: what was given, and the rest as the config says.
+def toy_presets(folder: str, optimizer: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
+    """The presets of a method: its defaults, and what is good in the toy world.
 
     Args:
-        config: with `model` and `data`.
-        kind: of the rows.
-        model, tokenizer, rows, eval_rows: None where the config decides; a tokenizer comes with its model.
-
-    Raises:
-        ConfigError: a model without its tokenizer.
+        folder: of the toy run, below `runs`.
+        optimizer: its settings in the toy world.
+        more: what else the toy run has of its own.
     """
-    if model is None:
-        model, tokenizer, _ = load_policy(config.model, config)
-    elif tokenizer is None:
-        raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
-    if rows is None:
-        rows, held = load_rows(config.data, kind, config.seed)
-        eval_rows = held if eval_rows is None else eval_rows
-    return model, tokenizer, rows, eval_rows or []
+    toy_run: dict[str, Any] = {
+        "output_dir": f"runs/{folder}", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64},
+        "device": "cpu", "mini_batch_size": 32, "token_budget": 2048, "optimizer": optimizer,
+    }  # fmt: skip
+    return {"default": {}, "toy": toy_run | more}
 
 
-Pairs = TypeVar("Pairs", bound=PreferenceBatch)
+class TextMethod(BaseMethod):
+    """A method whose rows are text: it says how they become tokens, and what is trained and saved.
 
-
-def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[Pairs]:
-    """A mini-batch of pairs in pieces for one forward each.
+    A subclass writes `tokenize`, `collate`, `denominators` and `loss`.
 
     Args:
-        mini: pairs.
-        pad_id: fills rows.
-        token_budget: tokens of one forward at most.
-        micro_batch_size: pairs of one forward at most; None: as many as fit.
+        model: causal language model; only parameters that require gradients are trained.
+        tokenizer: pads.
+        config: of the run.
+        held_out: tokenized rows that `evaluate` measures.
+        module: what is trained, where that is more than the model.
     """
-    limit = 2 * micro_batch_size if micro_batch_size else None
-    parts = plan(mini.completions(pad_id), token_budget, limit, unit=2)
-    return [mini[sorted({row // 2 for row in rows})] for rows in parts]
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: Any, held_out: Sequence[Row] = (), module: nn.Module | None = None
+    ) -> None:
+        self.module = CausalScorer(model, config.token_budget) if module is None else module
+        self.model, self.tokenizer, self.config, self.held_out = model, tokenizer, config, list(held_out)
+
+    @abstractmethod
+    def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
+        """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless told not to."""
+
+    def micro_batches(self, mini: Any) -> list[Any]:
+        """One forward each: rows of similar length, within the token budget."""
+        return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, self.config.micro_batch_size)]
+
+    def save_model(self, directory: str | Path) -> None:
+        """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
+        save_model(self.model, self.tokenizer, directory, merge=True)
 
 # %% ../../nbs/600_train_setup.ipynb #c6000001
 def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) -> list[nn.Module]:
@@ -213,17 +221,72 @@ def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) ->
         found += [m.model for m in (fn.members if isinstance(fn, Ensemble) else [fn]) if isinstance(m, RewardModelFn)]
     return [model for model in found if isinstance(model, nn.Module)]
 
-# %% ../../nbs/600_train_setup.ipynb #d0c278e1
-def global_moments(engine: Engine, x: Tensor, mask: Tensor) -> Moments:
-    """Mean, variance and count of the counting entries on all ranks.
+# %% ../../nbs/600_train_setup.ipynb #ade18f29
+Pairs = TypeVar("Pairs", bound=PreferenceBatch)
+
+
+def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[Pairs]:
+    """A mini-batch of pairs in pieces for one forward each.
 
     Args:
-        engine: of the run.
-        x: of any shape.
-        mask: bool, of the same shape.
+        mini: pairs.
+        pad_id: fills rows.
+        token_budget: tokens of one forward at most.
+        micro_batch_size: pairs of one forward at most; None: as many as fit.
     """
-    own = moments(x, mask)
-    if engine.world_size == 1:
-        return own
-    parts = engine.gather(torch.stack([m.double() for m in own])[None])
-    return merge_moments(Moments(*row.unbind()) for row in parts)
+    limit = 2 * micro_batch_size if micro_batch_size else None
+    parts = plan(mini.completions(pad_id), token_budget, limit, unit=2)
+    return [mini[sorted({row // 2 for row in rows})] for rows in parts]
+
+# %% ../../nbs/600_train_setup.ipynb #d0c278e1
+class TextTrainer(Trainer):
+    """A method with its model and its rows, ready to `fit()`.
+
+    Args:
+        config: of the run.
+        model: the language model to train, or to start from; default: loaded from `config.model`.
+        tokenizer: of that model; must be given with it.
+        rows: in any format of `data.formats` that fits; default: loaded from `config.data`.
+        eval_rows: held-out rows.
+        callbacks: observers of the run.
+        parts: what else the method is made of; subclasses that take more than the above hand it on here.
+        options: as in `run.loop.Trainer`.
+
+    Raises:
+        ConfigError: a model without its tokenizer.
+    """
+
+    kind: ClassVar[Kind]  # of the rows
+    method_class: Callable[..., TextMethod]
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any = None,
+        tokenizer: Any = None,
+        rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None,
+        callbacks: Iterable[Callback] = (),
+        *,
+        parts: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if model is None:
+            model, tokenizer, _ = load_policy(config.model, config)
+        elif tokenizer is None:
+            raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
+        if rows is None:
+            rows, held = load_rows(config.data, self.kind, config.seed)
+            eval_rows = held if eval_rows is None else eval_rows
+        method = self.make_method(config, model, tokenizer, rows, **(parts or {}))
+        source = self.make_source(config, rows, method)
+        method.held_out = method.tokenize(eval_rows, warn=False) if eval_rows else []
+        super().__init__(method, source, config, callbacks=callbacks, **options)
+
+    def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
+        """The method on this model; `rows` are those to train on, not tokenized."""
+        return self.method_class(model, tokenizer, config)
+
+    def make_source(self, config: Any, rows: list[Row], method: TextMethod) -> Any:
+        """Where the loop takes its rows from."""
+        return make_source(config.data, rows, self.kind, config.seed, method.tokenize)

@@ -3,23 +3,17 @@
 # %% ../../nbs/610_train_sft.ipynb #893dea11
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..run.callbacks import Callback
-from ..config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
 from ..data.sources import collate_completions, tokenize_sft
-from ..scoring.scores import plan
-from ..run.loop import BaseMethod, Trainer
 from ..losses.sft import sft_loss
-from ..models.load import save_model
 from .registry import register
-from .setup import CausalScorer, Row, fill_in, make_source
+from .setup import Row, TextMethod, TextTrainer, toy_presets
 from ..types import Completions, LossSum
 
 # %% auto #0
@@ -29,16 +23,11 @@ __all__ = ['SFTConfig', 'SFT', 'SFTTrainer']
 class SFTConfig(TrainConfig):
     """Everything that a supervised fine-tuning run needs."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "default": {},
-        "toy": {
-            "output_dir": "runs/sft", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64}, "device": "cpu",
-            "epochs": 3.0, "mini_batch_size": 32, "token_budget": 2048,
-            "optimizer": {"lr": 8e-3, "betas": [0.9, 0.95], "schedule": "cosine", "warmup_steps": 23},
-        },
-    }  # fmt: skip
+    presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
+        "sft", {"lr": 8e-3, "betas": [0.9, 0.95], "schedule": "cosine", "warmup_steps": 23}, epochs=3.0
+    )
 
-    output_dir: str = Field(default="runs/sft", min_length=1, description="the run's folder")
+    output_dir: PathText = Field(default="runs/sft", min_length=1, description="the run's folder")
     model: ModelConfig = Field(default_factory=ModelConfig, description="what is fine-tuned")
     data: DataConfig = Field(
         default_factory=DataConfig, description="demonstrations: text, messages or prompt+completion"
@@ -48,23 +37,24 @@ class SFTConfig(TrainConfig):
     )
 
 # %% ../../nbs/610_train_sft.ipynb #b2fa3c1b
-class SFT(BaseMethod):
+class SFT(TextMethod):
     """Supervised fine-tuning as a method of the loop.
 
     Args:
-        model: causal language model; only parameters that require gradients are trained.
-        tokenizer: pads.
-        config: batch sizes and budget.
-        held_out: tokenized rows that `evaluate` measures.
+        model, tokenizer, config, held_out: as in `TextMethod`.
     """
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
     config: SFTConfig
 
-    def __init__(self, model: Any, tokenizer: Any, config: SFTConfig, held_out: Sequence[Row] = ()) -> None:
-        self.module = CausalScorer(model, config.token_budget)
-        self.model, self.tokenizer, self.config, self.held_out = model, tokenizer, config, list(held_out)
+    def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
+        """Demonstrations as tokens, with the mask of those that count."""
+        data = self.config.data
+        return tokenize_sft(
+            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
+            completion_only=data.completion_only, warn=warn,
+        )  # fmt: skip
 
     def collate(self, rows: list[Row]) -> Completions:
         """Tokenized rows as one batch."""
@@ -73,10 +63,6 @@ class SFT(BaseMethod):
     def denominators(self, mini: Completions) -> dict[str, Tensor]:
         """How many tokens the loss of a mini-batch is averaged over."""
         return {"sft": mini.completion_mask.sum()}
-
-    def micro_batches(self, mini: Completions) -> list[Completions]:
-        """One forward each: rows of similar length, within the token budget."""
-        return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, self.config.micro_batch_size)]
 
     def loss(self, micro: Completions) -> dict[str, tuple[LossSum, float]]:
         """−log π of the tokens that count."""
@@ -91,49 +77,10 @@ class SFT(BaseMethod):
         nll = float(sft_loss(self.module(c).logps, c.completion_mask).mean)
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 
-    def save_model(self, directory: str | Path) -> None:
-        """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
-        save_model(self.model, self.tokenizer, directory, merge=True)
-
 # %% ../../nbs/610_train_sft.ipynb #26c2c8e5
 @register("sft", SFTConfig, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
-class SFTTrainer(Trainer):
-    """Supervised fine-tuning, ready to `fit()`.
+class SFTTrainer(TextTrainer):
+    """Supervised fine-tuning on demonstrations, ready to `fit()`; arguments as in `TextTrainer`."""
 
-    Args:
-        config: of the run.
-        model: default: loaded from `config.model`.
-        tokenizer: of that model; must be given with it.
-        rows: demonstrations in any format of `data.formats`; default: loaded from `config.data`.
-        eval_rows: held-out demonstrations.
-        callbacks: observers of the run.
-    """
-
+    kind, method_class = "sft", SFT
     method: SFT
-
-    def __init__(
-        self,
-        config: SFTConfig,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: list[Row] | None = None,
-        eval_rows: list[Row] | None = None,
-        callbacks: Sequence[Callback] = (),
-        **options: Any,
-    ) -> None:
-        model, tokenizer, rows, eval_rows = fill_in(config, "sft", model, tokenizer, rows, eval_rows)
-
-        def tokens(rows: list[Row], warn: bool = True) -> list[Row]:
-            data = config.data
-            return tokenize_sft(
-                rows,
-                tokenizer,
-                data.max_length,
-                max_prompt_length=data.max_prompt_length,
-                completion_only=data.completion_only,
-                warn=warn,
-            )
-
-        source = make_source(config.data, rows, "sft", config.seed, tokens)
-        method = SFT(model, tokenizer, config, tokens(eval_rows, warn=False) if eval_rows else ())
-        super().__init__(method, source, config, callbacks=callbacks, **options)

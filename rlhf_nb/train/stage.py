@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core import RunError
 from ..data import toy
 from ..models.load import is_toy
-from .group import GroupTrainer
+from .online import OnlineTrainer
 from .grpo import GRPOTrainer
 from .kto import KTOTrainer
 from .online_dpo import OnlineDPOTrainer
@@ -39,12 +39,12 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
 def make_trainer(kind: str, config: Any) -> Any:
     """The trainer of a stage, from its config; in the toy world it also watches what answers are really worth."""
     trainer = TRAINERS[kind](config)
-    if isinstance(trainer, PPOTrainer | GroupTrainer) and is_toy(config.data.path) and config.reward != "gold":
+    if isinstance(trainer, OnlineTrainer) and is_toy(config.data.path) and config.reward != "gold":
         watch(trainer, "gold", toy.gold_reward)
     return trainer
 
 
-def watch(trainer: PPOTrainer | GroupTrainer, name: str, fn: Any) -> None:
+def watch(trainer: OnlineTrainer, name: str, fn: Any) -> None:
     """Log a reward function of weight 0 at every step: nothing is learnt from it, and we see what it would have said."""
     rewards = trainer.method.rewards
     rewards.fns.append(fn)

@@ -7,11 +7,12 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from .html import escape, svg_page, svg_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -260,24 +261,16 @@ def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
         if at + 12 + 5.8 * len(text) > width + 20:
             break
         out.append(f'<rect x="{at:.0f}" y="20" width="8" height="8" rx="2" fill="{escape(color_of(line.color))}"/>')
-        out.append(f'<text x="{at + 11:.0f}" y="28" font-size="10" opacity=".85">{escape(text.strip())}</text>')
+        out.append(svg_text(at + 11, 28, text.strip(), anchor="start", opacity=0.85))
         at += 20 + 5.8 * len(text)
     for place, text in ticks(*plot.y, panel.log):
         y = _TOP + (plot.y[1] - place) / max(plot.y[1] - plot.y[0], 1e-12) * h
         out.append(f'<path d="M{_LEFT} {y:.1f}h{w:.0f}" stroke="currentColor" opacity=".14"/>')
-        out.append(
-            f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" font-size="10" text-anchor="end" opacity=".75">{text}</text>'
-        )
+        out.append(svg_text(_LEFT - 5, y + 3.5, text, anchor="end"))
     for place, text in ticks(*plot.x):
         x = _LEFT + plot.px(place) / _UNIT
-        anchor = "end" if x > _LEFT + w - 12 else "middle"
-        out.append(
-            f'<text x="{x:.1f}" y="{height - 5}" font-size="10" text-anchor="{anchor}" opacity=".75">{text}</text>'
-        )
-    if panel.xlabel:
-        out.append(
-            f'<text x="{width - 8}" y="13" font-size="10" text-anchor="end" opacity=".75">{escape(panel.xlabel)}</text>'
-        )
+        out.append(svg_text(x, height - 5, text, anchor="end" if x > _LEFT + w - 12 else "middle"))
+    out.append(svg_text(width - 8, 13, panel.xlabel, anchor="end") if panel.xlabel else "")
     return "".join(out)
 
 
@@ -287,15 +280,13 @@ def _content(panel: Panel, plot: _Plot) -> str:
     for band in panel.bands:
         top, bottom = (float(plot.py(v)) for v in (min(band.high, 1e300), max(band.low, -1e300)))
         hint = f"<title>{escape(band.label)}</title>" if band.label else ""
-        box = f'y="{top:.0f}" width="{plot.w}" height="{max(bottom - top, 0):.0f}"'
-        out.append(f'<rect {box} fill="{escape(color_of(band.color))}" opacity=".12">{hint}</rect>')
-        out.append(
-            f'<path d="M0 {top:.0f}h{plot.w}" stroke="{escape(color_of(band.color))}" stroke-width="4" stroke-dasharray="16 12"/>'
-        )
+        box, color = f'y="{top:.0f}" width="{plot.w}" height="{max(bottom - top, 0):.0f}"', escape(color_of(band.color))
+        out.append(f'<rect {box} fill="{color}" opacity=".12">{hint}</rect>')
+        out.append(f'<path d="M0 {top:.0f}h{plot.w}" stroke="{color}" stroke-width="4" stroke-dasharray="16 12"/>')
     for mark in panel.marks:
-        x = float(plot.px(mark.step))
-        line = f'<path d="M{x:.0f} 0v{plot.h}" stroke="{escape(color_of(mark.color))}" stroke-width="4" stroke-dasharray="4 8" opacity=".6"/>'
-        tip = f'<path d="M{x - 16:.0f} 0h32l-16 24z" fill="{escape(color_of(mark.color))}" opacity=".8"/>'
+        x, color = float(plot.px(mark.step)), escape(color_of(mark.color))
+        line = f'<path d="M{x:.0f} 0v{plot.h}" stroke="{color}" stroke-width="4" stroke-dasharray="4 8" opacity=".6"/>'
+        tip = f'<path d="M{x - 16:.0f} 0h32l-16 24z" fill="{color}" opacity=".8"/>'
         out.append(f"<g>{line}{tip}<title>{escape(mark.text)}</title></g>")
     most = plot.w // _UNIT
     out += [_draw_line(plot, line, most, DASHES[min(i // len(PALETTE), 2)]) for i, line in enumerate(panel.lines)]
@@ -330,12 +321,9 @@ def line_chart(
         box = f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 {plot.w} {plot.h}"'
         body = _content(panel, plot)
         if not any(len(line.steps) for line in panel.lines):
-            body += f'<text x="{plot.w // 2}" y="{plot.h // 2}" font-size="44" text-anchor="middle" opacity=".6">{escape(panel.empty)}</text>'
+            body += svg_text(plot.w // 2, plot.h // 2, panel.empty, size=44, opacity=0.6)
         parts.append(f'<g transform="{place}">{_frame(panel, plot, width, height)}<svg {box}>{body}</svg></g>')
-    w, h = columns * width, -(-len(panels) // columns) * height
-    style = f"width:100%;max-width:{w}px;height:auto;font-family:system-ui,sans-serif;font-size:12px;color:inherit"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" viewBox="0 0 {w} {h}" style="{style}" fill="currentColor">'
-    return head + "".join(parts) + "</svg>"
+    return svg_page(columns * width, -(-len(panels) // columns) * height, label, "".join(parts))
 
 # %% ../../nbs/810_widgets_charts.ipynb #c7435ff4
 def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float = 1.9, dpi: int = 80) -> bytes:

@@ -3,469 +3,38 @@
 # %% ../../nbs/850_widgets_collect.ipynb #4f0f7973
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import os
 import random
-import secrets
 import threading
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig
-from ..core import ConfigError, DataError, RunError, derive_seed, suggest
-from ..data.sources import collate_preferences, collate_prompts, tokenize_preferences, tokenize_prompts
-from ..evaluate.policy import win_rate, wilson_interval
-from ..rollout.sampler import sample
-from .samples import attended, escape, prompt_text, show_live, table_html
+from ..core import ConfigError, DataError, RunError, derive_seed
+from ..data.sources import collate_preferences, tokenize_preferences
+from ..evaluate.policy import wilson_interval
+from ..rollout.sampler import eval_mode
+from .html import escape, prompt_text, table_html
+from .kernel import show_live
+from rlhf_nb.widgets.labels import (
+    Agreement,
+    Answers,
+    Label,
+    LabelStore,
+    Pair,
+    agreement,
+    export_preferences,
+    make_pairs,
+    tally,
+    to_preferences,
+)
 
 # %% auto #0
-__all__ = ['Answers', 'VERDICTS', 'KEYS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'Agreement', 'cohen_kappa',
-           'agreement', 'to_preferences', 'tally', 'export_preferences', 'LabelQueue', 'unsureness', 'least_sure',
-           'pair_margins', 'pair_html', 'progress_html', 'summary_rows', 'Collected', 'PreferenceCollector']
-
-# %% ../../nbs/850_widgets_collect.ipynb #72ebeaa7
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt.
-
-    Args:
-        prompt: text or messages.
-        first, second: the answers; the order says nothing, it is shuffled when they are shown.
-        sources: who wrote them; hidden from the labeller.
-    """
-
-    prompt: Any
-    first: str
-    second: str
-    sources: tuple[str, str] = ("", "")
-
-    @property
-    def id(self) -> str:
-        """A fingerprint of prompt and answers, the same on every machine."""
-        text = json.dumps([self.prompt, self.first, self.second], sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-Answers = Sequence[Any] | Callable[..., Sequence[str]]  # per prompt: a text or several; or f(prompts) -> texts
-
-
-def _answers(name: str, policy: Answers, prompts: Sequence[Any]) -> list[list[str]]:
-    """What a policy says to each prompt, as a list of answers per prompt."""
-    said = list(policy(list(prompts)) if callable(policy) else policy)
-    if len(said) != len(prompts):
-        raise DataError(
-            f"policy {name!r} gave {len(said)} answers for {len(prompts)} prompts: one entry each is needed."
-        )
-    return [[x] if isinstance(x, str) else [str(y) for y in x] for x in said]
-
-# %% ../../nbs/850_widgets_collect.ipynb #172948d5
-def make_pairs(
-    prompts: Sequence[Any], policies: Mapping[str, Answers], per_prompt: int = 1, seed: int = 0
-) -> list[Pair]:
-    """Pairs of different answers to the same prompts; an empty answer is in none, since no reward model could read it.
-
-    Args:
-        prompts: texts, messages, or rows with a `prompt`.
-        policies: {name: answers}, where answers are one text (or several) per prompt, or a function `f(prompts)` that returns
-            them. One policy alone is compared with itself: give it several answers per prompt.
-        per_prompt: most pairs of each prompt.
-        seed: which pairs, where there are more, and which of a pair comes first.
-
-    Raises:
-        DataError: answers don't fit the prompts, or no prompt has two different answers.
-    """
-    asked = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
-    said = {name: _answers(name, policy, asked) for name, policy in policies.items()}
-    pairs: list[Pair] = []
-    for i, prompt in enumerate(asked):
-        answers = [(name, text) for name in said for text in said[name][i]]
-        found = [
-            (x, y)
-            for x, y in combinations(answers, 2)
-            if x[1].strip() != y[1].strip() and x[1].strip() and y[1].strip()
-        ]
-        if len(said) > 1:  # between policies where possible
-            found = [p for p in found if p[0][0] != p[1][0]] or found
-        rng = random.Random(derive_seed("pairs", seed, i))
-        for x, y in rng.sample(found, min(per_prompt, len(found))):
-            (n1, t1), (n2, t2) = (x, y) if rng.random() < 0.5 else (y, x)
-            pairs.append(Pair(prompt, t1, t2, (n1, n2)))
-    if not pairs:
-        raise DataError(
-            f"none of {len(asked)} prompts has two different answers from {', '.join(said) or 'no policy'}, so there is nothing "
-            "to compare: give two policies, or several answers per prompt."
-        )
-    return list({p.id: p for p in pairs}.values())
-
-# %% ../../nbs/850_widgets_collect.ipynb #9edb5090
-def answers_of(
-    model: Any, tokenizer: Any, sampling: SamplingConfig | None = None, seed: int = 0, n: int = 1
-) -> Callable[[Sequence[Any]], list[Any]]:
-    """A model as a policy for `make_pairs`.
-
-    Args:
-        model: causal language model.
-        tokenizer: of that model.
-        sampling: how answers are drawn.
-        seed: of the draw.
-        n: answers to each prompt; 2 or more to compare a model with itself.
-    """
-
-    def answer(prompts: Sequence[Any]) -> list[Any]:
-        batch = collate_prompts(tokenize_prompts([{"prompt": p} for p in prompts], tokenizer), tokenizer.pad_token_id)
-        texts = sample(model, batch, sampling or SamplingConfig(), tokenizer=tokenizer, seed=seed, num_samples=n).texts
-        return [texts[i : i + n] for i in range(0, len(texts), n)]
-
-    return answer
-
-# %% ../../nbs/850_widgets_collect.ipynb #729a9de0
-VERDICTS = ("first", "second", "tie", "both_bad", "skip")
-
-
-@dataclass(frozen=True)
-class Label:
-    """One decision of one person."""
-
-    id: str
-    pair: Pair
-    verdict: str  # one of VERDICTS
-    annotator: str
-    time: float  # seconds since 1970
-    seconds: float  # it took, from when both answers were shown
-    swapped: bool  # whether `second` was shown on the left (A)
-    note: str = ""
-
-
-def _append_line(path: Path, event: Mapping[str, Any]) -> None:
-    """One JSON line, whole and on the disk when this returns; a torn line before it is closed first.
-
-    Raises:
-        RunError: it could not be written.
-    """
-    line = json.dumps(dict(event), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as f:
-            with suppress(ImportError, OSError):  # other writers wait; without locks, one append is still one write
-                import fcntl
-
-                fcntl.flock(f, fcntl.LOCK_EX)
-            end = f.seek(0, os.SEEK_END)
-            if end and (f.seek(end - 1), f.read(1))[1] != b"\n":
-                line = b"\n" + line
-            written = f.write(line)
-            os.fsync(f.fileno())
-    except OSError as error:
-        raise RunError(
-            f"the label was not stored, {path} cannot be written: {error}. Free some space, then press again."
-        ) from error
-    if written != len(line):
-        raise RunError(
-            f"the label was stored only in part ({written} of {len(line)} bytes of {path}): the disk is full. Press again when it is not."
-        )
-
-# %% ../../nbs/850_widgets_collect.ipynb #6abe2575
-class _LabelFile:
-    """The file behind a `LabelStore`: appended to, and read on from where one stopped."""
-
-    def __init__(self, path: str | Path, annotator: str = "me") -> None:
-        if not annotator.strip():
-            raise ConfigError(
-                "annotator is empty: a name (or a number) tells whose labels these are, and agreement needs it."
-            )
-        given = Path(path)
-        self.path = given / "labels.jsonl" if given.is_dir() or not given.suffix else given
-        self.annotator, self.torn, self._offset = annotator, 0, 0
-        self._labels: dict[str, Label] = {}  # by id, in the order of the file
-        self._undone: set[str] = set()
-        self._notes: dict[tuple[str, str], str] = {}
-        self.refresh()
-
-    def refresh(self) -> int:
-        """Read what was appended since the last time, by anybody; returns the number of new lines."""
-        if not self.path.exists():
-            return 0
-        with open(self.path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size < self._offset:
-                raise RunError(
-                    f"{self.path} became shorter than what was read of it: somebody cut or replaced it. Open it anew."
-                )
-            f.seek(self._offset)
-            data = f.read(size - self._offset)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = [line for line in whole.split(b"\n") if line.strip()]
-        for line in lines:
-            try:
-                self._take(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                self.torn += 1
-                warnings.warn(
-                    f"{self.path}: a line is torn or not a label and was left out: {line[:60]!r}", stacklevel=3
-                )
-        return len(lines)
-
-    def _take(self, e: dict[str, Any]) -> None:
-        """One event; types of a later version are passed over."""
-        if e["type"] == "label":
-            if e["verdict"] not in VERDICTS:
-                raise ValueError(e["verdict"])
-            pair = Pair(e["prompt"], e["first"], e["second"], tuple(e["sources"]))  # type: ignore[arg-type]
-            about = (
-                e["id"],
-                pair,
-                e["verdict"],
-                e["annotator"],
-                float(e["time"]),
-                float(e["seconds"]),
-                bool(e["swapped"]),
-            )
-            self._labels[e["id"]] = Label(*about)
-        elif e["type"] == "undo":
-            self._undone.add(e["undoes"])
-        elif e["type"] == "note":
-            self._notes[e["annotator"], e["pair"]] = str(e["text"])
-
-    def _write(self, type: str, **fields: Any) -> str:
-        """Append an event and read it back; returns its id."""
-        self.refresh()  # nothing is added to a file that somebody has cut
-        event = {
-            "time": round(time.time(), 3),
-            "id": secrets.token_hex(6),
-            "type": type,
-            "annotator": self.annotator,
-            **fields,
-        }
-        _append_line(self.path, event)
-        self.refresh()
-        return str(event["id"])
-
-# %% ../../nbs/850_widgets_collect.ipynb #df8ff93b
-class LabelStore(_LabelFile):
-    """Labels of one or several people in an append-only file of JSON lines.
-
-    Args:
-        path: the file, or a folder (then `labels.jsonl` in it); made with the first label.
-        annotator: whose labels `add`, `note` and `undo` write.
-
-    Raises:
-        ConfigError: no name.
-    """
-
-    def add(self, pair: Pair, verdict: str, swapped: bool = False, seconds: float = 0.0) -> Label:
-        """Store a decision; a second one on the same pair replaces the first.
-
-        Args:
-            pair: what was compared.
-            verdict: one of `VERDICTS`, about the pair's own order, not the one on the screen.
-            swapped: whether `pair.second` stood on the left.
-            seconds: it took.
-
-        Raises:
-            DataError: an unknown verdict.
-            RunError: it could not be written.
-        """
-        if verdict not in VERDICTS:
-            near = suggest(verdict, VERDICTS)
-            raise DataError(
-                f"verdict {verdict!r} is unknown. "
-                + (f"Did you mean {near!r}?" if near else f"Use one of {', '.join(VERDICTS)}.")
-            )
-        fields = {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "sources": list(pair.sources)}
-        key = self._write("label", pair=pair.id, verdict=verdict, swapped=swapped, seconds=round(seconds, 3), **fields)
-        return self._labels[key]
-
-    def note(self, pair: Pair, text: str) -> None:
-        """Store a remark on a pair, at once; an empty one takes it back."""
-        self._write("note", pair=pair.id, text=text.strip())
-
-    def undo(self) -> Label | None:
-        """Take back this annotator's newest standing label; returns it, None when there is none."""
-        self.refresh()
-        mine = [x for x in self._labels.values() if x.annotator == self.annotator and x.id not in self._undone]
-        if not mine:
-            return None
-        self._write("undo", undoes=mine[-1].id, pair=mine[-1].pair.id)
-        return mine[-1]
-
-    def note_on(self, pair: Pair) -> str:
-        """This annotator's remark on a pair."""
-        return self._notes.get((self.annotator, pair.id), "")
-
-    def labels(self, annotator: str | None = None) -> list[Label]:
-        """Standing labels, one per annotator and pair, oldest first, with their notes.
-
-        Args:
-            annotator: only this one's.
-        """
-        newest: dict[tuple[str, str], Label] = {}
-        for x in self._labels.values():
-            if x.id not in self._undone and annotator in (None, x.annotator):
-                newest.pop((x.annotator, x.pair.id), None)
-                newest[x.annotator, x.pair.id] = x
-        return [Label(**{**x.__dict__, "note": self._notes.get(who, "")}) for who, x in newest.items()]
-
-    def __len__(self) -> int:
-        return len(self.labels())
-
-# %% ../../nbs/850_widgets_collect.ipynb #56ef3a86
-class Agreement(NamedTuple):
-    """How far two people agree on the pairs both labelled."""
-
-    annotators: tuple[str, str]
-    n: int  # pairs in common, those that either skipped left out
-    agree: float  # share of equal labels
-    kappa: float  # beyond chance: 1 perfect, 0 chance; NaN when chance alone explains everything
-    stderr: float
-
-    def __str__(self) -> str:
-        who = " and ".join(self.annotators)
-        return f"{who}: {self.agree:.0%} of {self.n} pairs alike, kappa {self.kappa:.2f} ± {self.stderr:.2f}"
-
-
-def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> tuple[float, float]:
-    """Agreement of two lists of labels beyond chance.
-
-    Args:
-        a, b: labels of the same things in the same order.
-
-    Returns:
-        kappa and its standard error; both NaN without labels, and where both always say the same one word (chance explains it all).
-
-    Raises:
-        DataError: different numbers of labels.
-
-    Source: Cohen, "A coefficient of agreement for nominal scales" (1960).
-    """
-    if len(a) != len(b):
-        raise DataError(f"{len(a)} and {len(b)} labels: agreement compares two labels of each pair, in the same order.")
-    n, left, right = len(a), Counter(a), Counter(b)
-    chance = sum(left[v] * right[v] for v in left) / n**2 if n else 1.0
-    if chance == 1.0:
-        return math.nan, math.nan
-    agree = sum(x == y for x, y in zip(a, b)) / n
-    return (agree - chance) / (1 - chance), math.sqrt(agree * (1 - agree) / n) / (1 - chance)
-
-
-def agreement(labels: Sequence[Label]) -> list[Agreement]:
-    """Agreement of every two annotators on the pairs that both decided.
-
-    Args:
-        labels: standing labels, of `LabelStore.labels()`.
-    """
-    said: dict[str, dict[str, str]] = {}
-    for x in labels:
-        if x.verdict != "skip":
-            said.setdefault(x.annotator, {})[x.pair.id] = x.verdict
-    found = []
-    for one, two in combinations(sorted(said), 2):
-        shared = [k for k in said[one] if k in said[two]]
-        a, b = [said[one][k] for k in shared], [said[two][k] for k in shared]
-        same = sum(x == y for x, y in zip(a, b)) / max(len(a), 1)
-        found.append(Agreement((one, two), len(a), same, *cohen_kappa(a, b)))
-    return found
-
-# %% ../../nbs/850_widgets_collect.ipynb #c0008042
-def to_preferences(labels: Sequence[Label], ties: str = "drop") -> list[dict[str, Any]]:
-    """Labels as rows of a preference dataset, one per pair that has a winner.
-
-    Args:
-        labels: standing labels; several people's votes on a pair are counted.
-        ties: "drop" leaves undecided pairs out; "both" keeps those that somebody called a tie, as two rows with opposite winners.
-
-    Returns:
-        Rows with prompt, chosen, rejected, `votes` (for the winner), `against`, and the two `sources` (chosen first).
-
-    Raises:
-        ConfigError: unknown `ties`.
-    """
-    if ties not in ("drop", "both"):
-        raise ConfigError(f"ties: {ties!r} is unknown: use 'drop' or 'both'.")
-    votes: dict[str, Counter[str]] = {}
-    known: dict[str, Pair] = {}
-    for x in labels:
-        votes.setdefault(x.pair.id, Counter())[x.verdict] += 1
-        known[x.pair.id] = x.pair
-    rows = []
-    for key, count in votes.items():
-        pair, lead = known[key], count["first"] - count["second"]
-        sides = [(pair.first, pair.sources[0], count["first"]), (pair.second, pair.sources[1], count["second"])]
-        orders = [sides if lead > 0 else sides[::-1]] if lead else []
-        if ties == "both" and not lead and count["tie"]:
-            orders = [sides, sides[::-1]]
-        for (chosen, winner, n), (rejected, loser, m) in orders:
-            rows.append(
-                {
-                    "prompt": pair.prompt,
-                    "chosen": chosen,
-                    "rejected": rejected,
-                    "votes": n,
-                    "against": m,
-                    "sources": [winner, loser],
-                }
-            )
-    return rows
-
-
-def tally(labels: Sequence[Label]) -> list[dict[str, Any]]:
-    """Who won how often: one row for every two policies that met. What a blind comparison reveals at the end.
-
-    Args:
-        labels: standing labels; "both bad" counts as a tie, "skip" not at all.
-
-    Returns:
-        Rows with the names `a` and `b`, `a wins`, `ties`, `b wins`, and a's win rate with its Wilson interval (a tie is half a win).
-    """
-    met: dict[tuple[str, str], list[float]] = {}
-    for x in labels:
-        a, b = sorted(x.pair.sources)
-        if a != b and x.verdict != "skip":
-            first_is_a = x.pair.sources[0] == a
-            score = {"first": 1.0, "second": -1.0}.get(x.verdict, 0.0)
-            met.setdefault((a, b), []).append(score if first_is_a else -score)
-    rows = []
-    for (a, b), scores in met.items():
-        r = win_rate(scores, [0.0] * len(scores))
-        rows.append(
-            {
-                "a": a,
-                "b": b,
-                "a wins": r.wins,
-                "ties": r.ties,
-                "b wins": r.losses,
-                "a's win rate": f"{r.rate:.0%} [{r.low:.0%}, {r.high:.0%}]",
-            }
-        )
-    return rows
-
-
-def export_preferences(labels: Sequence[Label], path: str | Path, ties: str = "drop") -> int:
-    """Write `to_preferences` as JSON lines, whole or not at all; returns the number of rows.
-
-    Args:
-        labels: standing labels.
-        path: of the file; `data.path` of a reward or DPO run can point to it.
-        ties: see `to_preferences`.
-    """
-    rows, path = to_preferences(labels, ties), Path(path)
-    aside = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    os.replace(aside, path)
-    return len(rows)
+__all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html', 'summary_rows',
+           'PreferenceCollector']
 
 # %% ../../nbs/850_widgets_collect.ipynb #cb12e9da
 KEYS = {"a": "A", "b": "B", "t": "tie", "x": "both bad", "s": "skip", "u": "undo", "o": "open"}
@@ -487,14 +56,9 @@ class LabelQueue:
     """
 
     def __init__(
-        self,
-        pairs: Sequence[Pair],
-        store: LabelStore,
-        seed: int = 0,
-        shuffle: bool = True,
-        fold: int = 1500,
+        self, pairs: Sequence[Pair], store: LabelStore, seed: int = 0, shuffle: bool = True, fold: int = 1500,
         least_seconds: float = 0.15,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not pairs:
             raise DataError("there are no pairs to label: make_pairs(prompts, policies) makes some.")
         self.pairs = {p.id: p for p in pairs}
@@ -543,43 +107,42 @@ class LabelQueue:
 
     def press(self, key: str) -> str:
         """What a key does; returns a sentence about it, which also stands in `message`."""
-        key, waited = key.lower(), time.monotonic() - self.since
-        if key not in KEYS:
-            self.message = f"{key!r} means nothing here; the keys are {', '.join(KEYS)}."
-        elif key == "u":
-            self.message = self._undo()
-        elif self.current is None:
-            self.message = "Nothing is left to label (u takes the last label back)."
-        elif key == "o":
-            self.message = "" if self.opened else "Open."
-            self.since = self.since if self.opened else time.monotonic()
-            self.opened = True
-        elif not self.opened:
-            self.message = "Open both answers first (o): they are long, and a label is about the whole of both."
-        elif waited < self.least_seconds:
-            self.message = f"That was {waited:.2f} s after the pair appeared, too soon to be about it; not counted."
-        else:
-            self.message = self._decide(key, waited)
+        try:
+            self.message = self._pressed(key.lower(), time.monotonic() - self.since)
+        except RunError as error:  # the disk is full, the file was cut: said on the screen, and the pair stays
+            self.message = str(error)
         return self.message
+
+    def _pressed(self, key: str, waited: float) -> str:
+        """The key's work, as a sentence."""
+        if key not in KEYS:
+            return f"{key!r} means nothing here; the keys are {', '.join(KEYS)}."
+        if key == "u":
+            return self._undo()
+        if self.current is None:
+            return "Nothing is left to label (u takes the last label back)."
+        if key == "o":
+            said = "" if self.opened else "Open."
+            self.since, self.opened = self.since if self.opened else time.monotonic(), True
+            return said
+        if not self.opened:
+            return "Open both answers first (o): they are long, and a label is about the whole of both."
+        if waited < self.least_seconds:
+            return f"That was {waited:.2f} s after the pair appeared, too soon to be about it; not counted."
+        return self._decide(key, waited)
 
     def _decide(self, key: str, waited: float) -> str:
         """Store a label, then go on."""
         assert self.current is not None
         left, right = ("second", "first") if self.swapped else ("first", "second")
         verdict = {"a": left, "b": right, "t": "tie", "x": "both_bad", "s": "skip"}[key]
-        try:
-            self.store.add(self.current, verdict, self.swapped, waited)
-        except RunError as error:
-            return str(error)
+        self.store.add(self.current, verdict, self.swapped, waited)
         self.advance()
         return f"Stored: {KEYS[key]}."
 
     def _undo(self) -> str:
         """Take the last label back and show its pair again."""
-        try:
-            label = self.store.undo()
-        except RunError as error:
-            return str(error)
+        label = self.store.undo()
         if label is None:
             return "There is no label to take back."
         if label.pair.id not in self.pairs:
@@ -588,12 +151,12 @@ class LabelQueue:
         return "Taken back; here is the pair again."
 
     def add_note(self, text: str) -> str:
-        """Store a remark on the current pair."""
+        """Store a remark on the current pair; returns a sentence about it."""
         if self.current is None:
             return "There is no pair to write about."
         try:
             self.store.note(self.current, text)
-        except RunError as error:
+        except RunError as error:  # said on the screen, where the note still stands
             return str(error)
         return "Note stored."
 
@@ -667,12 +230,13 @@ def pair_margins(pairs: Sequence[Pair], judges: Any, tokenizer: Any = None, batc
             if hasattr(judge, "calibrate_bias"):  # a reward model reads tokens
                 parts.append(_model_margins(judge, some, tokenizer))
             else:
-                two = [
-                    judge([p.prompt for p in some], [getattr(p, side) for p in some]) for side in ("first", "second")
-                ]
-                parts.append(
-                    torch.as_tensor(two[0], dtype=torch.float64) - torch.as_tensor(two[1], dtype=torch.float64)
+                first, second = (
+                    torch.as_tensor(
+                        judge([p.prompt for p in some], [getattr(p, side) for p in some]), dtype=torch.float64
+                    )
+                    for side in ("first", "second")
                 )
+                parts.append(first - second)
         rows.append(torch.cat([p.double().cpu() for p in parts]))
     return torch.stack(rows)
 
@@ -681,28 +245,24 @@ def _model_margins(model: Any, pairs: Sequence[Pair], tokenizer: Any) -> Tensor:
     """Margins of a reward model, [N]."""
     if tokenizer is None:
         raise ConfigError("a reward model reads tokens: pass tokenizer=... to pair_margins.")
-    rows = tokenize_preferences(
-        ({"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in pairs), tokenizer, warn=False
-    )
+    texts = ({"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in pairs)
+    rows = tokenize_preferences(texts, tokenizer, warn=False)
     if len(rows) != len(pairs):
         raise DataError(
             f"{len(pairs) - len(rows)} of {len(pairs)} pairs have an empty answer or two equal ones: leave them out."
         )
-    was, _ = model.training, model.eval()
-    scores: Tensor = model.score(
-        collate_preferences(rows, tokenizer.pad_token_id).completions(tokenizer.pad_token_id).to(model.device)
-    )
-    model.train(was)
+    tokens = collate_preferences(rows, tokenizer.pad_token_id).completions(tokenizer.pad_token_id)
+    with eval_mode(model):
+        scores: Tensor = model.score(tokens.to(model.device))
     return scores[0::2] - scores[1::2]
 
 # %% ../../nbs/850_widgets_collect.ipynb #fa3ffc67
 def _answer_html(name: str, text: str, opened: bool) -> str:
     """One side of the comparison."""
     body = escape(text.strip()) if opened else "<i>closed: long; press o to open both</i>"
-    return (
-        f'<td style="width:50%;vertical-align:top;text-align:left;padding:8px 12px;border:1px solid rgba(128,128,128,.4);white-space:pre-wrap">'
-        f'<div style="opacity:.6;font-size:85%">{name}</div>{body}</td>'
-    )
+    style = "width:50%;vertical-align:top;text-align:left;padding:8px 12px;border:1px solid rgba(128,128,128,.4)"
+    head = f'<div style="opacity:.6;font-size:85%">{name}</div>'
+    return f'<td style="{style};white-space:pre-wrap">{head}{body}</td>'
 
 
 def pair_html(queue: LabelQueue) -> str:
@@ -737,12 +297,20 @@ def summary_rows(labels: Sequence[Label]) -> list[dict[str, Any]]:
         rows.append(row | {"notes": sum(bool(x.note) for x in mine), "median s": round(pace, 1), "left chosen": share})
     return rows
 
-# %% ../../nbs/850_widgets_collect.ipynb #11b12b60
-class Collected:
-    """What a collector does without a screen: pairs, labels, what they are good for.
+# %% ../../nbs/850_widgets_collect.ipynb #d2648cf8
+class PreferenceCollector:
+    """A person labels pairs of answers with keyboard or mouse; every label is on the disk before the next pair is shown.
+
+    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers). A table where there is no front end.
 
     Args:
-        As in `PreferenceCollector`.
+        prompts: texts, messages or rows; or pairs of `make_pairs`.
+        policies: see `make_pairs`; not needed with pairs.
+        path: of the label file, or a folder; an old one is continued.
+        annotator: who labels.
+        seed: of pairs, order and sides.
+        per_prompt: most pairs of each prompt.
+        options: of `LabelQueue`.
     """
 
     def __init__(
@@ -754,6 +322,9 @@ class Collected:
         self.store = LabelStore(path, annotator)
         self.queue = LabelQueue(self.pairs, self.store, seed, **options)
         self._lock = threading.RLock()  # keys may arrive in another thread than cells
+        self._parts: dict[str, Any] = {}
+        self._seen = ""  # of the field
+        self._handle: Any = None
 
     def labels(self) -> list[Label]:
         """Everybody's standing labels in the file."""
@@ -775,9 +346,6 @@ class Collected:
     def tally(self) -> list[dict[str, Any]]:
         """Which policy won how often; look at it when you are done, the comparison is blind only until then."""
         return tally(self.labels())
-
-    def refresh(self) -> None:
-        """Show the present state, where there is a screen."""
 
     def ask_least_sure(self, judges: Any, tokenizer: Any = None, how: str = "auto") -> None:
         """Put the open pairs in the order in which their labels would teach most.
@@ -833,30 +401,9 @@ class Collected:
                 self.refresh()
             return count
 
-# %% ../../nbs/850_widgets_collect.ipynb #d2648cf8
-class PreferenceCollector(Collected):
-    """A person labels pairs of answers with keyboard or mouse; every label is on the disk before the next pair is shown.
-
-    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers). A table where there is no front end.
-
-    Args:
-        prompts: texts, messages or rows; or pairs of `make_pairs`.
-        policies: see `make_pairs`; not needed with pairs.
-        path: of the label file, or a folder; an old one is continued.
-        annotator: who labels.
-        seed: of pairs, order and sides.
-        per_prompt: most pairs of each prompt.
-        options: of `LabelQueue`.
-    """
-
-    _parts: dict[str, Any]
-    _seen = ""  # of the field
-    _handle: Any = None
-
     def refresh(self) -> None:
         """Set the texts of the widgets, if there are any; plain attributes only."""
-        parts = self.__dict__.get("_parts")
-        if parts:
+        if parts := self._parts:
             parts["progress"].value = progress_html(self.queue)
             parts["pair"].value = pair_html(self.queue)
             parts["message"].value = f'<span style="opacity:.75">{escape(self.queue.message) or "&nbsp;"}</span>'
@@ -864,7 +411,7 @@ class PreferenceCollector(Collected):
     @property
     def widget(self) -> Any:
         """The widget, made at the first look: core ipywidgets, valid in 7.7 and 8."""
-        if "_parts" not in self.__dict__:
+        if not self._parts:
             self._parts = _build(self)
             self.refresh()
         return self._parts["box"]
@@ -874,11 +421,8 @@ class PreferenceCollector(Collected):
         rows = summary_rows(self.labels())
         table = table_html(rows) if rows else ""
         table += table_html(self.tally()) if self.queue.current is None and self.tally() else ""
-        how = (
-            ""
-            if self.queue.current is None
-            else f"<p>{len(self.pairs) - self.queue.done} of {len(self.pairs)} pairs wait for {escape(self.store.annotator)}; the next:</p>"
-        )
+        wait = f"{len(self.pairs) - self.queue.done} of {len(self.pairs)} pairs wait for {escape(self.store.annotator)}"
+        how = "" if self.queue.current is None else f"<p>{wait}; the next:</p>"
         return table + how + pair_html(self.queue)
 
     def finish(self) -> None:
@@ -917,9 +461,8 @@ def _build(collector: PreferenceCollector) -> dict[str, Any]:
     parts: dict[str, Any] = {name: w.HTML() for name in ("progress", "pair", "message")}
     wide = w.Layout(flex="1 1 auto")
     parts["keys"] = keys = w.Text(placeholder="click here, then a b t x s u", layout=w.Layout(width="16em"))
-    parts["note"] = note = w.Text(
-        placeholder="note on this pair; Enter stores it", continuous_update=False, layout=wide
-    )
+    hint = "note on this pair; Enter stores it"
+    parts["note"] = note = w.Text(placeholder=hint, continuous_update=False, layout=wide)
 
     def clicked(key: str) -> None:
         collector.press(key)
@@ -934,9 +477,8 @@ def _build(collector: PreferenceCollector) -> dict[str, Any]:
     for key, name in KEYS.items():
         parts[key] = w.Button(description=f"{name} ({key})", tooltip=f"key {key}", layout=w.Layout(width="auto"))
         parts[key].on_click(lambda _, key=key: clicked(key))
-    parts["finish"] = w.Button(
-        description="Finish", tooltip="a table takes the place of the buttons", layout=w.Layout(width="auto")
-    )
+    hint = "a table takes the place of the buttons"
+    parts["finish"] = w.Button(description="Finish", tooltip=hint, layout=w.Layout(width="auto"))
     parts["finish"].on_click(lambda _: collector.finish())
     keys.observe(lambda change: collector.typed(change["new"]), names="value")
     note.observe(noted, names="value")

@@ -4,595 +4,164 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
-import re
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ..run.callbacks import Callback, RunView, short_number
 from ..core import RunError
-from ..run.log import RunDir
-from .charts import Axes, Band, Line, Mark, Panel, line_chart, smooth, thin, to_png
+from ..run.callbacks import Callback, RunView
+from .charts import Axes, Panel, line_chart
+from .health import health_of
+from .html import escape
+from .kernel import Pump, front_end, in_notebook
+from .panels import LAYOUT, control_text, group_panels, lights_html, still
 from .reader import RunReader, open_runs, spell_seconds
 
-Floats = npt.NDArray[np.float64]
-Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
-
 # %% auto #0
-__all__ = ['Floats', 'Known', 'CHECKS', 'LAYOUT', 'Light', 'recent', 'health', 'health_of', 'Spec', 'group_panels', 'marks_of',
-           'control_text', 'lights_html', 'table_html', 'still', 'pump_kind', 'front_end', 'Pump', 'Board', 'follow',
-           'Dashboard']
+__all__ = ['Dashboard']
 
-# %% ../../nbs/820_widgets_dashboard.ipynb #775c19db
-@dataclass(frozen=True)
-class Light:
-    """One question about a run, answered."""
-
-    name: str
-    state: str  # ok, watch, bad or off
-    text: str
+# %% ../../nbs/820_widgets_dashboard.ipynb #7cb06806
+_SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
+_LOGARITHMIC = ("kl_coef", "lr")
 
 
-def recent(values: Floats, share: float = 0.1) -> float:
-    """Mean of the newest tenth, of five values at least."""
-    return float(values[-max(5, int(len(values) * share)) :].mean()) if len(values) else math.nan
+class _Knobs:
+    """Buttons, choices and sliders of a dashboard."""
 
+    def __init__(self, board: Dashboard) -> None:
+        import ipywidgets as w
 
-def _first(known: Known, *keys: str, least: int = 1) -> tuple[str, Floats, Floats]:
-    """The first of these metrics that has at least `least` values."""
-    for key in keys:
-        if key in known and len(known[key][0]) >= least:
-            return key, *known[key]
-    return "", np.empty(0), np.empty(0)
+        self.board = board
+        self.shown: dict[str, float] = {}  # values that sliders were given by us, not by a person
+        self.buttons = []
+        for request, text, hint in (
+            ("pause", "Pause", "stand still at the end of this step"), ("resume", "Resume", "go on"), ("save", "Save now", "write a checkpoint"),
+            ("evaluate", "Evaluate", "measure on held-out prompts"), ("stop", "Stop", "end after this step, with a checkpoint"),
+        ):  # fmt: skip
+            style = "warning" if request == "stop" else ""
+            button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
+            button.on_click(lambda _, request=request: board.ask(request))
+            self.buttons.append(button)
+        self.group = w.Dropdown(options=[*LAYOUT, "all"], value=board.group, layout=w.Layout(width="130px"))
+        self.group.observe(lambda change: setattr(board, "group", change["new"]), names="value")
+        self.smoothing = w.FloatSlider(
+            board.smoothing, min=0.0, max=1.0, step=0.05, description="smooth", readout=False, continuous_update=False,
+            layout=w.Layout(width="220px"),
+        )  # fmt: skip
+        self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
+        self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
+        self.curves, self.words = w.HTML(), w.HTML()
+        top = w.HBox([*self.buttons, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
+        knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
+        self.box = w.VBox([top, knobs, self.words, self.curves])
 
+    def _slider(self, w: Any, key: str) -> Any:
+        """A hidden slider that asks for a number when it is moved by a person."""
+        log = {"min": -6.0, "max": 1.0} if key in _LOGARITHMIC else {"min": 0.0, "max": 10.0}
+        kind = w.FloatLogSlider if key in _LOGARITHMIC else w.FloatSlider
+        layout = w.Layout(width="300px", display="none")
+        slider = kind(description=key, continuous_update=False, readout_format=".3g", layout=layout, **log)
 
-def _gold(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Does the reward rise for the right reason?"""
-    _, steps, proxy = _first(known, "objective/scores", "reward", "eval/reward", least=5)
-    if not len(proxy):
-        return None
-    name, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
-    if not len(gold):
-        return Light(
-            "reward",
-            "off",
-            f"{recent(proxy):.3g}; no gold reward is measured, so nothing says that it rises for the right reason",
-        )
-    peak = int(gold.argmax())
-    rose = recent(proxy) - float(
-        np.interp(at[peak], steps, smooth(steps, proxy, 5 * float(np.diff(steps).mean() if len(steps) > 1 else 1)))
-    )
-    fell, gain = float(gold[peak] - gold[-1]), float(gold[peak] - gold[0])
-    if fell > 0.2 * max(gain, 1e-9) and fell > 0.02 * max(abs(float(gold[peak])), 1e-9) and peak < len(gold) - 1:
-        since = f"gold fell from {gold[peak]:.3g} (step {at[peak]:,.0f}) to {gold[-1]:.3g}"
-        if rose > 0:
-            return Light(
-                "reward",
-                "bad",
-                f"{since} while the reward rose: the policy exploits the reward. Raise kl_coef, or go back to step {at[peak]:,.0f}",
-            )
-        return Light("reward", "watch", f"{since}, and the reward with it")
-    return Light("reward", "ok", f"reward {recent(proxy):.3g}, gold {gold[-1]:.3g}, best {gold[peak]:.3g}")
+        def moved(change: dict[str, Any]) -> None:
+            if change["new"] != self.shown.get(key) and slider.layout.display != "none":
+                self.shown[key] = change["new"]
+                self.board.ask("set", key, float(change["new"]))
 
-# %% ../../nbs/820_widgets_dashboard.ipynb #ce308646
-def _kl(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Has the policy run away from the reference?"""
-    _, _, kl = _first(known, "objective/kl", least=2)
-    if not len(kl):
-        return None
-    now, budget, target = recent(kl), config.get("kl_budget"), config.get("kl_target")
-    limit = budget or (1.5 * target if target else None)
-    if limit is None:
-        return Light("KL", "off", f"{now:.3g} nats per answer; no budget is set (kl_budget)")
-    text = f"{now:.3g} nats per answer of {limit:.3g} allowed"
-    if now > limit:
-        return Light(
-            "KL", "bad", f"{text}: what the reward says out there is not to be trusted. Raise kl_coef, or stop"
-        )
-    return Light("KL", "watch" if now > 0.8 * limit else "ok", text)
+        slider.observe(moved, names="value")
+        return slider
 
+    def interactive(self) -> list[Any]:
+        """The widgets that a person can use."""
+        return [*self.buttons, self.group, self.smoothing, *self.sliders.values()]
 
-def _estimators(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Were the tokens sampled from the policy that scored them?"""
-    keys = ("objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr")
-    if any(k not in known or not len(known[k][1]) for k in keys):
-        return None
-    k1, k3, e1, e3 = (recent(known[k][1]) for k in keys)
-    error = math.hypot(e1, e3) / math.sqrt(min(5, len(known[keys[0]][1])))
-    if math.isfinite(error) and abs(k1 - k3) > 6 * error + 1e-3:
-        return Light(
-            "estimators",
-            "watch",
-            f"k1 {k1:.3g} and k3 {k3:.3g} differ by {abs(k1 - k3) / max(error, 1e-9):.0f} standard errors: sampler and scorer disagree (top-p, dropout, precision), or weights are extreme",
-        )
-    return Light("estimators", "ok", f"k1 {k1:.3g} and k3 {k3:.3g} agree")
-
-
-def _entropy(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Does the policy still try different things?"""
-    name, steps, entropy = _first(known, "policy/entropy_avg", "objective/entropy", least=10)
-    if not len(entropy):
-        return None
-    if name == "objective/entropy" and "completions/mean_length" in known:
-        at, length = known["completions/mean_length"]
-        entropy = entropy / np.maximum(np.interp(steps, at, length), 1)
-    begin, now = float(entropy[:5].mean()), recent(entropy)
-    text = f"{now:.3g} nats per token, {now / max(begin, 1e-9):.0%} of the beginning"
-    if now < 0.1 * begin:
-        return Light(
-            "entropy",
-            "bad",
-            f"{text}: it says nearly the same always and learns no more. Go back; raise kl_coef, entropy_coef or the temperature",
-        )
-    return Light("entropy", "watch" if now < 0.3 * begin else "ok", text)
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #4de44276
-def _above(
-    name: str, key: str, watch: float, bad: float, words: str, advice: str
-) -> Callable[[Known, Mapping[str, Any]], Light | None]:
-    """A light for a share that should be small."""
-
-    def look(known: Known, config: Mapping[str, Any]) -> Light | None:
-        if key not in known or not len(known[key][1]):
-            return None
-        now = recent(known[key][1])
-        state = "bad" if now > bad else "watch" if now > watch else "ok"
-        return Light(name, state, f"{now:.0%} {words}" + (f": {advice}" if state != "ok" else ""))
-
-    return look
-
-
-def _value(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Does the critic know anything?"""
-    _, _, explained = _first(known, "val/explained_variance", least=10)
-    if not len(explained):
-        return None
-    now = recent(explained)
-    if now < 0.0:
-        return Light(
-            "value",
-            "watch" if now > -1 else "bad",
-            f"explains {now:.2g} of the returns' variance, less than a constant would: lower lr or raise vf_coef, or start it from the reward model",
-        )
-    return Light("value", "ok", f"explains {now:.0%} of the returns' variance")
-
-
-def _skipped(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Were updates skipped because something was not finite?"""
-    _, steps, loss = _first(known, "loss", "grad_norm")
-    if not len(steps):
-        return None
-    _, at, skipped = _first(known, "skipped")
-    late = at[at > steps[-1] - 20]
-    total = f"{len(at):,} step(s) with updates that were not finite"
-    if not len(at):
-        return Light("numbers", "ok", "all updates were finite")
-    if len(late) >= 3:
-        return Light(
-            "numbers", "bad", f"{total}, {len(late)} of them in the last 20: look at the nonfinite events; lower lr"
-        )
-    return Light(
-        "numbers", "watch" if len(late) else "ok", f"{total}, the last at step {at[-1]:,.0f}; they were skipped"
-    )
-
-
-def _stall(known: Known, config: Mapping[str, Any]) -> Light | None:
-    """Does the run wait for data or disk?"""
-    if any(k not in known or not len(known[k][1]) for k in ("perf/stall_s", "perf/step_s")):
-        return None
-    share = recent(known["perf/stall_s"][1]) / max(recent(known["perf/step_s"][1]), 1e-9)
-    advice = ": it waits for data or for the disk. Save less often, or read faster" if share > 0.3 else ""
-    return Light("stalls", "watch" if share > 0.3 else "ok", f"{share:.0%} of the time{advice}")
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #07bfee79
-CHECKS: tuple[Callable[[Known, Mapping[str, Any]], Light | None], ...] = (
-    _gold, _kl, _estimators, _entropy, _value,
-    _above("groups", "frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)", "prompts are too easy or too hard; choose others, or resample"),
-    _above("cut answers", "completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit", "raise max_new_tokens, or punish the missing end"),
-    _above("clipping", "policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped", "steps are too large: lower lr, or fewer inner epochs"),
-    _skipped, _stall,
-)  # fmt: skip
-_NEEDED = (
-    "objective/scores", "reward", "eval/reward", "eval/gold", "rewards/gold", "gold", "objective/kl", "objective/kl_k3", "objective/kl_stderr",
-    "objective/kl_k3_stderr", "policy/entropy_avg", "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm",
-    "skipped", "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
-)  # fmt: skip
-
-
-def health(known: Known, config: Mapping[str, Any] | None = None) -> list[Light]:
-    """All lights of a run; a question whose metrics are not there is left out.
-
-    Args:
-        known: steps and values (finite) by metric.
-        config: of the run: budget and target of the KL.
-    """
-    found = [check(known, config or {}) for check in CHECKS]
-    return [light for light in found if light is not None]
-
-
-def health_of(reader: RunReader) -> list[Light]:
-    """All lights of what a reader has read."""
-    keys = set(reader.keys)
-    config = dict(reader.config) | {k: v for k, v in reader.settings.items() if k == "kl_target"}
-    return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #9a56a37d
-@dataclass(frozen=True)
-class Spec:
-    """A panel before there is data: label -> metric names, of which the first that is there is taken; `*` stands for all that begin so."""
-
-    title: str
-    lines: dict[str, tuple[str, ...]]
-    log: bool = False
-    low: float | None = None
-    high: float | None = None
-
-
-_REWARD = Spec("reward", {"proxy": ("objective/scores", "reward"), "gold": ("eval/gold", "rewards/gold")})
-_KL = Spec(
-    "KL to the reference (nats per answer)",
-    {"k1": ("objective/kl",), "k3": ("objective/kl_k3",), "k2": ("objective/kl_k2",)},
-    low=0.0,
-)
-_ENTROPY = Spec("entropy", {"per token": ("policy/entropy_avg",), "per answer": ("objective/entropy",)}, low=0.0)
-_LENGTHS = Spec(
-    "tokens of an answer",
-    {
-        "mean": ("completions/mean_length",),
-        "longest": ("completions/max_length",),
-        "shortest": ("completions/min_length",),
-    },
-    low=0.0,
-)
-_SHARES = Spec(
-    "shares",
-    {
-        "clipped ratios": ("policy/clipfrac_avg",),
-        "cut answers": ("completions/clipped_ratio",),
-        "dead groups": ("frac_reward_zero_std",),
-    },
-    low=0.0,
-)
-_LOSSES = Spec("loss", {"loss": ("loss",), "eval": ("eval/loss",)})
-_SPEED = Spec("tokens per second", {"tokens/s": ("perf/tokens_per_s",)}, low=0.0)
-_TIME = Spec(
-    "seconds of a step",
-    {
-        "all": ("perf/step_s",),
-        "collect": ("perf/collect_s",),
-        "update": ("perf/update_s",),
-        "eval": ("perf/eval_s",),
-        "stalls": ("perf/stall_s",),
-    },
-    low=0.0,
-)
-_MARGINS = Spec(
-    "chosen over rejected",
-    {"accuracy": ("rewards/accuracies",), "eval": ("eval/accuracies", "eval/rewards/accuracies", "eval/accuracy")},
-    low=0.0,
-    high=1.0,
-)
-_PAIRS = Spec(
-    "implicit rewards",
-    {"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",), "margin": ("rewards/margins",)},
-)
-
-LAYOUT: dict[str, tuple[Spec, ...]] = {
-    "overview": (_REWARD, _KL, _ENTROPY, _MARGINS, _PAIRS, _LENGTHS, _SHARES, _LOSSES, _SPEED, _TIME),
-    "reward": (
-        _REWARD, Spec("parts of the reward", {"": ("rewards/*",)}), Spec("spread", {"in a group": ("reward_std",), "scores": ("objective/scores_std",)}, low=0.0),
-        Spec("reward less the KL's price", {"rlhf": ("objective/rlhf_reward",), "price": ("objective/non_score_reward",)}), _MARGINS, _PAIRS,
-    ),
-    "KL": (
-        _KL, Spec("price of a nat (kl_coef)", {"kl_coef": ("objective/kl_coef",)}, low=0.0),
-        Spec("moved in this step", {"approx. KL": ("policy/approxkl_avg",)}, low=0.0), _SHARES, _ENTROPY,
-    ),
-    "losses": (
-        _LOSSES, Spec("terms of the loss", {"": ("loss/*",)}), Spec("gradient norm", {"norm": ("grad_norm",)}, low=0.0), Spec("learning rate", {"lr": ("lr",)}, low=0.0),
-        Spec("variance explained by the critic", {"explained": ("val/explained_variance",)}, high=1.0), Spec("ratio new/old", {"mean": ("val/ratio",)}),
-    ),
-    "answers": (_LENGTHS, Spec("cut answers", {"share": ("completions/clipped_ratio",)}, low=0.0), _ENTROPY),
-    "speed": (_SPEED, _TIME, Spec("memory (MB)", {"resident": ("perf/rss_mb",), "GPU peak": ("perf/cuda_peak_mb",)}, low=0.0), Spec("further times and shares", {"": ("perf/*",)})),
-    "evaluation": (Spec("eval", {"": ("eval/*",)}),),
-}  # fmt: skip
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #6bb3af82
-def group_panels(readers: Sequence[RunReader], group: str = "overview", smoothing: float = 0.3) -> list[Panel]:
-    """The panels of a group that have data.
-
-    Args:
-        readers: one run, or several to be laid over each other.
-        group: a name in LAYOUT, or "all": every metric in a panel of its own.
-        smoothing: 0 (none) to 1: the half-life is up to a tenth of the run.
-    """
-    names = list(dict.fromkeys(k for r in readers for k in r.keys if k != "time"))
-    specs = LAYOUT[group] if group in LAYOUT else tuple(Spec(k, {k: (k,)}) for k in names if not k.endswith("_stderr"))
-    panels = []
-    for spec in [s for raw in specs for s in _unfold(raw, names)]:
-        panel = _panel(readers, spec, smoothing)
-        if panel.lines:
-            panels.append(panel)
-    return panels
-
-
-def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
-    """A spec with a `*` becomes one panel for each metric that fits, in nines."""
-    (pattern, *_), *_ = spec.lines.values()
-    if not pattern.endswith("*"):
-        return [spec]
-    plain = [n for n in names if n.startswith(pattern[:-1]) and not n.endswith(("_stderr", "_std"))]
-    shown = {k for s in (_TIME, _SPEED, _PAIRS, _MARGINS) for v in s.lines.values() for k in v} | {
-        "perf/rss_mb",
-        "perf/cuda_peak_mb",
-    }
-    kept = [n for n in plain if n not in shown]
-    if pattern == "loss/*" or pattern == "rewards/*":
-        return [Spec(spec.title, {n[len(pattern) - 1 :]: (n,) for n in kept[:6]})] if kept else []
-    return [Spec(n, {n.split("/", 1)[1]: (n,)}) for n in kept[:12]]
-
-
-def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
-    """The first of several names for the same thing that is a curve already; else the first that is there."""
-    there = [k for k in keys if k in reader.keys]
-    curves = (k for k in there if len(there) == 1 or len(reader.series(k)[0]) > 2)
-    return next(curves, there[0] if there else None)
-
-
-def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
-    """One panel."""
-    panel, config = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high), readers[0].config
-    several = len(readers) > 1
-    for j, reader in enumerate(readers):
-        found = [(label, _best(reader, keys)) for label, keys in spec.lines.items()]
-        there = [(label, key) for label, key in found if key is not None]
-        for i, (label, key) in enumerate(there):
-            if several and i > 0 and label != "gold":
+    def follow(self, controls: Mapping[str, Mapping[str, float]], force: str = "") -> None:
+        """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
+        for key, slider in self.sliders.items():
+            control = controls.get(key)
+            if control is None or "high" not in control:
                 continue
-            color, name = (
-                (j, reader.label + (" gold" if i else "")) if several else (list(spec.lines).index(label), label)
-            )
-            panel.lines.append(_curve(reader, key, name, color, smoothing, dashed=several and i > 0))
-    if spec.title == _KL.title and panel.lines and config.get("kl_budget"):
-        panel.bands.append(Band(0.0, float(config["kl_budget"]), f"budget: {config['kl_budget']:g} nats"))
-    if len(readers) == 1:
-        panel.marks = marks_of(readers[0])
-    return panel
+            value, high = float(control.get("value", 0.0)), float(control["high"])
+            if slider.layout.display == "none":
+                top = math.log10(high / 10) if key == "lr" else math.log10(high)
+                if key in _LOGARITHMIC:
+                    slider.max, slider.min = top, top - 5
+                else:
+                    most = min(high, 5 * value) if key == "kl_target" and value > 0 else high
+                    slider.max, slider.min, slider.step = (
+                        most,
+                        float(control["low"]),
+                        (most - float(control["low"])) / 200,
+                    )
+                self.shown[key] = slider.value
+                slider.layout.display = None
+            elif value == self.shown.get(key + " of the run") and key != force:
+                continue
+            self.shown[key + " of the run"] = value
+            if key in _LOGARITHMIC:
+                value = min(max(value, 10**slider.min), 10**slider.max)
+            self.shown[key] = value
+            if slider.value != value:
+                slider.value = value
+                self.shown[key] = slider.value
 
-# %% ../../nbs/820_widgets_dashboard.ipynb #2a211e2d
-def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, dashed: bool = False) -> Line:
-    """One curve with its smoothed version and its error."""
-    steps, values = reader.series(key)
-    at, means = reader.means(key)
-    if len(at) > 300:
-        size = -(-len(at) // 300)
-        cut = len(at) // size * size
-        at, means = (np.append(x[:cut].reshape(-1, size).mean(1), x[cut:]) for x in (at, means))
-    error = None
-    if f"{key}_stderr" in reader.keys and len(at):
-        where, wide = reader.means(f"{key}_stderr")
-        error = np.interp(at, where, wide) if len(where) else None
-    half_life = 0.1 * smoothing * float(at[-1] - at[0]) if len(at) > 9 else 0.0
-    bold = (at, smooth(at, means, half_life)) if half_life > 0 or error is not None else None
-    return Line(label, steps, values, color, bold, error, dashed)
+# %% ../../nbs/820_widgets_dashboard.ipynb #adffa2bb
+class _Poke(Callback):
+    """Lets clicks through between the steps of a run in this kernel (ipykernel 6)."""
 
+    def __init__(self, board: Dashboard) -> None:
+        self.board, self._last = board, 0.0
 
-def marks_of(reader: RunReader, most: int = 40) -> list[Mark]:
-    """What happened to a run: numbers that were set, pauses, resumptions, skipped updates."""
-    found: list[Mark] = []
-    for e in reader.events:
-        step, kind = float(e.get("step", 0)), e.get("type")
-        if kind == "control":
-            found.append(Mark(step, f"step {step:,.0f}: {control_text(e)}", 1 if e.get("ok") else "currentColor"))
-        elif kind == "resume":
-            found.append(Mark(step, f"step {step:,.0f}: resumed", 2))
-    return found[-most:]
+    def on_step(self, run: RunView, event: dict[str, Any]) -> None:
+        """At most ten times a second."""
+        if time.monotonic() - self._last > 0.1:
+            self._last = time.monotonic()
+            self.board.pump.poll()
 
-
-def control_text(event: Mapping[str, Any]) -> str:
-    """A control event as a sentence."""
-    if not event.get("ok", True):
-        return f"refused: {event.get('why', '')}"
-    if event.get("request") == "set":
-        again = " (again, after resuming)" if event.get("again") else ""
-        return f"{event.get('key')} {_number(event.get('old'))} → {_number(event.get('new'))}{again}"
-    return str(event.get("request"))
+    def on_wait(self, run: RunView) -> None:
+        """While the run is paused."""
+        self.board.pump.poll()
 
 
-def _number(value: Any) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+class Dashboard:
+    """Watch and steer a run: `with Dashboard(trainer).live(): trainer.fit()`; or `Dashboard("runs/ppo")` for any run directory.
 
-# %% ../../nbs/820_widgets_dashboard.ipynb #a079363f
-_GLYPHS = {"ok": ("●", "#009E73"), "watch": ("▲", "#E69F00"), "bad": ("■", "#D55E00"), "off": ("○", "currentColor")}
-
-
-def lights_html(lights: Sequence[Light]) -> str:
-    """Lights as text: a shape, a colour, a name, a sentence; each keeps its place whatever its state."""
-    rows = []
-    for light in lights:
-        glyph, color = _GLYPHS[light.state]
-        rows.append(
-            f'<div><span style="color:{color}" title="{light.state}">{glyph}</span> <b>{escape(light.name)}</b> {escape(light.text)}</div>'
-        )
-    grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));column-gap:1.5em;line-height:1.45"
-    return f'<div style="{grid}">{"".join(rows)}</div>'
-
-
-def table_html(readers: Sequence[RunReader], most: int = 18) -> str:
-    """First, last, smallest and largest value of the main metrics, and where each run stands."""
-    keys = [k for spec in LAYOUT["overview"] for names in spec.lines.values() for k in names[:2]]
-    parts = []
-    for reader in readers:
-        rows = []
-        for key in [k for k in dict.fromkeys(keys) if k in reader.keys][:most]:
-            v = reader.series(key)[1]
-            cells = (
-                "".join(f"<td>{short_number(float(x))}</td>" for x in (v[0], v[-1], v.min(), v.max())) if len(v) else ""
-            )
-            rows.append(f"<tr><td>{escape(key)}</td>{cells}</tr>")
-        head = "".join(f"<th>{x}</th>" for x in ("metric", "first", "last", "smallest", "largest"))
-        parts.append(
-            f"<p><b>{escape(reader.label)}</b>: {escape(str(reader.status))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
-        )
-        parts.append(lights_html(health_of(reader)))
-        done = [f"step {e.get('step', 0):,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
-        parts.append(f"<p>{escape('; '.join(done[-12:]))}</p>" if done else "")
-    return "".join(parts)
-
-
-def still(readers: Sequence[RunReader], group: str = "overview", smoothing: float = 0.3) -> tuple[bytes, str]:
-    """What stays of a view: a PNG, and an HTML table."""
-    for reader in readers:
-        reader.poll()
-    panels = group_panels(readers, group, smoothing) or [Panel(readers[0].label if readers else "no run")]
-    return to_png(*panels), table_html(readers)
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #c9f5cac5
-def pump_kind() -> str:
-    """How widget events can be handled while a cell is busy: "none" (no kernel), "poll", "front end" or "subshell"."""
-    kernel = _kernel()
-    if kernel is None:
-        return "none"
-    import ipykernel
-
-    version = tuple(int(x) for x in re.findall(r"\d+", str(getattr(ipykernel, "__version__", "0.0")))[:2])
-    if version < (7, 0):
-        return "poll"
-    threads = getattr(kernel, "shell_channel_thread", None)
-    return "subshell" if version >= (7, 4) and threads is not None else "front end"
-
-
-def _kernel() -> Any:
-    """The kernel that runs this code; None in a terminal or a script."""
-    if "IPython" not in sys.modules:
-        return None
-    from IPython.core.getipython import get_ipython
-
-    return getattr(get_ipython(), "kernel", None)  # type: ignore[no-untyped-call]
-
-
-def front_end() -> bool:
-    """Whether somebody is likely to look: a kernel whose cell was sent by a program that could ask for input.
-
-    Notebooks that are run by nbclient, nbconvert or papermill get False, and so a picture instead of widgets.
-    """
-    kernel = _kernel()
-    return kernel is not None and bool(getattr(kernel, "_allow_stdin", False))
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #1434daf4
-class Pump:
-    """Lets widget events through while a cell is busy; see the table above. Whatever fails in it is given up quietly."""
-
-    def __init__(self) -> None:
-        self.kind, self._subshell, self._routed = pump_kind(), "", list[Any]()
-
-    def start(self, widgets: Sequence[Any]) -> None:
-        """Begin; `widgets` are those that a person can use."""
-        if self.kind != "subshell":
-            return
-        with suppress(Exception):  # private parts of ipykernel
-            self._subshell = str(self._in_channel("_create_subshell"))
-            for widget in widgets:
-                widget.comm._reply_subshell_for = lambda data, default: default or self._subshell
-                self._routed.append(widget.comm)
-
-    def _in_channel(self, name: str, *args: Any) -> Any:
-        """Call a method of the subshell manager where it must be called: in its own thread."""
-        channel, done = _kernel().shell_channel_thread, threading.Event()
-        found: list[Any] = []
-
-        def call() -> None:
-            with suppress(Exception):
-                found.append(getattr(channel.manager, name)(*args))
-            done.set()
-
-        channel.io_loop.add_callback(call)
-        done.wait(2.0)
-        return found[0]
-
-    def stop(self) -> None:
-        """End; the widgets' messages go where they went before."""
-        for comm in self._routed:
-            with suppress(Exception):
-                del comm._reply_subshell_for
-        if self._subshell:
-            with suppress(Exception):
-                self._in_channel("_delete_subshell", self._subshell)
-        self._routed, self._subshell = [], ""
-
-    def poll(self) -> int:
-        """Handle waiting widget messages now (ipykernel 6, in the main thread); returns how many."""
-        if self.kind != "poll" or threading.current_thread() is not threading.main_thread():
-            return 0
-        with suppress(Exception):
-            return _poll_old_kernel(_kernel())
-        return 0
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #bfc0f2e3
-def _poll_old_kernel(kernel: Any) -> int:
-    """Handle the comm messages that wait in an ipykernel 6."""
-    import zmq
-
-    kernel.shell_stream.flush(zmq.POLLIN)  # from the socket into the queue
-    kept, handled, parents = [], 0, (kernel._parent_ident.copy(), dict(kernel._parents))
-    while not kernel.msg_queue.empty():
-        item = kernel.msg_queue.get_nowait()
-        *_, dispatch, args = item
-        if _message_type(args) not in ("comm_msg", "comm_close", "comm_info_request"):
-            kept.append(item)
-            continue
-        coroutine = dispatch(*args)
-        with suppress(StopIteration):
-            coroutine.send(None)
-            coroutine.close()  # it wanted to wait
-        handled += 1
-    for item in kept:
-        kernel.msg_queue.put_nowait(item)
-    kernel._parent_ident.update(parents[0])
-    kernel._parents.update(parents[1])
-    if handled:  # what the cell prints belongs to the cell again
-        kernel.set_parent(parents[0].get("shell"), parents[1].get("shell"), "shell")
-        kernel._publish_status("busy", "shell")
-    return handled
-
-
-def _message_type(args: Any) -> str:
-    """The type of a message in a kernel's queue, from its frames."""
-    for arg in args:
-        if isinstance(arg, list):
-            frames: list[Any] = [getattr(frame, "bytes", frame) for frame in arg]
-            if b"<IDS|MSG>" in frames:
-                return str(json.loads(frames[frames.index(b"<IDS|MSG>") + 2]).get("msg_type"))
-    return ""
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #8397e7a1
-class Board:
-    """What a dashboard shows and asks, without widgets.
+    As the last value of a cell it shows a run that goes on elsewhere, live, in the background; of a run that is over, a picture and a table.
 
     Args:
-        runs: see `reader.open_runs`.
-        group, smoothing: what is shown first; see `group_panels`.
+        runs: a trainer, a path, or several of these, or a dict that names them.
+        group: which curves: overview, reward, KL, losses, answers, speed, evaluation, all.
+        smoothing: 0 to 1.
         points: most points kept of each metric.
+        widgets: False: never use widgets; None: where a front end seems to be there.
     """
 
-    def __init__(self, runs: Any, group: str = "overview", smoothing: float = 0.3, points: int = 2000) -> None:
+    SHARE = 0.02  # of one core, for drawing
+    EVERY = 0.25  # seconds
+
+    def __init__(
+        self,
+        runs: Any,
+        group: str = "overview",
+        smoothing: float = 0.3,
+        points: int = 2000,
+        widgets: bool | None = None,
+    ) -> None:
         self.readers = open_runs(runs, points)
-        self.group, self.smoothing = group, smoothing
+        self.group, self.smoothing, self.widgets = group, smoothing, widgets
         self.wishes: deque[tuple[str, str | None, float | None]] = deque()  # filled by clicks, in any thread
         self.answer = ""  # what became of the last request
+        self.knobs: _Knobs | None = None
+        self.failure, self.spent = "", 0.0  # of the drawing thread: its last error, its CPU seconds
+        self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
         self._axes: dict[Any, Axes] = {}
         self._drawn: tuple[Any, ...] = ()
+        self._drawn_control: Any = None
+        self._followed: Any = None
+        self._ids: Sequence[Any] = (None, None)
 
     @property
     def target(self) -> RunReader:
@@ -607,7 +176,7 @@ class Board:
         """Write what was asked into the run's control file."""
         while self.wishes:
             request, key, value = self.wishes.popleft()
-            what = f"{key} = {_number(value)}" if request == "set" else request
+            what = request if value is None else f"{key} = {value:.4g}"
             if self.target.status.over:
                 self.answer = f"{what}: the run is over, so nobody would hear it"
                 continue
@@ -632,15 +201,12 @@ class Board:
         self._drawn = state
         return self.curves(), self.words()
 
-    _drawn_control: Any = None
-
     def curves(self) -> str:
         """The SVG of the group that is shown, on axes that keep still."""
         key = (self.group, tuple(r.generation for r in self.readers))
         panels = group_panels(self.readers, self.group, self.smoothing)
-        return line_chart(
-            *(panels or [Panel(self.group)]), axes=self._axes.setdefault(key, Axes()), label=f"curves: {self.group}"
-        )
+        axes = self._axes.setdefault(key, Axes())
+        return line_chart(*(panels or [Panel(self.group)]), axes=axes, label=f"curves: {self.group}")
 
     def words(self) -> str:
         """Status, lights and the answer to the last request, as HTML."""
@@ -648,117 +214,13 @@ class Board:
         for reader in self.readers:
             pace = reader.last("perf/step_s")
             left = (reader.status.total or 0) - reader.status.step
-            eta = (
-                f", {spell_seconds(left * pace)} left" if pace and left > 0 and reader.status.state == "running" else ""
-            )
-            note = f" ({reader.note})" if reader.note else ""
-            parts.append(f"<div><b>{escape(reader.label)}</b>: {escape(str(reader.status) + eta + note)}</div>")
+            runs = pace and left > 0 and reader.status.state == "running"
+            text = str(reader.status) + (f", {spell_seconds(left * (pace or 0))} left" if runs else "")
+            text += f" ({reader.note})" if reader.note else ""
+            parts.append(f"<div><b>{escape(reader.label)}</b>: {escape(text)}</div>")
         parts.append(lights_html(health_of(self.target)))
         parts.append(f'<div style="min-height:1.5em;opacity:.85">{escape(self.answer)}</div>')
         return f'<div style="color:inherit">{"".join(parts)}</div>'
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #7cb06806
-_SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
-
-
-class _Knobs:
-    """Buttons, choices and sliders of a board."""
-
-    def __init__(self, board: Board) -> None:
-        import ipywidgets as w
-
-        self.board = board
-        self.shown: dict[str, float] = {}  # values that sliders were given by us, not by a person
-        self.buttons = []
-        for request, text, hint in (
-            ("pause", "Pause", "stand still at the end of this step"), ("resume", "Resume", "go on"), ("save", "Save now", "write a checkpoint"),
-            ("evaluate", "Evaluate", "measure on held-out prompts"), ("stop", "Stop", "end after this step, with a checkpoint"),
-        ):  # fmt: skip
-            button = w.Button(
-                description=text,
-                tooltip=hint,
-                button_style="warning" if request == "stop" else "",
-                layout=w.Layout(width="auto"),
-            )
-            button.on_click(lambda _, request=request: board.ask(request))
-            self.buttons.append(button)
-        self.group = w.Dropdown(options=[*LAYOUT, "all"], value=board.group, layout=w.Layout(width="130px"))
-        self.group.observe(lambda change: setattr(board, "group", change["new"]), names="value")
-        self.smoothing = w.FloatSlider(
-            board.smoothing,
-            min=0.0,
-            max=1.0,
-            step=0.05,
-            description="smooth",
-            readout=False,
-            continuous_update=False,
-            layout=w.Layout(width="220px"),
-        )
-        self.smoothing.observe(lambda change: setattr(board, "smoothing", change["new"]), names="value")
-        self.sliders = {key: self._slider(w, key) for key in _SLIDERS}
-        self.curves, self.words = w.HTML(), w.HTML()
-        top = w.HBox([*self.buttons, self.group, self.smoothing], layout=w.Layout(flex_flow="row wrap"))
-        knobs = w.HBox(list(self.sliders.values()), layout=w.Layout(flex_flow="row wrap"))
-        self.box = w.VBox([top, knobs, self.words, self.curves])
-
-    def _slider(self, w: Any, key: str) -> Any:
-        """A hidden slider that asks for a number when it is moved by a person."""
-        log = key in ("kl_coef", "lr")
-        kind, limits = (
-            (w.FloatLogSlider, {"min": -6.0, "max": 1.0}) if log else (w.FloatSlider, {"min": 0.0, "max": 10.0})
-        )
-        layout = w.Layout(width="300px", display="none")
-        slider = kind(description=key, continuous_update=False, readout_format=".3g", layout=layout, **limits)
-
-        def moved(change: dict[str, Any]) -> None:
-            if change["new"] != self.shown.get(key) and slider.layout.display != "none":
-                self.shown[key] = change["new"]
-                self.board.ask("set", key, float(change["new"]))
-
-        slider.observe(moved, names="value")
-        return slider
-
-    def interactive(self) -> list[Any]:
-        """The widgets that a person can use."""
-        return [*self.buttons, self.group, self.smoothing, *self.sliders.values()]
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #d33b4ecf
-def follow(knobs: _Knobs, controls: Mapping[str, Mapping[str, float]], force: str = "") -> None:
-    """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
-    for key, slider in knobs.sliders.items():
-        control = controls.get(key)
-        if control is None or "high" not in control:
-            continue
-        value, high = float(control.get("value", 0.0)), float(control["high"])
-        if slider.layout.display == "none":
-            top = math.log10(high / 10) if key == "lr" else math.log10(high)
-            if key in ("kl_coef", "lr"):
-                slider.max, slider.min = top, top - 5
-            else:
-                most = min(high, 5 * value) if key == "kl_target" and value > 0 else high
-                slider.max, slider.min, slider.step = most, float(control["low"]), (most - float(control["low"])) / 200
-            knobs.shown[key] = slider.value
-            slider.layout.display = None
-        elif value == knobs.shown.get(key + " of the run") and key != force:
-            continue
-        knobs.shown[key + " of the run"] = value
-        if key in ("kl_coef", "lr"):
-            value = min(max(value, 10**slider.min), 10**slider.max)
-        knobs.shown[key] = value
-        if slider.value != value:
-            slider.value = value
-            knobs.shown[key] = slider.value
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #448f088b
-class _Live(Board):
-    """A board with widgets that are kept up to date by a thread."""
-
-    SHARE = 0.02  # of one core
-    EVERY = 0.25  # seconds
-
-    knobs: _Knobs | None = None
-    failure = ""
-    spent = 0.0  # CPU seconds of the drawing thread
 
     def open(self) -> None:
         """Show the widgets, and begin to draw."""
@@ -770,9 +232,8 @@ class _Live(Board):
         self._ids = [f"rlhf-nb-{id(self):x}-{time.monotonic_ns():x}-{i}" for i in (0, 1)]
         view = {"version_major": 2, "version_minor": 0, "model_id": self.knobs.box.model_id}
         text = f"Dashboard of {', '.join(r.label for r in self.readers)} (live; run Dashboard({str(self.target.path)!r}) to see it again)"
-        display(
-            {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}, raw=True, display_id=self._ids[0]
-        )
+        data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
+        display(data, raw=True, display_id=self._ids[0])
         display({"text/html": "", "text/plain": ""}, raw=True, display_id=self._ids[1])
         self.pump.start(self.knobs.interactive())
         self._thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
@@ -800,9 +261,7 @@ class _Live(Board):
         last = self._drawn_control or {}
         refused = str(last.get("key")) if last and not last.get("ok", True) and last is not self._followed else ""
         self._followed = last
-        follow(knobs, self.target.controls, refused)
-
-    _followed: Any = None
+        knobs.follow(self.target.controls, refused)
 
     def close(self) -> None:
         """Stop drawing; a picture and a table take the widgets' place."""
@@ -815,9 +274,7 @@ class _Live(Board):
             self.show_still(update=True)
         except Exception as error:  # it must not hide why the cell ended
             self.failure = f"{type(error).__name__}: {error}"
-            print(
-                f"the picture of the run could not be drawn ({self.failure}); the run itself is in {self.target.path}"
-            )
+            print(f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}")
         if self.knobs is not None:
             for widget in (self.knobs.box, *self.knobs.box.children, *self.knobs.interactive()):
                 widget.close()
@@ -830,55 +287,9 @@ class _Live(Board):
         png, table = still(self.readers, self.group, self.smoothing)
         text = "; ".join(f"{r.label}: {r.status}" for r in self.readers)
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
-        for data, place in zip(
-            (picture, {"text/html": table, "text/plain": text}), self._ids if update else (None, None)
-        ):
+        places = self._ids if update else (None, None)
+        for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
             display(data, raw=True, **({"display_id": place, "update": True} if place else {}))
-
-    _ids: Sequence[Any] = (None, None)
-
-# %% ../../nbs/820_widgets_dashboard.ipynb #adffa2bb
-class _Poke(Callback):
-    """Lets clicks through between the steps of a run in this kernel (ipykernel 6)."""
-
-    def __init__(self, board: _Live) -> None:
-        self.board, self._last = board, 0.0
-
-    def on_step(self, run: RunView, event: dict[str, Any]) -> None:
-        """At most ten times a second."""
-        if time.monotonic() - self._last > 0.1:
-            self._last = time.monotonic()
-            self.board.pump.poll()
-
-    def on_wait(self, run: RunView) -> None:
-        """While the run is paused."""
-        self.board.pump.poll()
-
-
-class Dashboard(_Live):
-    """Watch and steer a run: `with Dashboard(trainer).live(): trainer.fit()`; or `Dashboard("runs/ppo")` for any run directory.
-
-    As the last value of a cell it shows a run that goes on elsewhere, live, in the background; of a run that is over, a picture and a table.
-
-    Args:
-        runs: a trainer, a path, or several of these, or a dict that names them.
-        group: which curves: overview, reward, KL, losses, answers, speed, evaluation, all.
-        smoothing: 0 to 1.
-        points: most points kept of each metric.
-        widgets: False: never use widgets; None: where a front end seems to be there.
-    """
-
-    def __init__(
-        self,
-        runs: Any,
-        group: str = "overview",
-        smoothing: float = 0.3,
-        points: int = 2000,
-        widgets: bool | None = None,
-    ) -> None:
-        super().__init__(runs, group, smoothing, points)
-        self.widgets = widgets
-        self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
 
     def _with_widgets(self) -> bool:
         """Whether to show widgets."""
@@ -924,7 +335,7 @@ class Dashboard(_Live):
 
     def _leave_still(self) -> None:
         """A picture and a table where a notebook is, a line elsewhere."""
-        if "IPython" in sys.modules and _kernel() is not None:
+        if in_notebook():
             self.show_still()
         else:
             self.refresh()

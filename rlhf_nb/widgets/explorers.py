@@ -3,340 +3,28 @@
 # %% ../../nbs/840_widgets_explorers.ipynb #088c650b
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..losses.advantages import gae
 from ..core import ConfigError, suggest
+from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms
 from ..losses.kto import kto
 from ..losses.policy import clipped_surrogate
 from ..losses.preference import PairLogps, dpo, ipo, simpo
-from .charts import color_of, nice_step, ticks
-from .samples import attended, escape, show_live, table_html
+from .html import table_html
+from .kernel import show_live
+from .plots import Curve, Explorer, Knob, Picture, Plot
 
 # %% auto #0
 __all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum', 'TAILS',
-           'best_of_n', 'EXPLORERS', 'Curve', 'Plot', 'Picture', 'plot_svg', 'picture_html', 'picture_png', 'Knob',
-           'Explorer', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture', 'optimal_policy',
-           'optimum_picture', 'best_of_n_mean', 'best_of_n_kl', 'best_of_n_picture', 'Explorers']
-
-# %% ../../nbs/840_widgets_explorers.ipynb #5e1c0a91
-@dataclass(frozen=True)
-class Curve:
-    """Points that belong together.
-
-    Args:
-        label: for the legend; empty leaves it out.
-        x, y: the points.
-        color: number in the palette.
-        kind: "line", "dash", "dots" or "bars".
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    color: int = 0
-    kind: str = "line"
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Curves on common axes.
-
-    Args:
-        title: above.
-        curves: back to front.
-        xlabel: below.
-        ylim: limits; None takes those of the points.
-        marks: places on the horizontal axis that mean something.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    xlabel: str = ""
-    ylim: tuple[float, float] | None = None
-    marks: Sequence[float] = ()
-
-    def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of both axes; the vertical ones on round numbers."""
-        xs = [x for c in self.curves for x in c.x]
-        wide = 0.5 if any(c.kind == "bars" for c in self.curves) else 0.0
-        ys = [y for c in self.curves for y in c.y if math.isfinite(y)]
-        ys += [0.0] if wide else []
-        low, high = self.ylim or (min(ys), max(ys))
-        step = nice_step(max(high - low, 1e-9))
-        if self.ylim is None:
-            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        return (min(xs) - wide, max(xs) + wide), (low, high if high > low else low + step)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What an explorer shows."""
-
-    plots: Sequence[Plot]
-    says: str  # what to see, in a sentence
-    facts: Sequence[Mapping[str, Any]] = field(default=())
-
-# %% ../../nbs/840_widgets_explorers.ipynb #58b827f7
-_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 400, 250, 46, 44, 10, 34
-
-
-def _marks_svg(c: Curve, px: Callable[[float], float], py: Callable[[float], float], number: int, of: int) -> str:
-    """One curve."""
-    color, points = color_of(c.color), [(px(x), py(y)) for x, y in zip(c.x, c.y) if math.isfinite(y)]
-    if c.kind == "dots":
-        return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in points)
-    if c.kind == "bars":
-        w, zero = (px(1.0) - px(0.0)) * 0.8 / of, py(0.0)
-        at = (number - of / 2) * w
-        box = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}" opacity=".85"/>'
-        return "".join(box.format(x + at, min(y, zero), w * 0.92, abs(y - zero), color) for x, y in points)
-    dash = ' stroke-dasharray="6 4" opacity=".75"' if c.kind == "dash" else ""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>'
-
-
-def _legend_svg(curves: Sequence[Curve]) -> str:
-    """Names of the curves, in their colours."""
-    out, x = [], _LEFT
-    for c in curves:
-        if c.label:
-            out.append(f'<rect x="{x}" y="24" width="9" height="9" rx="2" fill="{color_of(c.color)}"/>')
-            out.append(f'<text x="{x + 12}" y="32" font-size="11">{escape(c.label)}</text>')
-            x += 24 + int(6.2 * len(c.label))
-    return "".join(out)
-
-
-def plot_svg(plot: Plot) -> str:
-    """One plot as SVG; text and grid in the page's colour."""
-    (x0, x1), (y0, y1) = plot.limits()
-    w, h = _W - _LEFT - _RIGHT, _H - _TOP - _BOTTOM
-
-    def px(x: float) -> float:
-        return _LEFT + (x - x0) / max(x1 - x0, 1e-12) * w
-
-    def py(y: float) -> float:
-        return _TOP + (y1 - min(max(y, y0), y1)) / max(y1 - y0, 1e-12) * h
-
-    out = [f'<text x="{_LEFT}" y="15" font-weight="600">{escape(plot.title)}</text>', _legend_svg(plot.curves)]
-    for y, text in ticks(y0, y1):
-        strong = ".4" if abs(y) < 1e-12 else ".13"
-        out.append(f'<path d="M{_LEFT} {py(y):.1f}h{w}" stroke="currentColor" opacity="{strong}"/>')
-        out.append(
-            f'<text x="{_LEFT - 5}" y="{py(y) + 4:.1f}" font-size="10" text-anchor="end" opacity=".75">{text}</text>'
-        )
-    for x, text in ticks(x0, x1, parts=6):
-        out.append(
-            f'<text x="{px(x):.1f}" y="{_H - 20}" font-size="10" text-anchor="middle" opacity=".75">{text}</text>'
-        )
-    out += [
-        f'<path d="M{px(x):.1f} {_TOP}v{h}" stroke="currentColor" stroke-dasharray="2 4" opacity=".6"/>'
-        for x in plot.marks
-    ]
-    bars = [c for c in plot.curves if c.kind == "bars"]
-    out += [_marks_svg(c, px, py, bars.index(c) if c in bars else 0, len(bars)) for c in plot.curves]
-    out.append(
-        f'<text x="{_LEFT + w / 2}" y="{_H - 5}" font-size="11" text-anchor="middle" opacity=".85">{escape(plot.xlabel)}</text>'
-    )
-    style = f"width:{_W}px;max-width:100%;height:auto;font-family:system-ui,sans-serif;font-size:12px;color:inherit"
-    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(plot.title)}" viewBox="0 0 {_W} {_H}" style="{style}" fill="currentColor">{"".join(out)}</svg>'
-
-
-def picture_html(picture: Picture) -> str:
-    """Plots side by side, the sentence, the facts."""
-    facts = table_html(picture.facts) if picture.facts else ""
-    return f'<div>{"".join(map(plot_svg, picture.plots))}</div><p style="max-width:{2 * _W}px">{escape(picture.says)}</p>{facts}'
-
-# %% ../../nbs/840_widgets_explorers.ipynb #a3a31217
-def picture_png(picture: Picture) -> bytes:
-    """The plots and the sentence as a PNG, on a light ground of its own."""
-    import textwrap
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    n = len(picture.plots)
-    figure = Figure(figsize=(4.3 * n, 2.9), dpi=80, layout="constrained")
-    for i, plot in enumerate(picture.plots):
-        ax = figure.add_subplot(1, n, i + 1)
-        bars = [c for c in plot.curves if c.kind == "bars"]
-        for c in plot.curves:
-            look: dict[str, Any] = {"color": color_of(c.color), "label": c.label or None}
-            if c.kind == "bars":
-                width = 0.8 / len(bars)
-                ax.bar(
-                    [x + (bars.index(c) + 0.5 - len(bars) / 2) * width for x in c.x],
-                    c.y,
-                    width * 0.92,
-                    alpha=0.85,
-                    **look,
-                )
-            else:
-                style = {"line": "-", "dash": "--", "dots": "none"}[c.kind]
-                ax.plot(c.x, c.y, ls=style, marker="o" if c.kind == "dots" else "", lw=1.6, **look)
-        for x in plot.marks:
-            ax.axvline(x, color="0.4", ls=":", lw=1)
-        (x0, x1), (y0, y1) = plot.limits()
-        ax.set(xlim=(x0, x1), ylim=(y0, y1 + 0.02 * (y1 - y0)), xlabel=plot.xlabel)
-        ax.set_title(plot.title, fontsize=10)
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-        if any(c.label for c in plot.curves):
-            ax.legend(fontsize=8, frameon=False)
-    figure.supxlabel(textwrap.fill(picture.says, 62 * n), fontsize=9, x=0.01, ha="left")
-    FigureCanvasAgg(figure).print_png(out := io.BytesIO())
-    return out.getvalue()
-
-# %% ../../nbs/840_widgets_explorers.ipynb #62a1e0d4
-@dataclass(frozen=True)
-class Knob:
-    """One thing to turn: a slider, or a choice.
-
-    Args:
-        value: where it stands first; low, high: its ends; step: between two places.
-        log: a slider whose steps multiply.
-        choices: instead of numbers.
-        whole: whole numbers only.
-        upright: one of a row of upright sliders, with which a curve is drawn.
-    """
-
-    value: Any
-    low: float = 0.0
-    high: float = 1.0
-    step: float = 0.01
-    log: bool = False
-    choices: tuple[str, ...] = ()
-    whole: bool = False
-    upright: bool = False
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse what the slider could not be set to.
-
-        Raises:
-            ConfigError: outside the ends, or no choice.
-        """
-        if self.choices:
-            if value not in self.choices:
-                raise ConfigError(f"{name}: {value!r} is none of {', '.join(self.choices)}.")
-        elif not (isinstance(value, (int, float)) and self.low <= value <= self.high):
-            raise ConfigError(f"{name}: {value!r} must lie between {self.low:g} and {self.high:g}.")
-
-
-@dataclass(frozen=True)
-class Explorer:
-    """A formula with knobs: a widget where there is a front end, a picture elsewhere.
-
-    Args:
-        title: what it is about.
-        knobs: by the name of `draw`'s argument.
-        draw: from all knobs' values to a picture; pure.
-    """
-
-    title: str
-    knobs: Mapping[str, Knob]
-    draw: Callable[..., Picture]
-
-    def picture(self, **values: Any) -> Picture:
-        """The picture at these values; knobs not named stand where they stood first.
-
-        Raises:
-            ConfigError: an unknown knob, or a value it can't have.
-        """
-        for name, value in values.items():
-            if name not in self.knobs:
-                near = suggest(name, self.knobs)
-                raise ConfigError(
-                    f"{self.title} has no knob {name!r}. "
-                    + (f"Did you mean {near!r}?" if near else f"It has {', '.join(self.knobs)}.")
-                )
-            self.knobs[name].check(name, value)
-        return self.draw(**{**{k: v.value for k, v in self.knobs.items()}, **values})
-
-    def html(self, **values: Any) -> str:
-        """As HTML with SVG."""
-        return picture_html(self.picture(**values))
-
-    def png(self, **values: Any) -> bytes:
-        """As a PNG."""
-        return picture_png(self.picture(**values))
-
-    @property
-    def widget(self) -> Any:
-        """Sliders and the picture."""
-        return _explorer_widget(self)
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import Image, display
-
-        if attended():
-            show_live(lambda: self.widget, self.html(), self.title)
-        else:
-            display(Image(self.png(), alt=self.title))
-
-# %% ../../nbs/840_widgets_explorers.ipynb #977e4d0d
-def _knob_widget(name: str, knob: Knob) -> Any:
-    """A core widget for a knob; its `value` is the knob's."""
-    import ipywidgets as w
-
-    wide = {"description": name, "style": {"description_width": "8em"}, "layout": w.Layout(width="22em")}
-    if knob.choices:
-        return w.Dropdown(options=list(knob.choices), value=knob.value, **wide)
-    if knob.upright:
-        return w.FloatSlider(
-            value=knob.value, min=knob.low, max=knob.high, step=knob.step, orientation="vertical", readout=False, description=name,
-            layout=w.Layout(width="3em", height="8em"),
-        )  # fmt: skip
-    if knob.log:
-        return w.FloatLogSlider(
-            value=knob.value,
-            min=math.log10(knob.low),
-            max=math.log10(knob.high),
-            step=0.02,
-            readout_format=".3g",
-            **wide,
-        )
-    if knob.whole:
-        return w.IntSlider(value=knob.value, min=int(knob.low), max=int(knob.high), **wide)
-    return w.FloatSlider(value=knob.value, min=knob.low, max=knob.high, step=knob.step, **wide)
-
-
-def _explorer_widget(explorer: Explorer) -> Any:
-    """Knobs above the picture; a knob's callback sets one attribute."""
-    import ipywidgets as w
-
-    knobs = {name: _knob_widget(name, knob) for name, knob in explorer.knobs.items()}
-    shown = w.HTML(explorer.html())
-
-    def turned(_: Any) -> None:
-        values = {
-            name: min(max(k.value, explorer.knobs[name].low), explorer.knobs[name].high)
-            if not explorer.knobs[name].choices
-            else k.value
-            for name, k in knobs.items()
-        }
-        shown.value = explorer.html(**values)
-
-    for k in knobs.values():
-        k.observe(turned, names="value")
-    upright = [k for name, k in knobs.items() if explorer.knobs[name].upright]
-    flat = [k for name, k in knobs.items() if not explorer.knobs[name].upright]
-    rows = [w.HTML(f"<b>{escape(explorer.title)}</b>"), w.HBox(flat, layout=w.Layout(flex_flow="row wrap"))]
-    return w.VBox(
-        [
-            *rows,
-            *([w.HBox(upright, layout=w.Layout(padding="10px 0 0 0", overflow="visible"))] if upright else []),
-            shown,
-        ]
-    )
+           'best_of_n', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
+           'optimal_policy', 'optimum_picture', 'best_of_n_mean', 'best_of_n_kl', 'best_of_n_picture', 'Explorers']
 
 # %% ../../nbs/840_widgets_explorers.ipynb #09c9335e
 def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
@@ -392,20 +80,11 @@ def gae_picture(gamma: float, lam: float, critic: str, **drawn: float) -> Pictur
     returns = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
     values = {"zero": returns * 0, "average": returns.mean().expand_as(returns), "perfect": returns}[critic]
     x = [float(i + 1) for i in range(TOKENS)]
-    each = {
-        name: gae(rewards, values, mask, gamma, at)[0][0].tolist()
-        for name, at in (("λ = 0", 0.0), ("λ = 1", 1.0), ("now", lam))
-    }
-    first = [
-        Curve("reward", x, rewards[0].tolist(), 0, "bars"),
-        Curve("value", x, values[0].tolist(), 1),
-        Curve("return", x, returns[0].tolist(), 2, "dash"),
-    ]
-    second = [
-        Curve(f"λ = {lam:.2f}", x, each["now"], 0, "bars"),
-        Curve("λ = 0", x, each["λ = 0"], 4, "dash"),
-        Curve("λ = 1", x, each["λ = 1"], 3, "dash"),
-    ]
+    none, every, now = (gae(rewards, values, mask, gamma, at)[0][0].tolist() for at in (0.0, 1.0, lam))
+    first = [Curve("reward", x, rewards[0].tolist(), 0, "bars"), Curve("value", x, values[0].tolist(), 1)]
+    first.append(Curve("return", x, returns[0].tolist(), 2, "dash"))
+    second = [Curve(f"λ = {lam:.2f}", x, now, 0, "bars"), Curve("λ = 0", x, none, 4, "dash")]
+    second.append(Curve("λ = 1", x, every, 3, "dash"))
     says = f"A surprise is credited to the token before it by {gamma * lam:.0%}, to the one ten before it by {(gamma * lam) ** TOKENS:.0%}."
     says = "A perfect critic leaves nothing to be surprised by: every advantage is 0." if critic == "perfect" else says
     return Picture([Plot("what came and what was expected", first, "token"), Plot("advantage", second, "token")], says)
@@ -460,25 +139,16 @@ def preference_picture(beta: float, beta_simpo: float, gamma: float, label_smoot
     )
     top = max(1.5, min(4.0, max(losses[0].y)))
     both = (target,) if target < 60 else ()
-    return Picture(
-        [
-            Plot("loss", losses, "margin (nats)", (0.0, top), both),
-            Plot("push, 1 at margin 0", pushes, "margin (nats)", (-1.0, 2.0), both),
-        ],
-        says,
-    )
+    plots = [
+        Plot("loss", losses, "margin (nats)", (0.0, top), both),
+        Plot("push, 1 at margin 0", pushes, "margin (nats)", (-1.0, 2.0), both),
+    ]
+    return Picture(plots, says)
 
 
-preference_losses = Explorer(
-    "Preference losses",
-    {
-        "beta": Knob(0.1, 0.01, 1.0, log=True),
-        "beta_simpo": Knob(2.0, 0.5, 10.0, 0.5),
-        "gamma": Knob(1.0, 0.0, 3.0, 0.1),
-        "label_smoothing": Knob(0.0, 0.0, 0.4),
-    },
-    preference_picture,
-)
+_knobs = {"beta": Knob(0.1, 0.01, 1.0, log=True), "beta_simpo": Knob(2.0, 0.5, 10.0, 0.5)}
+_knobs |= {"gamma": Knob(1.0, 0.0, 3.0, 0.1), "label_smoothing": Knob(0.0, 0.0, 0.4)}
+preference_losses = Explorer("Preference losses", _knobs, preference_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #5979d979
 def _log_bell(x: Tensor, mean: float, sd: float) -> Tensor:
@@ -501,11 +171,8 @@ def kl_picture(
     noise = torch.randn(int(samples), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = policy_mean + policy_sd * noise
     ratio = _log_bell(x, *bell_p) - _log_bell(x, *bell_q)
-    true = (
-        math.log(reference_sd / policy_sd)
-        + (policy_sd**2 + (policy_mean - reference_mean) ** 2) / (2 * reference_sd**2)
-        - 0.5
-    )
+    apart = (policy_sd**2 + (policy_mean - reference_mean) ** 2) / (2 * reference_sd**2)
+    true = math.log(reference_sd / policy_sd) + apart - 0.5
     keep = torch.unique(torch.logspace(0, math.log10(len(x)), 120).long().clamp(max=len(x))) - 1
     kinds: tuple[KLKind, ...] = ("k1", "k2", "k3")
     curves, facts = [Curve("true", [1.0, float(len(x))], [true, true], 2, "dash")], list[dict[str, Any]]()
@@ -513,18 +180,11 @@ def kl_picture(
         terms = kl_terms(ratio, kind)
         running = terms.cumsum(0) / torch.arange(1, len(x) + 1)
         curves.append(Curve(kind, (keep + 1.0).tolist(), running[keep].tolist(), (0, 1, 3)[i]))
-        facts.append(
-            {
-                "estimator": kind,
-                "mean": float(terms.mean()),
-                "true KL": true,
-                "std of one term": float(terms.std()),
-                "largest term": float(terms.max()),
-            }
-        )
+        fact = {"estimator": kind, "mean": float(terms.mean()), "true KL": true}
+        facts.append(fact | {"std of one term": float(terms.std()), "largest term": float(terms.max())})
+    both = (("policy", bell_p), ("reference", bell_q))
     bells = [
-        Curve(name, grid.tolist(), _log_bell(grid, *bell).exp().tolist(), i)
-        for i, (name, bell) in enumerate((("policy", bell_p), ("reference", bell_q)))
+        Curve(name, grid.tolist(), _log_bell(grid, *bell).exp().tolist(), i) for i, (name, bell) in enumerate(both)
     ]
     top = max(2.5 * true, 0.05)
     calm = min(facts, key=lambda f: abs(f["mean"] - true) + f["std of one term"] / len(x) ** 0.5)
@@ -565,9 +225,8 @@ def optimal_policy(reference: Tensor, rewards: Tensor, beta: float) -> tuple[Ten
 
 def _reward_and_kl(policy: Tensor, reference: Tensor, rewards: Tensor) -> tuple[float, float]:
     """Expected reward and KL(policy ‖ reference)."""
-    return float((policy * rewards).sum()), float(
-        torch.where(policy > 0, policy * (policy / reference).log(), 0.0).sum()
-    )
+    kl = torch.where(policy > 0, policy * (policy / reference).log(), 0.0).sum()
+    return float((policy * rewards).sum()), float(kl)
 
 
 def optimum_picture(beta: float, **drawn: float) -> Picture:
@@ -581,26 +240,18 @@ def optimum_picture(beta: float, **drawn: float) -> Picture:
     rewards = torch.tensor([drawn[f"r{i + 1}"] for i in range(len(_REFERENCE))], dtype=torch.float64)
     policy, log_z = optimal_policy(reference, rewards, beta)
     reward, kl = _reward_and_kl(policy, reference, rewards)
-    path = [
-        _reward_and_kl(optimal_policy(reference, rewards, b)[0], reference, rewards)
-        for b in torch.logspace(-2, 2, 120).tolist()
-    ]
+    prices = torch.logspace(-2, 2, 120).tolist()
+    path = [_reward_and_kl(optimal_policy(reference, rewards, b)[0], reference, rewards) for b in prices]
     x = [float(i + 1) for i in range(len(_REFERENCE))]
-    bars = [
-        Curve("reference", x, list(_REFERENCE), 4, "bars"),
-        Curve("optimum", x, policy.tolist(), 0, "bars"),
-        Curve("reward", x, rewards.tolist(), 1, "dots"),
-    ]
-    frontier = [
-        Curve("every β", [k for _, k in path], [r for r, _ in path], 4),
-        Curve(f"β = {beta:.2g}", [kl], [reward], 0, "dots"),
-    ]
+    bars = [Curve("reference", x, list(_REFERENCE), 4, "bars"), Curve("optimum", x, policy.tolist(), 0, "bars")]
+    bars.append(Curve("reward", x, rewards.tolist(), 1, "dots"))
+    frontier = [Curve("every β", [k for _, k in path], [r for r, _ in path], 4)]
+    frontier.append(Curve(f"β = {beta:.2g}", [kl], [reward], 0, "dots"))
     facts = [{"E[r]": reward, "KL": kl, "E[r] − β·KL": reward - beta * kl, "β log Z": beta * float(log_z)}]
     best = int(policy.argmax()) + 1
     says = f"At β = {beta:.2g} answer {best} has {float(policy.max()):.0%}; {kl:.2f} nats bought {reward - float((reference * rewards).sum()):.2f} of reward."
-    return Picture(
-        [Plot("answers", bars, "answer", (-1.0, 1.0)), Plot("reward against KL", frontier, "KL (nats)")], says, facts
-    )
+    plots = [Plot("answers", bars, "answer", (-1.0, 1.0)), Plot("reward against KL", frontier, "KL (nats)")]
+    return Picture(plots, says, facts)
 
 
 _rewards = {f"r{i + 1}": Knob(v, -1.0, 1.0, 0.05, upright=True) for i, v in enumerate((0.0, 0.1, -0.2, 0.4, 0.3, 0.9))}
@@ -674,39 +325,23 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
         Curve("proxy", d, proxy, 1), Curve("gold", d, gold, 0), Curve("Gao's law", d, [u * (alpha - beta * u) for u in d], 2, "dash"),
         Curve("", [d[near], d[near]], [proxy[near], gold[near]], 3, "dots"),
     ]  # fmt: skip
-    facts = [
-        {
-            "n": counts[near],
-            "KL": d[near] ** 2,
-            "proxy": proxy[near],
-            "gold": gold[near],
-            "α": alpha,
-            "β": beta,
-            "gold's peak at n": counts[peak],
-        }
-    ]
+    fact = {"n": counts[near], "KL": d[near] ** 2, "proxy": proxy[near], "gold": gold[near]}
+    facts = [fact | {"α": alpha, "β": beta, "gold's peak at n": counts[peak]}]
     says = f"Best of {counts[near]}: the proxy promises {proxy[near]:.2f}, gold gets {gold[near]:.2f}. " + (
         f"Gold's peak was at n = {counts[peak]}; beyond, more search finds larger errors."
         if counts[peak] < counts[-1]
         else "Gold still rises at n = 1000."
     )
     plain = Plot("mean reward of the best of n", curves, "√KL", (min(-0.5, min(gold)), min(max(proxy), 6.0)))
-    close = Plot(
-        "gold alone", [Curve("gold", d, gold, 0), curves[2], Curve("", [d[near]], [gold[near]], 3, "dots")], "√KL"
-    )
+    here = Curve("", [d[near]], [gold[near]], 3, "dots")
+    close = Plot("gold alone", [Curve("gold", d, gold, 0), curves[2], here], "√KL")
     return Picture([plain, close], says, facts)
 
 
 TAILS = ("normal", "heavy (t, 3)", "very heavy (t, 2)")
-best_of_n = Explorer(
-    "Best of n against Gao's law",
-    {
-        "n": Knob(16, 1, 1000, log=True),
-        "error": Knob(1.0, 0.0, 3.0, 0.1),
-        "tails": Knob("very heavy (t, 2)", choices=TAILS),
-    },
-    best_of_n_picture,
-)
+_knobs = {"n": Knob(16, 1, 1000, log=True), "error": Knob(1.0, 0.0, 3.0, 0.1)}
+_knobs["tails"] = Knob("very heavy (t, 2)", choices=TAILS)
+best_of_n = Explorer("Best of n against Gao's law", _knobs, best_of_n_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #950ed589
 EXPLORERS: dict[str, Explorer] = {
@@ -728,20 +363,14 @@ class Explorers:
     def __init__(self, first: str = "ppo_clip") -> None:
         if first not in EXPLORERS:
             near = suggest(first, EXPLORERS)
-            raise ConfigError(
-                f"explorer {first!r} is unknown. "
-                + (f"Did you mean {near!r}?" if near else f"There are {', '.join(EXPLORERS)}.")
-            )
+            hint = f"Did you mean {near!r}?" if near else f"There are {', '.join(EXPLORERS)}."
+            raise ConfigError(f"explorer {first!r} is unknown. {hint}")
         self.first = first
 
     def table(self) -> str:
         """What there is, as HTML."""
-        return table_html(
-            [
-                {"explorer": k, "about": e.title, "knobs": ", ".join(n for n in e.knobs if not e.knobs[n].upright)}
-                for k, e in EXPLORERS.items()
-            ]
-        )
+        turned = {k: ", ".join(n for n, knob in e.knobs.items() if not knob.upright) for k, e in EXPLORERS.items()}
+        return table_html([{"explorer": k, "about": e.title, "knobs": turned[k]} for k, e in EXPLORERS.items()])
 
     @property
     def widget(self) -> Any:

@@ -396,19 +396,47 @@ def _revived(value: Any) -> Any:
         return [_revived(v) for v in value]
     return float(value) if isinstance(value, str) and value in _WORDS else value
 
-# %% ../../nbs/800_widgets_reader.ipynb #957008bc
-_KEPT = 500  # events of each type
+# %% ../../nbs/800_widgets_reader.ipynb #01621988
+class RunReader:
+    """Everything a run directory says, read as it grows.
 
+    Args:
+        path: of the run directory; it need not exist yet.
+        points: most points kept of each metric.
+        label: what it is called beside other runs; the folder's name by default.
+    """
 
-class _Log:
-    """What the events of a log add up to."""
+    KEPT = 500  # events of each type
 
-    def __init__(self, points: int) -> None:
+    def __init__(self, path: str | Path, points: int = 2000, label: str | None = None) -> None:
         self.limit = points
         self._clear()
+        self.path, self.run_dir = Path(path), RunDir(path)
+        self.label = label or self.path.resolve().name
+        self.generation = 0  # grows when the log was cut and read again
+        self._tail = Tail(self.run_dir.metrics_path)
+        self._samples = SampleIndex(self.run_dir.samples_path)
+        self._config: tuple[float, dict[str, Any]] = (-1.0, {})
+        self._grew = time.monotonic()
+
+    def poll(self) -> bool:
+        """Take in what was written since the last time; True when anything was, or when the log was cut."""
+        cut = self._tail.replaced()
+        if cut:
+            self._tail.rewind()
+            self.generation += 1
+            self._clear()
+        first, grew = self._tail.offset == 0, False
+        many = self._tail.backlog() > 4 << 20
+        for block in self._tail.blocks():
+            grew = True
+            self._read(block, many)
+        if grew:
+            self._grew = time.monotonic() - (self._age() if first else 0.0)
+        return grew or cut
 
     def _clear(self) -> None:
-        """Know nothing."""
+        """Forget what was read; the log begins again."""
         self._series: dict[str, Series] = {}
         self._events: dict[str, deque[tuple[int, dict[str, Any]]]] = {}
         self._order = self.damaged = self.step = 0
@@ -465,7 +493,7 @@ class _Log:
     def _note(self, kind: str, row: dict[str, Any]) -> None:
         """Remember an event, and what it says of the run's state."""
         self._order += 1
-        self._events.setdefault(kind, deque(maxlen=_KEPT)).append((self._order, row))
+        self._events.setdefault(kind, deque(maxlen=self.KEPT)).append((self._order, row))
         step, total = row.get("step"), row.get("total_steps")
         self.step = max(self.step, step if isinstance(step, int) else 0)
         if kind in ("start", "resume"):
@@ -479,42 +507,6 @@ class _Log:
             if row.get("request") == "set" and isinstance(row.get("new"), (int, float)):
                 self.controls.setdefault(str(row.get("key")), {})["value"] = row["new"]
             self.paused = {"pause": True, "resume": False, "stop": False}.get(str(row.get("request")), self.paused)
-
-# %% ../../nbs/800_widgets_reader.ipynb #01621988
-class RunReader(_Log):
-    """Everything a run directory says, read as it grows.
-
-    Args:
-        path: of the run directory; it need not exist yet.
-        points: most points kept of each metric.
-        label: what it is called beside other runs; the folder's name by default.
-    """
-
-    def __init__(self, path: str | Path, points: int = 2000, label: str | None = None) -> None:
-        super().__init__(points)
-        self.path, self.run_dir = Path(path), RunDir(path)
-        self.label = label or self.path.resolve().name
-        self.generation = 0  # grows when the log was cut and read again
-        self._tail = Tail(self.run_dir.metrics_path)
-        self._samples = SampleIndex(self.run_dir.samples_path)
-        self._config: tuple[float, dict[str, Any]] = (-1.0, {})
-        self._grew = time.monotonic()
-
-    def poll(self) -> bool:
-        """Take in what was written since the last time; True when anything was, or when the log was cut."""
-        cut = self._tail.replaced()
-        if cut:
-            self._tail.rewind()
-            self.generation += 1
-            self._clear()
-        first, grew = self._tail.offset == 0, False
-        many = self._tail.backlog() > 4 << 20
-        for block in self._tail.blocks():
-            grew = True
-            self._read(block, many)
-        if grew:
-            self._grew = time.monotonic() - (self._age() if first else 0.0)
-        return grew or cut
 
     def _age(self) -> float:
         """Seconds since the log was written, by the file system's word; never negative."""

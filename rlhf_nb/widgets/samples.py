@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import copy
-import html
-import importlib.util
+import io
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..rollout.sampler import eval_mode
 from ..run.checkpoint import load_checkpoint
 from ..core import ConfigError, DataError, RunError, suggest
 from ..data.sources import tokenize_prompts
@@ -22,74 +22,16 @@ from ..losses.kl import kl_terms
 from ..scoring.scores import completion_logps
 from ..run.log import RunDir
 from ..types import Completions
-from .dashboard import front_end
+from .html import escape, prompt_text, table_html
+from .kernel import attended, show_live
 from .reader import SampleIndex
 
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ORDERS', 'MEASURES', 'POSITIVE', 'NEGATIVE', 'attended', 'show_live', 'escape', 'prompt_text', 'table_html',
-           'sample_kl', 'open_samples', 'read_samples', 'select_samples', 'sample_table', 'Measure', 'token_measures',
-           'token_texts', 'tokens_html', 'tokens_png', 'rescore', 'weights_at', 'Tokens', 'Samples']
-
-# %% ../../nbs/830_widgets_samples.ipynb #1fd69862
-def attended() -> bool:
-    """Whether somebody can press a button: a Jupyter front end that could answer `input()`, and ipywidgets to draw with."""
-    return front_end() and importlib.util.find_spec("ipywidgets") is not None
-
-
-def show_live(make: Callable[[], Any], html: str, text: str) -> Any:
-    """Show a widget where somebody can use it, and a still otherwise.
-
-    Args:
-        make: the widget; only called where there is a front end.
-        html: the still; in a bundle with the widget, so that a saved notebook shows it where the widget is gone.
-        text: for front ends that show text only.
-
-    Returns:
-        A display handle whose `update({"text/html": ...}, raw=True)` replaces the widget; None where there is no front end.
-    """
-    from IPython.display import display
-
-    still = {"text/html": html, "text/plain": text}
-    if not attended():
-        display(still, raw=True)
-        return None
-    view = {"version_major": 2, "version_minor": 0, "model_id": make().model_id}
-    return display({"application/vnd.jupyter.widget-view+json": view, **still}, raw=True, display_id=True)
-
-# %% ../../nbs/830_widgets_samples.ipynb #339d4d28
-def escape(text: Any) -> str:
-    """Text that can't become markup, whoever (or whatever policy) wrote it."""
-    return html.escape(str(text))
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as text; messages as "role: content", one a line."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
-    return str(prompt)
-
-
-def _cell(value: Any) -> str:
-    """One cell of a table: numbers to the right, with the digits that matter."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return f'<td style="text-align:left;vertical-align:top">{"–" if value is None else escape(value)}</td>'
-    shown = str(value) if isinstance(value, int) else "–" if math.isnan(value) else f"{value:.2f}"
-    return f'<td style="text-align:right;vertical-align:top">{shown}</td>'
-
-
-def table_html(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a plain table, readable on light and dark.
-
-    Args:
-        rows: dictionaries with the same keys.
-    """
-    if not rows:
-        return "<p>no rows</p>"
-    head = "".join(f'<th style="text-align:left">{escape(k)}</th>' for k in rows[0])
-    body = "".join(f"<tr>{''.join(_cell(r.get(k)) for k in rows[0])}</tr>" for r in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+__all__ = ['Row', 'ORDERS', 'MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples', 'select_samples',
+           'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png', 'rescore',
+           'weights_at', 'Tokens', 'Samples']
 
 # %% ../../nbs/830_widgets_samples.ipynb #45675bab
 ORDERS = ("step", "reward", "kl", "length")
@@ -112,9 +54,7 @@ def open_samples(run: str | Path) -> SampleIndex:
     """
     path = Path(run)
     if not path.exists():
-        raise RunError(
-            f"{path} doesn't exist: has the run begun? A run directory is what `output_dir` of its configuration says."
-        )
+        raise RunError(f"{path} doesn't exist: has the run begun? Give what its configuration calls `output_dir`.")
     return SampleIndex(RunDir(path).samples_path if path.is_dir() else path)
 
 
@@ -133,13 +73,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     rows = [r for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
     for i, row in enumerate(rows):
         length = len(row["tokens"]) if "tokens" in row else len(str(row["completion"]).split())
-        row |= {
-            "row": i,
-            "prompt": prompt_text(row.get("prompt", "")),
-            "reward": row.get("score", math.nan),
-            "kl": sample_kl(row),
-            "length": length,
-        }
+        row |= {"row": i, "prompt": prompt_text(row.get("prompt", "")), "reward": row.get("score", math.nan)}
+        row |= {"kl": sample_kl(row), "length": length}
     return rows
 
 
@@ -163,9 +98,8 @@ def select_samples(
     """
     if by not in ORDERS:
         near = suggest(by, ORDERS)
-        raise ConfigError(
-            f"by: {by!r} is unknown. " + (f"Did you mean {near!r}?" if near else f"Use one of {', '.join(ORDERS)}.")
-        )
+        hint = f"Did you mean {near!r}?" if near else f"Use one of {', '.join(ORDERS)}."
+        raise ConfigError(f"by: {by!r} is unknown. {hint}")
     low, high = steps or (0, 2**63)
     found = [r for r in rows if low <= r["step"] <= high and prompt in (None, r["prompt"])]
     found = [r for r in found if text.lower() in f"{r['prompt']}\n{r['completion']}".lower()]
@@ -266,6 +200,11 @@ def _scale(values: Sequence[float], signed: bool) -> float:
     return max(sizes[math.ceil(0.95 * len(sizes)) - 1], 1e-9) if sizes else 1.0
 
 
+def _legend(measure: Measure, scale: float) -> str:
+    """What the colours of a measure mean."""
+    return f"{measure.about}; full colour at {'±' if measure.signed else ''}{scale:.2g}"
+
+
 def _strength(value: float, scale: float) -> float:
     """How strongly a token is coloured, in [-1, 1]."""
     return max(-1.0, min(1.0, value / scale)) if math.isfinite(value) else 0.0
@@ -284,10 +223,8 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
         if name in ("entropy", "update"):
             raise DataError(f"{name} isn't in samples.jsonl: rescore(sample, model, tokenizer) measures it.")
         near = suggest(name, known)
-        raise DataError(
-            f"this sample has no {name!r}; it has {', '.join(there)}."
-            + (f" Did you mean {near!r}?" if near and near != name else "")
-        )
+        hint = f" Did you mean {near!r}?" if near and near != name else ""
+        raise DataError(f"this sample has no {name!r}; it has {', '.join(there)}.{hint}")
     return next(m for m in MEASURES if m.name == name), there
 
 
@@ -310,14 +247,10 @@ def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[s
         r, g, b = POSITIVE if s >= 0 else NEGATIVE
         hover = "&#10;".join([f"{i}: {escape(repr(text))}", *(f"{k} {v[i]:+.3f}" for k, v in there.items())])
         shown = escape(text).replace("\n", "↵\n")
-        spans.append(
-            f'<span title="{hover}" style="background:rgba({r},{g},{b},{0.6 * abs(s):.2f});border-radius:2px">{shown}</span>'
-        )
-    legend = f"{escape(measure.about)}; full colour at {'±' if measure.signed else ''}{scale:.2g}"
-    return (
-        f'<div style="white-space:pre-wrap;line-height:1.9">{"".join(spans)}</div>'
-        f'<div style="opacity:.65;font-size:85%">{legend}</div>'
-    )
+        ground = f"background:rgba({r},{g},{b},{0.6 * abs(s):.2f});border-radius:2px"
+        spans.append(f'<span title="{hover}" style="{ground}">{shown}</span>')
+    body = f'<div style="white-space:pre-wrap;line-height:1.9">{"".join(spans)}</div>'
+    return f'{body}<div style="opacity:.65;font-size:85%">{escape(_legend(measure, scale))}</div>'
 
 # %% ../../nbs/830_widgets_samples.ipynb #dabc1852
 def tokens_png(
@@ -331,10 +264,9 @@ def tokens_png(
         texts: of the tokens.
         width: characters in a line.
     """
-    import io
-
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     names = [by] if by is None or isinstance(by, str) else list(by)
     texts = list(texts) if texts is not None else token_texts(row)
@@ -345,7 +277,7 @@ def tokens_png(
         measure, there = _known(row, name)
         values, column = there[measure.name], 0
         scale = _scale(values, measure.signed)
-        notes.append((line, f"{measure.about}; full colour at {'±' if measure.signed else ''}{scale:.2g}"))
+        notes.append((line, _legend(measure, scale)))
         line += 1
         for text, value in zip(texts, values):
             shown = text.replace("\n", "↵")
@@ -356,25 +288,19 @@ def tokens_png(
         line += 2
     figure = Figure(figsize=(width * 0.085, 0.24 * line), dpi=80)
     figure.patch.set_alpha(0)
-    _paint(figure.add_axes((0, 0, 1, 1)), boxes, notes, width, line)
+    ax = figure.add_axes(
+        (0, 0, 1, 1)
+    )  # fixed-width columns; dark text on light boxes, which both themes leave readable
+    ax.set(xlim=(0, width), ylim=(line, 0))
+    ax.axis("off")
+    for x, y, text, s in boxes:
+        colour = [(1 - 0.6 * abs(s)) + 0.6 * abs(s) * c / 255 for c in (POSITIVE if s >= 0 else NEGATIVE)]
+        ax.add_patch(Rectangle((x, y + 0.05), len(text), 0.9, facecolor=colour, edgecolor="none"))
+        ax.text(x, y + 0.72, text, family="monospace", fontsize=9.6, color="#111111")
+    for y, text in notes:
+        ax.text(0, y + 0.72, text, fontsize=8.5, color="#808080")
     FigureCanvasAgg(figure).print_png(out := io.BytesIO())
     return out.getvalue()
-
-
-def _paint(
-    ax: Any, boxes: Sequence[tuple[float, int, str, float]], notes: Sequence[tuple[int, str]], width: int, lines: int
-) -> None:
-    """Draw tokens on fixed-width columns: dark text on light boxes, which both themes leave readable."""
-    from matplotlib.patches import Rectangle
-
-    ax.set(xlim=(0, width), ylim=(lines, 0))
-    ax.axis("off")
-    for column, line, text, s in boxes:
-        colour = [(1 - 0.6 * abs(s)) + 0.6 * abs(s) * c / 255 for c in (POSITIVE if s >= 0 else NEGATIVE)]
-        ax.add_patch(Rectangle((column, line + 0.05), len(text), 0.9, facecolor=colour, edgecolor="none"))
-        ax.text(column, line + 0.72, text, family="monospace", fontsize=9.6, color="#111111")
-    for line, text in notes:
-        ax.text(0, line + 0.72, text, fontsize=8.5, color="#808080")
 
 # %% ../../nbs/830_widgets_samples.ipynb #d689b9a2
 @torch.no_grad()
@@ -390,14 +316,12 @@ def rescore(rows: Sequence[Row], model: Any, tokenizer: Any, temperature: float 
     Returns:
         Copies of the rows with the two columns.
     """
-    prompts = [
-        r["prompt_ids"] for r in tokenize_prompts([{"prompt": r["prompt"]} for r in rows], tokenizer, warn=False)
-    ]
-    c = Completions.from_lists(prompts, [r["tokens"] for r in rows], pad_id=tokenizer.pad_token_id or 0)
+    asked = tokenize_prompts([{"prompt": r["prompt"]} for r in rows], tokenizer, warn=False)
+    answers = [r["tokens"] for r in rows]
+    c = Completions.from_lists([r["prompt_ids"] for r in asked], answers, pad_id=tokenizer.pad_token_id or 0)
     device = model.get_input_embeddings().weight.device
-    was, _ = model.training, model.eval()
-    found = completion_logps(model, c.to(device), temperature=temperature, entropy=True)
-    model.train(was)
+    with eval_mode(model):
+        found = completion_logps(model, c.to(device), temperature=temperature, entropy=True)
     assert found.entropy is not None
     out = []
     for row, logps, entropy in zip(rows, found.logps.tolist(), found.entropy.tolist()):
@@ -456,11 +380,15 @@ class Tokens:
         self._parts: dict[str, Any] = {}
 
     def html(self) -> str:
-        """As it is coloured now."""
+        """The completion as HTML, coloured by the present measure."""
         return tokens_html(self.sample, self.by, self.texts)
 
     def png(self, by: Sequence[str] | str | None = None) -> bytes:
-        """As a picture; one or several measures."""
+        """The completion as a PNG.
+
+        Args:
+            by: one or several measures; None: the present one.
+        """
         return tokens_png(self.sample, by or self.by, self.texts)
 
     def switch(self, to: str) -> None:
@@ -473,21 +401,18 @@ class Tokens:
 
     @property
     def widget(self) -> Any:
-        """Buttons, a field for keys, and the text."""
+        """An ipywidgets box: buttons for the measures, a field for their keys, the coloured text."""
         if not self._parts:
             import ipywidgets as w
 
-            keys = w.Text(
-                placeholder="keys: " + " ".join(m.key for m in MEASURES if m.name in self.names),
-                layout=w.Layout(width="11em"),
-            )
+            known = " ".join(m.key for m in MEASURES if m.name in self.names)
+            keys = w.Text(placeholder=f"keys: {known}", layout=w.Layout(width="11em"))
             by = w.ToggleButtons(options=self.names, value=self.by, style={"button_width": "auto"})
             self._parts = {"html": w.HTML(self.html()), "by": by, "keys": keys}
             keys.observe(lambda change: self.switch(change["new"][-1:].lower()), names="value")
             by.observe(lambda change: self.switch(change["new"]), names="value")
-            self._parts["box"] = w.VBox(
-                [w.HBox([by, keys], layout=w.Layout(flex_flow="row wrap")), self._parts["html"]]
-            )
+            choice = w.HBox([by, keys], layout=w.Layout(flex_flow="row wrap"))
+            self._parts["box"] = w.VBox([choice, self._parts["html"]])
         return self._parts["box"]
 
     def _ipython_display_(self) -> None:
@@ -498,9 +423,20 @@ class Tokens:
         else:
             display(Image(self.png(self.names[:3])))
 
-# %% ../../nbs/830_widgets_samples.ipynb #bdc53089
-class _Book:
-    """The samples of a run, without a screen."""
+# %% ../../nbs/830_widgets_samples.ipynb #1b760d85
+class Samples:
+    """Browse a run's rollouts, live or last week's: sort, filter, follow a prompt through time, read an answer token by token.
+
+    Args:
+        run: the run's directory, or a `samples.jsonl`.
+        tokenizer: that of the run, for the tokens' texts.
+        by: what to sort by first: "step", "reward", "kl" or "length".
+        rows: how many are listed.
+        last: how many of the newest samples are looked at.
+
+    Raises:
+        RunError: there is no such directory.
+    """
 
     def __init__(
         self, run: str | Path, tokenizer: Any = None, by: str = "reward", rows: int = 10, last: int = 5000
@@ -511,8 +447,9 @@ class _Book:
         self.prompt: str | None = None
         self.steps: tuple[int, int] | None = None
         self.rows: list[Row] = []
+        self._browser: _Browser | None = None
         self.refresh()
-        select_samples([], by)
+        select_samples([], by)  # refuses an unknown order now
 
     def refresh(self) -> None:
         """Read what the run has written since."""
@@ -555,47 +492,23 @@ class _Book:
         random.Random(seed).shuffle(found)
         return found[:n]
 
-# %% ../../nbs/830_widgets_samples.ipynb #1b760d85
-class Samples(_Book):
-    """Browse a run's rollouts, live or last week's: sort, filter, follow a prompt through time, read an answer token by token.
-
-    Args:
-        run: the run's directory, or a `samples.jsonl`.
-        tokenizer: that of the run, for the tokens' texts.
-        by: what to sort by first: "step", "reward", "kl" or "length".
-        rows: how many are listed.
-        last: how many of the newest samples are looked at.
-
-    Raises:
-        RunError: there is no such directory.
-    """
-
     def table(self) -> str:
         """The rows that fit the present settings, as HTML."""
         return table_html(sample_table(self.select(self.shown)))
 
-    def detail(self, row: Row) -> str:
-        """One sample: prompt, rewards, coloured tokens."""
-        facts = {
-            "step": row["step"],
-            "reward": row["reward"],
-            "kl": row["kl"],
-            "length": row["length"],
-            **row.get("rewards", {}),
-        }
+    def detail(self, row: Row, by: str | None = None) -> str:
+        """One sample as HTML: its prompt, its tokens coloured by a measure (the first there is), its rewards."""
+        facts = {k: row[k] for k in ("step", "reward", "kl", "length")} | row.get("rewards", {})
         body = f'<div style="white-space:pre-wrap;opacity:.75">{escape(row["prompt"])}</div>'
-        body += (
-            tokens_html(row, None, token_texts(row, self.tokenizer))
-            if token_measures(row)
-            else escape(row["completion"])
-        )
-        return body + table_html([facts])
+        known = token_measures(row)
+        by = by if by in known else None
+        text = tokens_html(row, by, token_texts(row, self.tokenizer)) if known else escape(row["completion"])
+        return body + text + table_html([facts])
 
     @property
     def widget(self) -> Any:
-        """The browser."""
-        if not hasattr(self, "_browser"):
-            self._browser = _Browser(self)
+        """An ipywidgets box in which to sort, filter and read."""
+        self._browser = self._browser or _Browser(self)
         return self._browser.box
 
     def compare(self, early: tuple[int, int], late: tuple[int, int], n: int | None = None, **options: Any) -> Any:
@@ -606,13 +519,12 @@ class Samples(_Book):
             n: most pairs.
             options: of `PreferenceCollector`, such as `path` and `annotator`.
         """
-        from rlhf_nb.widgets.collect import Pair, PreferenceCollector
+        from rlhf_nb.widgets.collect import PreferenceCollector
+        from rlhf_nb.widgets.labels import Pair
 
         names = (f"steps {early[0]}–{early[1]}", f"steps {late[0]}–{late[1]}")
-        found = self.pairs(early, late, n)
-        return PreferenceCollector(
-            [Pair(a["prompt"], a["completion"], b["completion"], names) for a, b in found], **options
-        )
+        pairs = [Pair(a["prompt"], a["completion"], b["completion"], names) for a, b in self.pairs(early, late, n)]
+        return PreferenceCollector(pairs, **options)
 
     def __repr__(self) -> str:
         return f"Samples({len(self.rows)} of {len(self.prompts())} prompts in {Path(self.run).name})"
@@ -641,9 +553,8 @@ class _Browser:
         self.steps = w.IntRangeSlider(description="steps", continuous_update=False, min=0, max=1)
         self.list = w.Select(rows=12, layout=w.Layout(width="42%"))
         self.measure = w.ToggleButtons(options=["–"], style={"button_width": "auto"})
-        self.keys = w.Text(
-            placeholder="keys: n next, b back, " + " ".join(m.key for m in MEASURES), layout=w.Layout(width="18em")
-        )
+        known = "keys: n next, b back, " + " ".join(m.key for m in MEASURES)
+        self.keys = w.Text(placeholder=known, layout=w.Layout(width="18em"))
         self.detail = w.HTML(layout=w.Layout(width="57%", padding="0 0 0 12px"))
         self.fill()
         for part in (self.by, self.down, self.text, self.prompt, self.steps):
@@ -652,16 +563,9 @@ class _Browser:
         self.measure.observe(lambda _: self.colour(), names="value")
         self.keys.observe(lambda change: self.press(change["new"][-1:].lower()), names="value")
         self.reload.on_click(lambda _: self.reread())
-        top = w.HBox([self.by, self.down, self.reload], layout=w.Layout(flex_flow="row wrap"))
-        filters = w.HBox([self.prompt, self.steps, self.text], layout=w.Layout(flex_flow="row wrap"))
-        self.box = w.VBox(
-            [
-                top,
-                filters,
-                w.HBox([self.measure, self.keys], layout=w.Layout(flex_flow="row wrap")),
-                w.HBox([self.list, self.detail]),
-            ]
-        )
+        rows = ([self.by, self.down, self.reload], [self.prompt, self.steps, self.text], [self.measure, self.keys])
+        top = [w.HBox(row, layout=w.Layout(flex_flow="row wrap")) for row in rows]
+        self.box = w.VBox([*top, w.HBox([self.list, self.detail])])
         self.narrow()
 
     def reread(self) -> None:
@@ -683,13 +587,11 @@ class _Browser:
         book.by, book.descending, book.text = self.by.value, self.down.value, self.text.value
         book.prompt, book.steps = self.prompt.value, self.steps.value
         self.rows = book.select(200)
-        self.list.options = [
-            (
-                f"{r['step']:>4} | {_number(r['reward'])} | {_number(r['kl'])} | {r['length']:>3} | {_cut(r['completion'].strip(), 60)}",
-                i,
-            )
-            for i, r in enumerate(self.rows)
-        ]
+        lines = (
+            f"{r['step']:>4} | {_number(r['reward'])} | {_number(r['kl'])} | {r['length']:>3} | {_cut(r['completion'].strip(), 60)}"
+            for r in self.rows
+        )
+        self.list.options = [(line, i) for i, line in enumerate(lines)]
         self.list.index = 0 if self.rows else None
         self.show()
 
@@ -718,9 +620,4 @@ class _Browser:
         """The chosen row, by the chosen measure."""
         if self.list.index is None or self.list.index >= len(self.rows) or self.measure.value is None:
             return
-        row = self.rows[self.list.index]
-        page = self.book.detail(row)
-        if self.measure.value in token_measures(row):
-            first = tokens_html(row, None, token_texts(row, self.book.tokenizer))
-            page = page.replace(first, tokens_html(row, self.measure.value, token_texts(row, self.book.tokenizer)))
-        self.detail.value = page
+        self.detail.value = self.book.detail(self.rows[self.list.index], self.measure.value)
