@@ -48,15 +48,16 @@ QWEN = {
 }  # fmt: skip
 PAIRS = {"mini_batch": 16, "prompt": 64, "completion": 96}
 ANSWERS = {"mini_batch": 16, "rollout_batch": 16, "prompt": 64, "completion": 80}
+ADAPTERS = ("policy", "critic adapter", "reference", "reward adapter")  # of one backbone
 SETTINGS: dict[str, dict[str, Any]] = {
     "SFT, all weights": {"model": LLAMA, "method": "sft", "mini_batch": 24, "prompt": 64, "completion": 96},
     "SFT, LoRA": {"model": LLAMA, "method": "sft", "mini_batch": 24, "prompt": 64, "completion": 96, "lora": 8},
     "reward model": {"model": LLAMA, "method": "reward", **PAIRS},
-    "DPO, frozen reference": {"model": QWEN, "method": "preference", **PAIRS},
-    "DPO, cached reference": {"model": QWEN, "method": "preference", **PAIRS, "reference": False},
+    "DPO, frozen reference": {"model": QWEN, "method": "dpo", **PAIRS},
+    "DPO, cached reference": {"model": QWEN, "method": "dpo", **PAIRS, "reference": False, "holds": ("policy",)},
     "PPO, separate critic": {"model": QWEN, "method": "ppo", **ANSWERS},
-    "PPO, Hydra": {"model": LLAMA, "method": "ppo", **ANSWERS, "lora": 8, "critic": "hydra"},
-    "GRPO": {"model": LLAMA, "method": "grpo", **ANSWERS, "rollout_batch": 64, "group": 8, "reference": False, "reward_model": False},
+    "PPO, Hydra": {"model": LLAMA, "method": "ppo", **ANSWERS, "lora": 8, "critic": "hydra", "holds": ADAPTERS},
+    "GRPO": {"model": LLAMA, "method": "grpo", **ANSWERS, "rollout_batch": 64, "group": 8, "holds": ("policy",)},
 }  # fmt: skip
 BUDGET, STEPS = 2048, 2
 STAGES = {
@@ -94,7 +95,7 @@ def rows_for(setting: dict[str, Any], vocabulary: int, steps: int) -> list[dict[
     """Random rows in the method's format."""
     r, p, c = random.Random(0), setting["prompt"], setting["completion"]
     n = max(setting["mini_batch"], setting.get("rollout_batch", 0)) * steps
-    answers = {"sft": ("completion",), "reward": ("chosen", "rejected"), "preference": ("chosen", "rejected")}.get(
+    answers = {"sft": ("completion",), "reward": ("chosen", "rejected"), "dpo": ("chosen", "rejected")}.get(
         setting["method"], ()
     )
     return [{"prompt": words(r, vocabulary, p) + " "} | {k: words(r, vocabulary, c) for k in answers} for _ in range(n)]
@@ -122,7 +123,7 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
         return sft.SFTTrainer(sft.SFTConfig(**settings), policy, tokenizer, rows, [])
     if method == "reward":
         return reward.RewardTrainer(reward.RewardConfig(**settings, calibrate_rows=0), policy, tokenizer, rows, [])
-    if method == "preference":
+    if method == "dpo":
         kind = "frozen" if setting.get("reference", True) else "cached"
         config = dpo.DPOConfig(**settings, reference=kind, reference_cache=f"{folder}/cache")
         return dpo.DPOTrainer(config, policy, tokenizer, rows, [])
@@ -186,7 +187,7 @@ def predicted(setting: dict[str, Any], **split: Any) -> Any:
 
     shape = dict(setting["model"])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    given = {k: v for k, v in setting.items() if k not in ("model", "budget")}
+    given = {k: v for k, v in setting.items() if k not in ("model", "budget", "critic", "reference")}
     budget = setting.get("budget", BUDGET)
     return predict(config, Job(**given, token_budget=budget, format=FORMATS["fp32"], device="cpu"), Split(**split))
 

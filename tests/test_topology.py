@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +17,6 @@ from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale.topology import (
     ASSUMPTIONS,
     FORMATS,
-    METHODS,
     MOMENTS,
     Job,
     Shape,
@@ -30,6 +30,7 @@ from rlhf_nb.scale.topology import (
     smallest_group,
     table,
 )
+from rlhf_nb.train.registry import get, methods
 
 ROOT = Path(__file__).resolve().parent.parent
 BIG = Shape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
@@ -61,14 +62,18 @@ def test_a_directory_is_as_good_as_a_config(tmp_path: Path) -> None:
         shape_of(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("method", METHODS)
+PLANNED = [name for name, method in methods().items() if method.leaves != "pairs"]
+
+
+@pytest.mark.parametrize("method", PLANNED)
 @pytest.mark.parametrize("lora", [None, 16])
 def test_more_of_anything_never_needs_less(method: str, lora: int | None) -> None:
-    job = Job(method, prompt=64, completion=64, mini_batch=1024, lora=lora)  # type: ignore[arg-type]
+    job = Job(method, prompt=64, completion=64, mini_batch=1024, lora=lora)
     base = predict(
         BIG, job
     ).peak  # (a step that becomes a single forward can need less: no gradients wait beside its activations)
-    for more in ({"token_budget": 8192}, {"completion": 512, "token_budget": 8192}, {"mini_batch": 4096}):
+    longer: dict[str, Any] = {"completion": 512, "token_budget": 8192}
+    for more in ({"token_budget": 8192}, longer, {"mini_batch": 4096}):
         assert predict(BIG, dataclasses.replace(job, **more)).peak >= base, more
     peaks = [predict(BIG, job, Split(gpus=8, stage=s)).at("step") for s in (0, 1, 2)]
     assert peaks[0] > peaks[1]
@@ -95,12 +100,12 @@ def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
     for prompt, completion in ((200, 20), (100, 50), (4, 60), (64, 64), (30, 90)):
         c = Completions.from_lists([[1] * prompt] * 2, [[2] * completion, [3] * completion])
         packed = pack(c, width=64, limit=10_000)
-        n, k = row_tokens(Job("preference", prompt=prompt, completion=completion, token_budget=10_000), 64)
+        n, k = row_tokens(Job("dpo", prompt=prompt, completion=completion, token_budget=10_000), 64)
         assert (k, n) == (int(torch.bincount(packed.tree).max()), packed.input_ids.shape[1]), (prompt, completion)
 
 
 def test_plan_takes_the_least_that_fits() -> None:
-    job = Job("preference", prompt=512, completion=512, mini_batch=512)
+    job = Job("dpo", prompt=512, completion=512, mini_batch=512)
     small = Shape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
     assert plan(small, job, gpus=8).split.stage == 0
     stages = [plan(BIG, job, gpus=n, host=400).split.stage for n in (8, 64, 512)]
@@ -126,15 +131,30 @@ def test_table_states_what_it_assumes() -> None:
     assert all(a in text for a in ASSUMPTIONS) and "arithmetic" in text
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "ppo", "preference", "kto", "grpo", "rloo", "online"])
-def test_every_configuration_can_be_planned(kind: str) -> None:
-    from rlhf_nb.app.doctor import METHOD_OF
+@pytest.mark.parametrize("method", PLANNED)
+def test_every_configuration_can_be_planned(method: str) -> None:
     from rlhf_nb.data import toy
 
-    config = next(c for c, m in METHOD_OF.items() if m == kind).preset("toy")  # type: ignore[attr-defined]
-    job = job_of(config, kind, decide_precision("cpu"))  # type: ignore[arg-type]
-    assert job.format == FORMATS["fp32"] and job.device == "cpu"
+    job = job_of(get(method).config.preset("toy"), decide_precision("cpu"))
+    assert job.format == FORMATS["fp32"] and job.device == "cpu" and job.method == method
     assert 0 < predict(toy.toy_model_config(), job).peak < 2e9
+
+
+def test_what_is_held_follows_the_configuration() -> None:
+    def held(method: str, **over: Any) -> tuple[str, ...]:
+        return job_of(get(method).config.preset("toy", **over), decide_precision("cpu")).models
+
+    assert held("ppo") == ("policy", "critic", "reference", "reward model")
+    assert held("ppo", critic="shared", reward="gold") == ("policy", "reference")
+    assert held("ppo", critic="hydra", model={"lora": {"r": 2}})[-1] == "reward adapter"
+    assert held("dpo") == ("policy", "reference") and held("dpo", loss="simpo") == held("dpo", reference="cached") == (
+        "policy",
+    )
+    assert held("kto", reference="cached") == held("sft") == ("policy",)
+    assert held("grpo", kl_coef=0.1, reward="check") == ("policy", "reference") and held("grpo", reward="check") == (
+        "policy",
+    )
+    assert held("reward", ensemble_size=3) == ("reward model",) * 3
 
 
 @pytest.mark.slow

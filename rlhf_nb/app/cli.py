@@ -10,26 +10,27 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from threading import Event
-from typing import Any, TextIO
+from typing import Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..config import read_config_file
+from ..config import StrictConfig, read_config_file
 from ..core import ConfigError, RlhfError, RunError, suggest
-from ..scale.launch import METHODS
+from ..train.registry import get, methods
 
 # %% auto #0
-__all__ = ['CONFIGS', 'app', 'config_app', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'COMMANDS',
-           'WELCOME', 'NEXT', 'STORY', 'Runs', 'PLANNED', 'told', 'recipes', 'find_config', 'config_class',
-           'load_config', 'demo', 'show_results', 'sample', 'config_show', 'config_init', 'doctor_command', 'watch',
-           'metrics', 'report', 'plan_command', 'config_accelerate', 'launch_command']
+__all__ = ['app', 'config_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME', 'NEXT',
+           'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'Commands', 'demo', 'show_results',
+           'sample', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics', 'report', 'plan_command',
+           'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
@@ -59,19 +60,16 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
     except KeyboardInterrupt as e:
         _tell(f"Interrupted. {_sentence(e)}" + (f" Go on with: {again}" if again else ""))
         raise typer.Exit(130) from (e if debug else None)
-    except (RlhfError, OSError) as e:
-        if debug:
-            raise
-        _tell(f"Error{f' on rank {_rank()}' if _rank() else ''}: {_sentence(e)}")
-        raise typer.Exit(1) from None
     except (typer.Exit, typer.Abort, SystemExit):
         raise
     except Exception as e:
         if debug:
             raise
-        _tell(
-            f"Error: something unexpected happened, {type(e).__name__}: {_sentence(e)} Run again with --debug to see where."
-        )
+        if isinstance(e, RlhfError | OSError):
+            _tell(f"Error{f' on rank {_rank()}' if _rank() else ''}: {_sentence(e)}")
+        else:
+            what = f"something unexpected happened, {type(e).__name__}: {_sentence(e)}"
+            _tell(f"Error: {what} Run again with --debug to see where.")
         raise typer.Exit(1) from None
 
 
@@ -81,22 +79,12 @@ def _sentence(error: BaseException) -> str:
     return text if not text or text.endswith((".", "!", "?")) else text + "."
 
 
-def _note(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning as a note to the user."""
     if not _rank():
         _tell(f"Note: {message}")
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
-CONFIGS = {kind: name for name, kind in METHODS.items()} | {"rlaif": "RLAIFConfig", "run": "PipelineConfig"}
-
-
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
     folder = Path(str(resources.files("rlhf_nb") / "recipes"))
@@ -110,36 +98,55 @@ def find_config(name: str | None) -> Path | None:
     known = recipes()
     if name not in known:
         near = suggest(name, known)
-        raise ConfigError(
-            f"config {name!r} is neither a file nor a recipe. "
-            + (f"Did you mean {near!r}?" if near else f"Recipes: {', '.join(known) or 'none'}.")
-        )
+        hint = f"Did you mean {near!r}?" if near else f"Recipes: {', '.join(known) or 'none'}."
+        raise ConfigError(f"config {name!r} is neither a file nor a recipe. {hint}")
     return known[name]
 
 
-def config_class(kind: str) -> Any:
-    """The config class of a command."""
-    if kind not in CONFIGS:
-        near = suggest(kind, CONFIGS)
-        raise ConfigError(
-            f"there is no config {kind!r}. "
-            + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(CONFIGS)}.")
-        )
-    return getattr(import_module("rlhf_nb.app.pipeline"), CONFIGS[kind])  # it knows them all
-
-
 def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, toy: bool = False) -> Any:
-    """The resolved config of a command."""
-    return config_class(kind).load(find_config(config), list(overrides or []), "toy" if toy else "default")
+    """The resolved config of a command.
+
+    Args:
+        kind: a method, or "run" for a pipeline.
+        config: file, run directory or recipe.
+        overrides: `key=value` texts.
+        toy: begin with the toy preset.
+    """
+    if kind == "run":
+        from rlhf_nb.app.pipeline import PipelineConfig
+    of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
+    return of.load(find_config(config), list(overrides or []), "toy" if toy else "default")
 
 # %% ../../nbs/930_app_cli.ipynb #e5be3d46
+class Commands(typer.core.TyperGroup):
+    """The commands of this module, and one for each method of the registry."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Methods first, as a pipeline runs them."""
+        return [*(m.command or m.name for m in methods().values()), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A command by its name; None: there is none."""
+        found = super().get_command(ctx, name)
+        if found is None and not name.startswith("-"):
+            try:
+                method = get(name)
+            except ConfigError:
+                return None
+            one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+            one.command(name, help=method.about)(_training(method.name))
+            found = typer.main.get_command(one)
+        return found
+
+
 app = typer.Typer(
     help="RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO.",
-    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
 )  # fmt: skip
 config_app = typer.Typer(help="Show or write settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
+Kind = typer.Argument(..., metavar="METHOD", help="sft, reward, ppo, ... (see rlhf-nb --help), or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
@@ -160,77 +167,48 @@ def _again() -> str:
     return shlex.join([_me(), *words, "--resume"])
 
 
-def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
-    """One stage."""
-    from rlhf_nb.train.stage import finish_training, lasting, make_trainer
+def _training(kind: str) -> Any:
+    """The command that trains with a method."""
 
-    result = finish_training(make_trainer(kind, cfg), kind, lasting(cfg), resume, overwrite)
+    def command(
+        overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
+        debug: bool = Debug,
+    ) -> None:  # fmt: skip
+        with told(debug, _again()):
+            _train(kind, load_config(kind, config, overrides, toy), resume, overwrite)
+
+    return command
+
+
+app.command(
+    "run",
+    help="Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation.",
+)(_training("run"))
+_OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
+
+
+def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
+    """What a config describes: one method, or a pipeline (`then` of labelling makes one)."""
+    if kind == "run" or getattr(cfg, "then", None) is not None:
+        from rlhf_nb.app.pipeline import RLHFPipeline, train_on_labels
+
+        pipeline = RLHFPipeline(cfg if kind == "run" else train_on_labels(cfg))
+        results = pipeline.run(resume=resume, overwrite=overwrite)
+        if cfg.console:
+            show_results(results, pipeline.path)
+        return
+    from rlhf_nb.train.stage import run_stage
+
+    done = run_stage(cfg, resume, overwrite)
     if _rank():
         return  # the first of several processes speaks for all
-    numbers = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k.startswith("eval/"))
-    _tell(f"Done in {result.seconds:.0f} s. {numbers + '. ' if numbers else ''}Model: {result.model}", err=False)
-
-
-def _run(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
-    """A pipeline."""
-    from rlhf_nb.app.pipeline import RLHFPipeline
-
-    pipeline = RLHFPipeline(cfg)
-    results = pipeline.run(resume=resume, overwrite=overwrite)
-    if cfg.console:
-        show_results(results, pipeline.path)
-
-
-def _rlaif(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
-    """Labels by a judge, and with `then` a pipeline that learns from them."""
-    if cfg.then is not None:
-        from rlhf_nb.app.pipeline import train_on_labels
-
-        return _run("run", train_on_labels(cfg), resume, overwrite)
-    from rlhf_nb.train.stage import label_stage
-
-    done = label_stage(cfg, resume, overwrite)
-    if _rank():
-        return
-    shown = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
-    numbers = ", ".join(f"{k} {done.metrics[k]:.4g}" for k in shown if k in done.metrics)
-    _tell(f"Done in {done.seconds:.0f} s. {numbers}. Labels: {done.model}", err=False)
-
-# %% ../../nbs/930_app_cli.ipynb #96094bf1
-COMMANDS = {
-    "sft": "Fine-tune a model on demonstrations.",
-    "reward": "Learn a reward model from preferences.",
-    "ppo": "Improve a model with PPO, by a reward model.",
-    "grpo": "Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
-    "rloo": "Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
-    "online-dpo": "Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
-    "dpo": "Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
-    "kto": "Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
-    "run": "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation.",
-    "rlaif": "Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
-}
-
-
-def _add_command(name: str, about: str) -> None:
-    """A command that trains."""
-    kind = name.split("-")[0]
-    work = {"run": _run, "rlaif": _rlaif}.get(kind, _train)
-
-    @app.command(name, help=about)
-    def command(
-        overrides: list[str] = Overrides,
-        config: str = ConfigFile,
-        toy: bool = Toy,
-        resume: bool = Resume,
-        overwrite: bool = Overwrite,
-        debug: bool = Debug,
-    ) -> None:
-        with told(debug, _again()):
-            work(kind, load_config(kind, config, overrides, toy), resume, overwrite)
-
-
-for _name, _about in COMMANDS.items():
-    _add_command(_name, _about)
+    labels = get(kind).leaves == "pairs"
+    shown = (
+        [k for k in _OF_LABELS if k in done.metrics] if labels else [k for k in done.metrics if k.startswith("eval/")]
+    )
+    numbers = ", ".join(f"{k} {done.metrics[k]:.4g}" for k in shown)
+    left = "Labels" if labels else "Model"
+    _tell(f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}: {done.model}", err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #66ba4047
 @app.command()
@@ -384,21 +362,15 @@ def sample(
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = typer.Argument(..., help="sft, reward, ppo or run"),
-    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug,
-) -> None:  # fmt: skip
+    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+) -> None:
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
         _tell(load_config(kind, config, overrides, toy).to_yaml().rstrip("\n"), err=False)
 
 
 @config_app.command("init")
-def config_init(
-    kind: str = typer.Argument(..., help="sft, reward, ppo or run"),
-    toy: bool = Toy,
-    config: str = ConfigFile,
-    debug: bool = Debug,
-) -> None:
+def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
         _tell(load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n"), err=False)
@@ -406,9 +378,8 @@ def config_init(
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = typer.Argument(..., help="sft, reward, ppo or run"),
-    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug,
-) -> None:  # fmt: skip
+    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+) -> None:
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
         from rlhf_nb.app.doctor import doctor, findings_table
@@ -468,12 +439,9 @@ def report(
         _tell(str(views.report(runs, out)), err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #744b753c
-PLANNED = {"dpo": "preference", "online-dpo": "online"}
-
-
 @app.command("plan")
 def plan_command(
-    kind: str = typer.Argument(..., help="sft, reward, dpo, kto, ppo, grpo, rloo or online-dpo"),
+    kind: str = Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -484,17 +452,16 @@ def plan_command(
 ) -> None:
     """Predict memory: what each role holds on each GPU, and which ZeRO stage, offloading and forward size fit."""
     with told(debug):
-        import dataclasses
+        import torch
 
-        from rlhf_nb.scale import topology
-        from rlhf_nb.core import decide_precision
+        from rlhf_nb.core import Precision
+        from rlhf_nb.scale.topology import job_of, shape_of, table
 
-        cfg = load_config(kind.split("-")[0], config, overrides, toy)
-        method: Any = PLANNED.get(kind, kind)
-        job = topology.job_of(cfg, method, decide_precision("cpu"))
-        job = dataclasses.replace(job, device="cuda", format=topology.FORMATS["amp"])
-        shape = topology.shape_of(cfg.model.name_or_path)
-        _tell(topology.table(shape, job, gpus, memory, host), err=False)
+        if kind == "run":
+            raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
+        cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
+        job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
+        _tell(table(shape_of(cfg.model.name_or_path), job, gpus, memory, host), err=False)
 
 
 @config_app.command("accelerate")
@@ -513,7 +480,7 @@ def config_accelerate(
 # %% ../../nbs/930_app_cli.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = typer.Argument(..., help="sft, reward, dpo, kto, ppo, grpo, rloo, online-dpo or rlaif"),
+    kind: str = Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -536,31 +503,24 @@ def launch_command(
 ) -> None:
     """Train on several processes of this machine, restarted when one dies; or print what a cluster needs for it."""
     with told(debug, _again()):
-        cfg = load_config(kind.split("-")[0], config, overrides, toy)
-        if slurm or k8s:
-            return _tell(
-                _for_cluster(kind, cfg, config, overrides, toy, nodes, processes, strategy, k8s, claim).rstrip(),
-                err=False,
-            )
+        from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
         from rlhf_nb.scale.launch import launch
 
-        done = launch(
-            cfg, num_processes=processes, strategy=strategy, resume=resume, overwrite=overwrite, restarts=restarts
-        )
-        _tell(f"{done!r}. Model: {done.model}", err=False)
-
-
-def _for_cluster(
-    kind: str, cfg: Any, config: str | None, overrides: Sequence[str] | None, toy: bool, nodes: int, gpus: int, strategy: str,
-    image: str | None, claim: str,
-) -> str:  # fmt: skip
-    """A batch script, or a manifest when there is an image."""
-    from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
-
-    command = [kind, *(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
-    if image:
-        mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"
-        return kubernetes_manifest(
-            command, cfg.output_dir, image, claim=claim, mount=mount, nodes=nodes, gpus_per_node=gpus, strategy=strategy
-        )
-    return slurm_script(command, cfg.output_dir, nodes=nodes, gpus_per_node=gpus, strategy=strategy)
+        if kind == "run":
+            raise ConfigError(
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}."
+            )
+        cfg = load_config(kind, config, overrides, toy)
+        command = [kind, *(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
+        how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}
+        if k8s:
+            mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"
+            _tell(
+                kubernetes_manifest(command, cfg.output_dir, k8s, claim=claim, mount=mount, **how).rstrip(), err=False
+            )
+        elif slurm:
+            _tell(slurm_script(command, cfg.output_dir, **how).rstrip(), err=False)
+        else:
+            again: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "restarts": restarts}
+            done = launch(cfg, num_processes=processes, strategy=strategy, **again)
+            _tell(f"{done!r}. Model: {done.model}", err=False)

@@ -5,45 +5,34 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config import DataConfig, ModelConfig, TrainConfig
-from ..core import DataError, Precision, RlhfError, decide_precision, pick_device, probe_gpu
+from .pipeline import PipelineConfig, RLHFPipeline, make_base
+from ..config import DataConfig, ModelConfig
+from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu
+from ..data import toy
 from ..data.formats import to_rows
 from rlhf_nb.data.sources import (
-    deduplicate,
-    length_report,
-    LengthReport,
-    tokenize_preferences,
-    tokenize_prompts,
-    tokenize_sft,
-)
+    LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
+)  # fmt: skip
 from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
-from .pipeline import Plan, PipelineConfig, Stage, make_base
 from ..run.log import RunDir
-from ..scale.topology import Budget, Method, Split, job_of, predict
-from ..train.grpo import GRPOConfig
-from ..train.kto import KTOConfig, tokenize_labelled
-from ..train.pairs import OnlineDPOConfig
-from ..train.ppo import PPOConfig
-from ..train.dpo import DPOConfig
-from ..train.reward import RewardConfig
-from ..train.rlaif import RLAIFConfig
-from ..train.rloo import RLOOConfig
+from ..scale.topology import Budget, Split, job_of, predict
+from ..train.kto import tokenize_labelled
+from ..train.registry import of
 from ..train.setup import Kind, Row, load_rows
-from ..train.sft import SFTConfig
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'METHOD_OF', 'LIBRARIES', 'KINDS', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer',
-           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory',
-           'free_memory', 'check_memory', 'Patient', 'load_patient', 'some_rows', 'examine', 'check_folder',
-           'examine_labelling', 'doctor']
+__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data', 'check_model',
+           'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory', 'check_memory',
+           'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/920_app_doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -56,7 +45,7 @@ class Finding(NamedTuple):
     level: Level
     what: str  # what is the case
     why: str  # why it matters
-    fix: str  # what to do; "" when nothing
+    fix: str = ""  # what to do; "" when nothing
 
 
 def findings_table(findings: Iterable[Finding]) -> Any:
@@ -73,20 +62,6 @@ def findings_table(findings: Iterable[Finding]) -> Any:
     return table
 
 # %% ../../nbs/920_app_doctor.ipynb #15846a22
-def _check_pad(tokenizer: Any) -> Finding:
-    """Whether an answer can end, and whether its end can be told from padding."""
-    eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    if tokenizer.eos_token_id is None:
-        fix = "set tokenizer.eos_token to the token that ends an answer, and save the tokenizer"
-        return Finding("error", "the tokenizer has no EOS token", "no answer could ever end", fix)
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        what = "the tokenizer has no PAD token" if tokenizer.pad_token_id is None else f"PAD is EOS ({eos!r})"
-        why = "code that masks PAD would mask EOS too, and the model would never learn to stop"
-        fix = "nothing for training here: masks come from lengths, and load_tokenizer picks another PAD; save the tokenizer it returns for use elsewhere"
-        return Finding("note", what, why, fix)
-    return Finding("ok", f"PAD {pad!r} differs from EOS {eos!r}", "a model that sees its EOS learns to stop", "")
-
-# %% ../../nbs/920_app_doctor.ipynb #f1aefa18
 def check_tokenizer(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
     """PAD, EOS, chat template and padding side of a tokenizer as it was loaded.
 
@@ -100,34 +75,45 @@ def check_tokenizer(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
         fix = "give model.chat_template=FILE, or save the tokenizer after data.templates.set_chat_template(tokenizer)"
         out.append(Finding("error", "the tokenizer has no chat template", why, fix))
     elif dialogues:
-        why = "messages are written as the model expects them"
-        out.append(Finding("ok", "the tokenizer has a chat template", why, ""))
+        out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))
     if tokenizer.padding_side != "left":
         why = "generation from right-padded prompts continues the padding"
         fix = "nothing here: the sampler pads left; set tokenizer.padding_side = 'left' before transformers' generate"
         out.append(Finding("note", "the tokenizer pads on the right", why, fix))
     return out
 
+
+def _check_pad(tokenizer: Any) -> Finding:
+    """Whether an answer can end, and whether its end can be told from padding."""
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if tokenizer.eos_token_id is None:
+        fix = "set tokenizer.eos_token to the token that ends an answer, and save the tokenizer"
+        return Finding("error", "the tokenizer has no EOS token", "no answer could ever end", fix)
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return Finding("ok", f"PAD {pad!r} differs from EOS {eos!r}", "a model that sees its EOS learns to stop")
+    what = "the tokenizer has no PAD token" if tokenizer.pad_token_id is None else f"PAD is EOS ({eos!r})"
+    why = "code that masks PAD would mask EOS too, and the model would never learn to stop"
+    fix = "nothing for training here: masks come from lengths, and load_tokenizer picks another PAD; save the tokenizer it returns for use elsewhere"
+    return Finding("note", what, why, fix)
+
 # %% ../../nbs/920_app_doctor.ipynb #cfc322b6
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: Kind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
-    data = config.data
+    data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
+    limits: tuple[int | None, int] = (data.max_length, data.max_prompt_length)
     if kind == "prompt":
-        tokens = tokenize_prompts(rows, tokenizer, data.max_prompt_length, warn=False)
-        limits, longest = (None, data.max_prompt_length), data.max_prompt_length + config.sampling.max_new_tokens
+        tokens, limits = tokenize_prompts(rows, tokenizer, data.max_prompt_length, warn=False), (None, limits[1])
     elif kind == "unpaired":
-        tokens, longest = tokenize_labelled(rows, tokenizer, data, warn=False), data.max_length
-        limits = (data.max_length, data.max_prompt_length)
+        tokens = tokenize_labelled(rows, tokenizer, data, warn=False)
     else:
         make: Callable[..., list[Row]] = tokenize_sft if kind == "sft" else tokenize_preferences
         tokens = make(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, warn=False)
-        limits, longest = (data.max_length, data.max_prompt_length), data.max_length
     if not tokens:
         raise DataError(
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."
         )
     report = length_report(tokens, *limits, warn=False)
-    return tokens, report, min(longest, report.total[100] + (config.sampling.max_new_tokens if kind == "prompt" else 0))
+    return tokens, report, min(limits[0] or limits[1], report.total[100]) + new
 
 # %% ../../nbs/920_app_doctor.ipynb #20999cd4
 def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: Kind, window: int | None) -> list[Finding]:
@@ -166,126 +152,70 @@ def check_model(model_config: Any, config: Any) -> list[Finding]:
     rates = {k: v for k, v in model_config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
     out = []
     if rates:
-        shown = ", ".join(f"{k}={v:g}" for k, v in rates.items())
+        what = f"the model has dropout ({', '.join(f'{k}={v:g}' for k, v in rates.items())})"
         why = "with dropout the same token has another log-prob each time: ratios and KL become noise"
-        out.append(
-            Finding(
-                "note", f"the model has dropout ({shown})", why, "nothing: it is switched off when the model is loaded"
-            )
-        )
+        out.append(Finding("note", what, why, "nothing: it is switched off when the model is loaded"))
     lora = config.model.lora
     if lora is not None and lora.dropout > 0:
-        out.append(
-            Finding(
-                "warning" if isinstance(config, PPOConfig) else "note",
-                f"LoRA dropout is {lora.dropout:g}",
-                "in RL and preference training it turns log-probs into noise",
-                "set model.lora.dropout=0",
-            )
-        )
+        level: Level = "warning" if of(config).online else "note"
+        why = "in RL and preference training it turns log-probs into noise"
+        out.append(Finding(level, f"LoRA dropout is {lora.dropout:g}", why, "set model.lora.dropout=0"))
     return out
 
 # %% ../../nbs/920_app_doctor.ipynb #148e69e5
-def check_sampling(config: PPOConfig) -> list[Finding]:
-    """Whether what is scored is what was sampled."""
+def check_sampling(config: Any) -> list[Finding]:
+    """Whether what is scored is what was sampled.
+
+    Args:
+        config: of an online method.
+    """
     s, out = config.sampling, []
     if s.filtered:
-        used = ", ".join(
-            f"{k}={getattr(s, k)}" for k, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(s, k) != off
-        )
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        used = ", ".join(f"{k}={getattr(s, k)}" for k, value in off.items() if getattr(s, k) != value)
         why = "tokens are drawn from a filtered distribution and scored under the whole one, so the KL can turn negative and ratios are biased"
-        out.append(
-            Finding(
-                "warning",
-                f"sampling is filtered ({used})",
-                why,
-                "sampling.top_k=0 sampling.top_p=1 sampling.min_p=0; filter when you use the model instead",
-            )
-        )
+        fix = "sampling.top_k=0 sampling.top_p=1 sampling.min_p=0; filter when you use the model instead"
+        out.append(Finding("warning", f"sampling is filtered ({used})", why, fix))
     if s.min_new_tokens:
-        out.append(
-            Finding(
-                "warning",
-                f"EOS is impossible for {s.min_new_tokens} tokens",
-                "the sampler then draws from another distribution than the one that is scored",
-                "sampling.min_new_tokens=0",
-            )
-        )
+        why = "the sampler then draws from another distribution than the one that is scored"
+        what = f"EOS is impossible for {s.min_new_tokens} tokens"
+        out.append(Finding("warning", what, why, "sampling.min_new_tokens=0"))
     if s.temperature != 1:
         why = "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy than the one at 1"
-        out.append(
-            Finding(
-                "note",
-                f"sampling temperature is {s.temperature:g}",
-                why,
-                "use the same temperature when you sample from the result",
-            )
-        )
-    if not out:
-        out.append(Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1", ""))
-    return out
+        fix = "use the same temperature when you sample from the result"
+        out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
+    return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/920_app_doctor.ipynb #cc1668fb
-def check_precision(config: TrainConfig) -> tuple[list[Finding], Precision]:
+def check_precision(config: Any) -> tuple[list[Finding], Precision]:
     """Number format and device, with the case of a GPU that only emulates bf16.
 
     Raises:
         ConfigError: a format that this device can't train in.
     """
     precision = decide_precision(config.device, config.precision)
-    out = [Finding("ok", precision.reason, "one place decides formats: trained weights are always fp32", "")]
+    out = [Finding("ok", precision.reason, "one place decides formats: trained weights are always fp32")]
     if precision.device.type == "cuda" and not probe_gpu(precision.device).native_bf16:
         why = "torch.cuda.is_bf16_supported() says yes here because of emulation, which is slower than fp32"
-        out.append(
-            Finding(
-                "note",
-                "this GPU has no bf16 units",
-                why,
-                "leave precision=auto (fp16 with loss scaling); don't load models with dtype=bfloat16 yourself",
-            )
-        )
+        fix = "leave precision=auto (fp16 with loss scaling); don't load models with dtype=bfloat16 yourself"
+        out.append(Finding("note", "this GPU has no bf16 units", why, fix))
     return out, precision
-
-
-def _many(n: int, what: str) -> str:
-    """A count with its noun."""
-    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 def check_threads(threads: int | None = None, cores: int | None = None) -> list[Finding]:
     """CPU threads against the cores this process may use."""
     threads = threads or torch.get_num_threads()
     cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    what = f"torch uses {threads} thread{'s' * (threads > 1)} on {cores} core{'s' * (cores > 1)}"
     if threads > cores:
         why = "threads wait for each other at every operation; training can become several times slower"
-        return [
-            Finding(
-                "warning",
-                f"torch uses {_many(threads, 'thread')} on {_many(cores, 'core')}",
-                why,
-                f"export OMP_NUM_THREADS={cores}",
-            )
-        ]
+        return [Finding("warning", what, why, f"export OMP_NUM_THREADS={cores}")]
     if threads * 2 <= cores and cores > 2:
-        return [
-            Finding(
-                "note",
-                f"torch uses {threads} of {cores} cores",
-                "larger models train faster on more threads",
-                f"export OMP_NUM_THREADS={cores // 2 if cores > 8 else cores}",
-            )
-        ]
-    return [
-        Finding(
-            "ok", f"torch uses {_many(threads, 'thread')} on {_many(cores, 'core')}", "no thread waits for a core", ""
-        )
-    ]
+        fix = f"export OMP_NUM_THREADS={cores // 2 if cores > 8 else cores}"
+        return [Finding("note", what, "larger models train faster on more threads", fix)]
+    return [Finding("ok", what, "no thread waits for a core")]
 
 # %% ../../nbs/920_app_doctor.ipynb #6ca18fe4
-METHOD_OF: dict[type, Method] = {
-    SFTConfig: "sft", RewardConfig: "reward", PPOConfig: "ppo", DPOConfig: "preference", KTOConfig: "kto", GRPOConfig: "grpo",
-    RLOOConfig: "rloo", OnlineDPOConfig: "online",
-}  # fmt: skip
 LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
 
 
@@ -297,8 +227,7 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
         config: of a training run.
         precision: number formats.
     """
-    method = next(m for c, m in METHOD_OF.items() if isinstance(config, c))
-    return predict(model_config, job_of(config, method, precision), Split(overhead=LIBRARIES))
+    return predict(model_config, job_of(config, precision), Split(overhead=LIBRARIES))
 
 # %% ../../nbs/920_app_doctor.ipynb #cd90ba90
 def free_memory(device: torch.device) -> float | None:
@@ -316,16 +245,16 @@ def check_memory(need: Budget, free: float | None) -> list[Finding]:
     """The estimate against what is free."""
     roles = need.by_role()
     parts = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in roles.items() if v > 5e6)
-    what = f"about {need.peak / 1e9:.2f} GB needed at the peak, while: {need.fullest} ({parts})" + (
-        "" if free is None else f", {free / 1e9:.1f} GB free"
-    )
-    if free is not None and need.peak > 0.9 * free:
-        largest = max(roles, key=lambda r: roles[r])
-        level: Level = "error" if need.peak > free else "warning"
-        return [Finding(level, what, "a run that outgrows memory is killed in the middle", _REMEDIES[largest])]
-    return [
-        Finding("ok", what, "an estimate from the model's shape; see perf/rss_mb in metrics.jsonl for the truth", "")
-    ]
+    what = f"about {need.peak / 1e9:.2f} GB needed at the peak, while: {need.fullest} ({parts})"
+    if free is not None:
+        what += f", {free / 1e9:.1f} GB free"
+    if free is None or need.peak <= 0.9 * free:
+        return [
+            Finding("ok", what, "an estimate from the model's shape; see perf/rss_mb in metrics.jsonl for the truth")
+        ]
+    level: Level = "error" if need.peak > free else "warning"
+    fix = _REMEDIES[max(roles, key=lambda r: roles[r])]
+    return [Finding(level, what, "a run that outgrows memory is killed in the middle", fix)]
 
 
 _ADAPTERS = "train adapters instead of all weights (model.lora.r=16)"
@@ -337,21 +266,17 @@ _REMEDIES = {
 }  # fmt: skip
 
 # %% ../../nbs/920_app_doctor.ipynb #9e84bfe5
-KINDS: dict[type, Kind] = {
-    SFTConfig: "sft", RewardConfig: "preference", PPOConfig: "prompt", DPOConfig: "preference", KTOConfig: "unpaired",
-    GRPOConfig: "prompt", RLOOConfig: "prompt", OnlineDPOConfig: "prompt",
-}  # fmt: skip
 ROWS = 2000  # looked at
 
 
-class Patient(NamedTuple):
-    """What is looked at: of a stage that can't be loaded yet, what it will start from."""
+class Start(NamedTuple):
+    """What a stage starts from, as far as it is looked at; of a later stage of a pipeline, the pipeline's first model."""
 
-    tokenizer: Any
+    tokenizer: Any  # as it was loaded, before `load_tokenizer` prepares it
     model_config: Any
 
 
-def load_patient(model: ModelConfig) -> Patient:
+def load_start(model: ModelConfig) -> Start:
     """Tokenizer (as it is) and config of a model, without its weights.
 
     Raises:
@@ -359,11 +284,9 @@ def load_patient(model: ModelConfig) -> Patient:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from rlhf_nb.data import toy
-
     name = model.name_or_path
     if is_toy(name):
-        return Patient(toy.build_tokenizer(), toy.toy_model_config())
+        return Start(toy.build_tokenizer(), toy.toy_model_config())
     kind, where = find_model(str(name))
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -374,7 +297,7 @@ def load_patient(model: ModelConfig) -> Patient:
         where = PeftConfig.from_pretrained(where).base_model_name_or_path
     if model.chat_template is not None:
         tokenizer.chat_template = model.chat_template
-    return Patient(tokenizer, load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where, **options)))
+    return Start(tokenizer, load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where, **options)))
 
 # %% ../../nbs/920_app_doctor.ipynb #3768c6ee
 def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
@@ -391,159 +314,101 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     return rows
 
 
-def _try(out: list[Finding], why: str, look: Callable[[], list[Finding]]) -> None:
-    """Findings of one look; its RlhfError is a finding too."""
+@contextmanager
+def _found(out: list[Finding], why: str) -> Iterator[None]:
+    """An error of this package inside becomes a finding."""
     try:
-        out += look()
+        yield
     except RlhfError as e:
         out.append(Finding("error", str(e), why, "see the finding"))
 
 # %% ../../nbs/920_app_doctor.ipynb #ea03637a
-def examine(config: Any, patient: Patient | None = None) -> list[Finding]:
+def examine(config: Any, start: Start | None = None) -> list[Finding]:
     """Everything about one stage.
 
     Args:
-        config: SFTConfig, RewardConfig or PPOConfig.
-        patient: what the stage will start from, where its model doesn't exist yet.
+        config: of any method of the registry.
+        start: what the stage will start from, where its model doesn't exist yet.
     """
-    out: list[Finding] = []
-    found: list[Patient] = [patient] if patient is not None else []
+    method, out = of(config), list[Finding]()
     rows: list[Row] = []
-    kind = next(k for c, k in KINDS.items() if isinstance(config, c))
-
-    def load() -> list[Finding]:
-        found.append(load_patient(config.model))
-        return []
-
-    def read() -> list[Finding]:
-        rows.extend(some_rows(config.data, kind, config.seed))
-        return []
-
-    if not found:
-        _try(out, "there is no model to train", load)
-    _try(out, "there is nothing to learn from", read)
-    if found:
-        tokenizer, model_config = found[0]
-        dialogues = any(
-            not isinstance(v, str)
-            for r in rows[:20]
-            for k in ("prompt", "messages", "chosen")
-            if (v := r.get(k)) is not None
-        )
-        out += check_tokenizer(tokenizer, dialogues)
-        out += check_model(model_config, config)
-        window = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    with _found(out, "there is no model to start from"):
+        start = start or load_start(config.model)
+    with _found(out, "there is nothing to learn from"):
+        rows = some_rows(config.data, method.rows, config.seed)
+    if start is not None:
+        said = [row[k] for row in rows[:20] for k in ("prompt", "messages", "chosen") if row.get(k) is not None]
+        out += check_tokenizer(start.tokenizer, any(not isinstance(x, str) for x in said))
+    if method.leaves == "pairs":
+        if config.judge.model is None and config.judge.endpoint is None:
+            fix = "judge.model=FOLDER, or judge.endpoint.url=... with judge.endpoint.model=NAME"
+            out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
+        return out + check_folder(config.output_dir)
+    if start is not None:
+        out += check_model(start.model_config, config)
+        window = getattr(start.model_config.get_text_config(), "max_position_embeddings", None)
         if rows and not any(f.level == "error" for f in out):
-            ensure_pad(tokenizer)
-            _try(out, "the data can't be tokenized", lambda: check_data(rows, tokenizer, config, kind, window))
-    _try(out, "training can't start", lambda: _machine(config, found[0].model_config if found else None))
-    if isinstance(config, PPOConfig):
+            ensure_pad(start.tokenizer)
+            with _found(out, "the data can't be tokenized"):
+                out += check_data(rows, start.tokenizer, config, method.rows, window)
+    with _found(out, "training can't start"):
+        found, precision = check_precision(config)
+        out += found + (check_threads() if precision.device.type == "cpu" else [])
+        if start is not None:
+            need = estimate_memory(start.model_config, config, precision)
+            out += check_memory(need, free_memory(precision.device))
+    if method.online:
         out += check_sampling(config)
         if config.reward is None:
-            out.append(
-                Finding("error", "reward is not set", "there is nothing to maximise", "reward=FOLDER of a reward model")
-            )
+            fix = "reward=FOLDER of a reward model"
+            out.append(Finding("error", "reward is not set", "there is nothing to maximise", fix))
     return out + check_folder(config.output_dir)
 
 # %% ../../nbs/920_app_doctor.ipynb #53ccbbe2
-def _machine(config: Any, model_config: Any) -> list[Finding]:
-    """Number format, threads, memory."""
-    out, precision = check_precision(config)
-    if precision.device.type == "cpu":
-        out += check_threads()
-    if model_config is not None:
-        out += check_memory(estimate_memory(model_config, config, precision), free_memory(precision.device))
-    return out
-
-
 def check_folder(path: str | Path) -> list[Finding]:
     """Whether the run directory can be written, is free, and has room."""
-    path = Path(path)
+    path, out = Path(path), list[Finding]()
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
-    out: list[Finding] = []
     if not above.is_dir() or not os.access(above, os.W_OK):
         return [Finding("error", f"{path} can't be written", "nothing could be saved", "choose another output_dir")]
     if RunDir(path).holds_run():
-        out.append(
-            Finding(
-                "warning",
-                f"{path} already holds a run",
-                "a new run is refused there, so that nothing is lost",
-                "--resume to go on with it, --overwrite to replace it, or another output_dir",
-            )
-        )
+        fix = "--resume to go on with it, --overwrite to replace it, or another output_dir"
+        why = "a new run is refused there, so that nothing is lost"
+        out.append(Finding("warning", f"{path} already holds a run", why, fix))
     free = shutil.disk_usage(above).free
     if free < 1e9:
-        out.append(
-            Finding(
-                "warning",
-                f"{free / 1e9:.2f} GB of disk are free",
-                "checkpoints may not fit",
-                "make room, or lower keep_checkpoints",
-            )
-        )
+        fix = "make room, or lower keep_checkpoints"
+        out.append(Finding("warning", f"{free / 1e9:.2f} GB of disk are free", "checkpoints may not fit", fix))
     return out
-
-# %% ../../nbs/920_app_doctor.ipynb #dda5610f
-def examine_labelling(config: RLAIFConfig, patient: Patient | None = None) -> list[Finding]:
-    """Everything about a labelling job: who answers, what, and who judges.
-
-    Args:
-        config: of the job.
-        patient: who will answer, where its model doesn't exist yet.
-    """
-    out: list[Finding] = []
-
-    def load() -> list[Finding]:
-        return check_tokenizer((patient or load_patient(config.model)).tokenizer, False)
-
-    def read() -> list[Finding]:
-        return [] if some_rows(config.data, "prompt", config.seed) else []
-
-    _try(out, "there is no model to answer", load)
-    _try(out, "there is nothing to answer", read)
-    if config.judge.model is None and config.judge.endpoint is None:
-        fix = "judge.model=FOLDER, or judge.endpoint.url=... with judge.endpoint.model=NAME"
-        out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
-    return out + check_folder(config.output_dir)
 
 # %% ../../nbs/920_app_doctor.ipynb #ab3d7f9b
 def doctor(config: Any) -> list[Finding]:
     """Look at model, tokenizer, data and machine before training.
 
     Args:
-        config: SFTConfig, RewardConfig, PPOConfig, or PipelineConfig (whose findings name their stage).
+        config: of any method of the registry, or PipelineConfig (whose findings name their stage).
 
     Returns:
         What was found, worst first; an "error" means that training would fail.
     """
-    if isinstance(config, RLAIFConfig):
-        return sorted(examine_labelling(config), key=lambda f: LEVELS.index(f.level))
-    if not isinstance(config, PipelineConfig):
-        return sorted(examine(config), key=lambda f: LEVELS.index(f.level))
-    plan, found = Plan(config), list[Finding]()
-    patient: Patient | None = None
-    stages: list[Stage] = [s for s in plan.stages if s != "base"]
+    found = _examine_stages(config) if isinstance(config, PipelineConfig) else examine(config)
+    return sorted(dict.fromkeys(found), key=lambda f: LEVELS.index(f.level))
 
-    def base() -> list[Finding]:
-        nonlocal patient
+
+def _examine_stages(config: PipelineConfig) -> list[Finding]:
+    """All stages of a pipeline, none of whose models need exist."""
+    plan, out = RLHFPipeline(config), list[Finding]()
+    stages = [s for s in plan.stages if s != "base"]
+    start: Start | None = None
+    with _found(out, "there is no model to start from"):
         if config.base is not None:
             model, tokenizer = make_base(config.base, plan.data_for(stages[0]), config.seed)
-            patient = Patient(tokenizer, model.config)
+            start = Start(tokenizer, model.config)
         elif stages:
-            patient = load_patient(plan.stage_config(stages[0]).model)
-        return []
-
-    _try(found, "there is no model to start from", base)
-    if patient is not None or not found:
-        for stage in stages:
-            if stage == "rlaif":
-                found += [
-                    f._replace(what=f"rlaif: {f.what}") for f in examine_labelling(plan.stage_config(stage), patient)
-                ]
-                continue
-            if plan.labelled(stage) and not plan.finished("rlaif"):
-                found.append(Finding("note", f"{stage}: its rows are yet to be labelled", "rlaif makes them", ""))
-                continue
-            found += [f._replace(what=f"{stage}: {f.what}") for f in examine(plan.stage_config(stage), patient)]
-    return sorted(dict.fromkeys(found), key=lambda f: LEVELS.index(f.level))
+            start = load_start(plan.stage_config(stages[0]).model)
+    for stage in stages if not out else []:
+        if plan.labelled(stage) and not plan.finished("rlaif"):
+            out.append(Finding("note", f"{stage}: its rows are yet to be labelled", "rlaif makes them"))
+        else:
+            out += [f._replace(what=f"{stage}: {f.what}") for f in examine(plan.stage_config(stage), start)]
+    return out

@@ -3,6 +3,7 @@
 # %% ../../nbs/910_app_pipeline.ipynb #45c6bb04
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -10,57 +11,36 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from pydantic.fields import FieldInfo
 
-from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, TrainConfig, merge
+from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data import toy
 from ..data.formats import ASSISTANT, HUMAN
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
-from ..scale.launch import check_request, launch
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..rewards.base import RewardModelFn
 from ..run.log import config_changes, read_metrics
-from ..train.grpo import GRPOConfig
-from ..train.kto import KTOConfig
-from ..train.pairs import OnlineDPOConfig
-from ..train.ppo import PPOConfig
+from ..scale.launch import check_request, launch
 from ..train.online import load_reward
-from ..train.dpo import DPOConfig
-from ..train.reward import RewardConfig
-from ..train.rlaif import RLAIFConfig
-from ..train.rloo import RLOOConfig
+from ..train.ppo import PPOConfig
+from ..train.registry import MethodInfo, get, methods, on_register
 from ..train.setup import Row, load_rows
-from ..train.sft import SFTConfig
-from ..train.stage import StageResult, finish_training, label_stage, lasting, make_trainer, read_json, write_json
+from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['Stage', 'STAGES', 'POLICIES', 'ONLINE', 'LEARN_LABELS', 'STARTS_FROM', 'BLUE', 'ORANGE', 'GREEN', 'PANELS',
-           'BaseConfig', 'PipelineConfig', 'make_base', 'Plan', 'train_stage', 'launch_stage', 'check_processes',
-           'train_on_labels', 'base_stage', 'draw_training', 'draw_before_after', 'RLHFPipeline', 'open_folder',
-           'held_out_prompts', 'judges_for', 'judge_policies', 'collect_results', 'spread_out', 'save_figures']
+__all__ = ['CLASSIC', 'BLUE', 'ORANGE', 'GREEN', 'Curves', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base',
+           'train_on_labels', 'curves_of', 'draw_training', 'draw_before_after', 'RLHFPipeline', 'held_out_prompts',
+           'judges_for', 'judge_policies', 'collect_results', 'spread_out', 'save_figures']
 
 # %% ../../nbs/910_app_pipeline.ipynb #24947408
-Stage = Literal["base", "sft", "rlaif", "reward", "ppo", "grpo", "rloo", "online", "dpo", "kto"]
-STAGES: tuple[Stage, ...] = ("base", "sft", "rlaif", "reward", "ppo", "grpo", "rloo", "online", "dpo", "kto")
-POLICIES: tuple[Stage, ...] = tuple(
-    s for s in STAGES if s not in ("rlaif", "reward")
-)  # stages that leave a model that answers
-ONLINE: tuple[Stage, ...] = ("ppo", "grpo", "rloo", "online")  # stages that ask a reward
-LEARN_LABELS: tuple[Stage, ...] = ("reward", "dpo", "kto")  # stages that learn from what `rlaif` labels
-STARTS_FROM: dict[str, tuple[Stage, ...]] = {
-    "sft": ("base",), "rlaif": ("sft", "base"), "reward": ("sft", "base"), "ppo": ("sft", "base"), "grpo": ("sft", "base"), "rloo": ("sft", "base"), "online": ("sft", "base"),
-    "dpo": ("online", "rloo", "grpo", "ppo", "sft", "base"), "kto": ("dpo", "online", "rloo", "grpo", "ppo", "sft", "base"),
-}  # fmt: skip
-
-
 class BaseConfig(StrictConfig):
     """An untrained model and its tokenizer, made on the spot."""
 
@@ -83,20 +63,20 @@ class BaseConfig(StrictConfig):
         return self
 
 # %% ../../nbs/910_app_pipeline.ipynb #3e3cf651
-def _toy(config: type[TrainConfig], log_every: int) -> dict[str, Any]:
-    """The toy preset of a stage, with data and place left to the pipeline."""
-    values = merge(config.preset_values("toy"), {"log_every": log_every, "data": {"path": None}})
+def _toy(name: str, log_every: int) -> dict[str, Any]:
+    """The toy preset of a method, with data and place left to the pipeline."""
+    values = merge(get(name).config.preset_values("toy"), {"log_every": log_every, "data": {"path": None}})
     return {k: v for k, v in values.items() if k not in ("output_dir", "model", "device")}
 
 # %% ../../nbs/910_app_pipeline.ipynb #6440b208
 class PipelineConfig(StrictConfig):
-    """Everything that a pipeline needs; a stage that is null is left out."""
+    """Everything that a pipeline needs; each method of the registry has a field, and a stage that is null is left out."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
             "output_dir": "runs/toy", "data": "toy", "base": {}, "device": "cpu",
-            "sft": _toy(SFTConfig, 75), "reward": _toy(RewardConfig, 20), "ppo": _toy(PPOConfig, 4),
+            "sft": _toy("sft", 75), "reward": _toy("reward", 20), "ppo": _toy("ppo", 4),
         },
     }  # fmt: skip
 
@@ -116,57 +96,74 @@ class PipelineConfig(StrictConfig):
     strategy: str = Field(
         default="ddp", description="of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload"
     )
-    base: BaseConfig | None = Field(default=None, description="make the starting model here; null: sft.model names one")
-    sft: SFTConfig | None = Field(default_factory=SFTConfig, description="supervised fine-tuning")
-    reward: RewardConfig | None = Field(default_factory=RewardConfig, description="reward model")
-    rlaif: RLAIFConfig | None = Field(
-        default=None, description="AI feedback: a judge labels pairs of answers, for reward, dpo and kto"
-    )
-    ppo: PPOConfig | None = Field(default_factory=PPOConfig, description="reinforcement learning")
-    grpo: GRPOConfig | None = Field(
-        default=None, description="reinforcement learning without a critic, by groups of answers"
-    )
-    rloo: RLOOConfig | None = Field(default=None, description="REINFORCE with a baseline")
-    online: OnlineDPOConfig | None = Field(default=None, description="DPO on pairs of the policy's own answers")
-    dpo: DPOConfig | None = Field(default=None, description="preferences without a reward model")
-    kto: KTOConfig | None = Field(default=None, description="single answers with a label")
     eval_prompts: int = Field(default=256, ge=1, description="held-out prompts that every model answers at the end")
     questions: int = Field(default=5, ge=0, description="of these, how many are printed with their answers")
     console: bool = Field(default=True, description="show progress")
+    base: BaseConfig | None = Field(default=None, description="make the starting model here; null: sft.model names one")
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that aren't null, in their order."""
+        return [name for name in ("base", *methods()) if getattr(self, name, None) is not None]
+
+    def source(self, stage: str) -> str | None:
+        """The stage whose model another one starts from; None: it names a model itself."""
+        before = () if stage == "base" else (*get(stage).starts_from, "base")
+        return next((name for name in before if name in self.stages), None)
+
+    def made_by(self, leaves: str) -> str | None:
+        """The stage that leaves a "reward" model, or "pairs"."""
+        return next((s for s in self.stages if s != "base" and get(s).leaves == leaves), None)
 
     @model_validator(mode="after")
     def _chain(self) -> PipelineConfig:
         """Stages must fit together before any of them runs."""
-        for name, before in STARTS_FROM.items():
-            stage = getattr(self, name)
-            made_by = next((b for b in before if getattr(self, b) is not None), None)
-            own = None if stage is None else stage.model.name_or_path
-            if made_by and own is not None and not is_toy(own):
+        for name in self.stages:
+            stage, source = getattr(self, name), self.source(name)
+            if source and stage.model.name_or_path is not None and not is_toy(stage.model.name_or_path):
                 raise ValueError(
-                    f"{name}.model.name_or_path is {own!r}, but {name} starts from what {made_by} makes. Leave one of the two out."
+                    f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} makes. Leave one of the two out."
                 )
-        for name in ONLINE:
-            stage = getattr(self, name)
-            if stage is not None and self.reward is None and stage.reward is None:
+            if name != "base" and get(name).online and stage.reward is None and self.made_by("reward") is None:
                 raise ValueError(
                     f"{name} has nothing to maximise: keep the reward stage, or set {name}.reward to a reward model's folder."
                 )
-        if all(getattr(self, s) is None for s in STAGES):
+        if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
         return self
+
+
+CLASSIC = ("sft", "reward", "ppo")  # what a pipeline does unless it is told otherwise
+
+
+def add_stages(*found: MethodInfo) -> None:
+    """Give `PipelineConfig` a field for each method; a method that is registered later gets one then."""
+    for method in found:
+        how: dict[str, Any] = {"default_factory": method.config} if method.name in CLASSIC else {"default": None}
+        kind: Any = method.config | None
+        field: Any = Field(**how, description=method.about)
+        PipelineConfig.model_fields[method.name] = FieldInfo.from_annotated_attribute(kind, field)
+    PipelineConfig.model_rebuild(force=True)
+
+
+add_stages(*methods().values())
+on_register.append(add_stages)
 
 # %% ../../nbs/910_app_pipeline.ipynb #82c9a074
 def _texts(rows: Sequence[Row]) -> list[str]:
     """What a tokenizer will have to write, as text."""
     marks = {"user": HUMAN, "assistant": ASSISTANT}
     out = []
-    for row in rows:
-        for part in ("text", "prompt", "completion", "messages"):
-            value = row.get(part)
-            if isinstance(value, str):
-                out.append(value)
-            elif value:
-                out.append("".join(f"{marks.get(m['role'], '')} {m['content']}" for m in value))
+    for value in (row.get(part) for row in rows for part in ("text", "prompt", "completion", "messages")):
+        if isinstance(value, str):
+            out.append(value)
+        elif value:
+            out.append("".join(f"{marks.get(m['role'], '')} {m['content']}" for m in value))
     return out
 
 
@@ -188,25 +185,20 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
         return toy.build_model(seed, config.size), toy.build_tokenizer()
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    kind = str(config.architecture["model_type"])
+    options = dict(config.architecture)
+    kind = str(options.pop("model_type"))
     if kind not in CONFIG_MAPPING:
         near = suggest(kind, CONFIG_MAPPING.keys())
-        raise ConfigError(
-            f"base.architecture.model_type: transformers knows no {kind!r}."
-            + (f" Did you mean {near!r}?" if near else "")
-        )
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(f"base.architecture.model_type: transformers knows no {kind!r}.{hint}")
     tokenizer = train_bpe(_texts(load_rows(data, "sft", seed)[0]), config.vocab_size)
-    special = {k: getattr(tokenizer, k) for k in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    options = (
-        {k: v for k, v in config.architecture.items() if k != "model_type"} | special | {"vocab_size": len(tokenizer)}
-    )
+    options |= {k: getattr(tokenizer, k) for k in ("pad_token_id", "bos_token_id", "eos_token_id")}
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(derive_seed("base", seed) % 2**63)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
-            model(
-                input_ids=torch.zeros(1, 4, dtype=torch.long)
-            )  # numbers that don't fit together show here at the latest
+            shape = AutoConfig.for_model(kind, **options | {"vocab_size": len(tokenizer)})
+            model = AutoModelForCausalLM.from_config(shape).eval()
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long))  # numbers that don't fit show here at the latest
     except Exception as e:  # whatever a stranger's config class or model raises
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise ConfigError(
@@ -214,196 +206,70 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
         ) from e
     return model, tokenizer
 
-# %% ../../nbs/910_app_pipeline.ipynb #f4c2f766
-class Plan:
-    """Which stages there are, where each writes, and what each is configured to do.
-
-    Args:
-        config: of all stages.
-    """
-
-    def __init__(self, config: PipelineConfig) -> None:
-        self.config, self.path = config, Path(config.output_dir)
-        self.stages = [s for s in STAGES if getattr(config, s) is not None]
-        if (
-            config.base is not None
-            and config.base.architecture is not None
-            and not any(self.data_for(s).path for s in self.stages if s != "base")
-        ):
-            raise ConfigError(
-                "there is no text to learn a tokenizer from: say where the data are, for example data=pairs.jsonl.gz."
-            )
-
-    def model_dir(self, stage: str) -> Path:
-        """Where a stage leaves its model; `rlaif` leaves preference rows."""
-        return self.path / stage / ("preferences.jsonl" if stage == "rlaif" else "model")
-
-    def labelled(self, stage: str) -> bool:
-        """Whether a stage learns from what `rlaif` labels here."""
-        return "rlaif" in self.stages and stage in LEARN_LABELS and getattr(self.config, stage).data.path is None
-
-    def finished(self, stage: str) -> dict[str, Any]:
-        """The marker of a finished stage; empty when it isn't finished."""
-        return read_json(self.path / stage / "stage.json")
-
-    def needs(self, stage: str) -> list[Stage]:
-        """The stages of this pipeline that a stage builds on."""
-        found = [b for b in STARTS_FROM.get(stage, ()) if b in self.stages][:1]
-        asks = stage in ONLINE and getattr(self.config, stage).reward is None
-        labels: list[Stage] = ["rlaif"] if self.labelled(stage) else []
-        return found + labels + (["reward"] if asks else [])
-
-    def data_for(self, stage: Stage) -> DataConfig:
-        """Where a stage's rows come from."""
-        own: DataConfig = getattr(self.config, stage).data
-        shared = str(self.model_dir("rlaif")) if self.labelled(stage) else self.config.data
-        return own if own.path is not None or shared is None else own.replace(path=shared)
-
-    def stage_config(self, stage: Stage) -> Any:
-        """A stage's config with everything filled in that follows from its place."""
-        config: Any = getattr(self.config, stage)
-        if config is None:
-            raise ConfigError(f"this pipeline has no stage {stage!r}: it is null in its config.")
-        if stage == "base":
-            return config
-        over: dict[str, Any] = {
-            "output_dir": str(self.path / stage),
-            "seed": self.config.seed,
-            "data": {"path": self.data_for(stage).path},
-        }
-        over["console"] = self.config.console and config.console
-        if self.config.device is not None:
-            over["device"] = self.config.device
-        source = next((b for b in STARTS_FROM[stage] if b in self.stages), None)
-        if source is not None:
-            over["model"] = {"name_or_path": str(self.model_dir(source)), "tokenizer": None}
-        if stage in ONLINE and config.reward is None:
-            over["reward"] = str(self.model_dir("reward"))
-        return config.replace(**over)
-
-# %% ../../nbs/910_app_pipeline.ipynb #b16ce456
-def train_stage(plan: Plan, stage: Stage, resume: bool = False, overwrite: bool = False) -> StageResult:
-    """Train one stage of a plan in this process."""
-    trainer = make_trainer(stage, plan.stage_config(stage))
-    return finish_training(trainer, stage, lasting(getattr(plan.config, stage)), resume, overwrite)
-
-
-def launch_stage(
-    plan: Plan, stage: Stage, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] | None = None
-) -> StageResult:
-    """The same, or labelling, in fresh processes that are started again when one dies; see `launch`."""
-    config, begin, marker = plan.stage_config(stage), time.perf_counter(), plan.path / stage / "stage.json"
-    launch(
-        config, num_processes=plan.config.processes, strategy=plan.config.strategy, device=getattr(config, "device", "auto"),
-        resume=resume, overwrite=overwrite, say=say,
-    )  # fmt: skip
-    done, seconds = read_json(marker), round(time.perf_counter() - begin, 2)
-    write_json(marker, done | {"config": lasting(getattr(plan.config, stage)), "seconds": seconds})
-    return StageResult(stage, plan.model_dir(stage), done["metrics"], seconds, False)
-
-
-def check_processes(config: PipelineConfig) -> None:
-    """Refuse what cannot work on several processes, before anything is begun.
-
-    Raises:
-        ConfigError: a launcher started this process together with others; or see `check_request`.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"a pipeline starts the processes of each stage itself, but it was started {os.environ['WORLD_SIZE']} times by a launcher: "
-            f"start it once, with processes={os.environ['WORLD_SIZE']} and, say, strategy=zero3; or train stage by stage, as in "
-            "`accelerate launch -m rlhf_nb sft`."
-        )
-    if config.processes > 1:
-        check_request(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available(), 0)
-
 # %% ../../nbs/910_app_pipeline.ipynb #f81166ac
-def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
+def train_on_labels(config: Any) -> PipelineConfig:
     """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO, on the model that answered.
 
     Args:
-        config: with `then`.
+        config: an RLAIFConfig with `then`.
     """
-    ways: dict[str, dict[str, Any]] = {
-        "dpo": {"dpo": DPOConfig},
-        "reward": {"reward": RewardConfig, "ppo": PPOConfig},
-    }
-    kinds = ways[str(config.then)]
+    names = {"dpo": ("dpo",), "reward": ("reward", "ppo")}[str(config.then)]
     own = {"model": config.model.to_dict(), "precision": config.precision}
-    stages: dict[str, Any] = {
-        s: own | (_toy(kind, 20) if is_toy(config.data.path) else {}) for s, kind in kinds.items()
-    }
+    stages: dict[str, Any] = {s: own | (_toy(s, 20) if is_toy(config.data.path) else {}) for s in names}
     if "ppo" in stages:
         stages["ppo"]["sampling"] = config.sampling.to_dict()
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}
-    none = {"sft": None, "reward": None, "ppo": None}
+    none = dict.fromkeys(CLASSIC)
     return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
-
-# %% ../../nbs/910_app_pipeline.ipynb #1c63f8c5
-def base_stage(plan: Plan) -> StageResult:
-    """Make the base model of a plan."""
-    begin, folder, config = time.perf_counter(), plan.path / "base", plan.stage_config("base")
-    first = next((s for s in plan.stages if s != "base"), None)
-    data = plan.data_for(first) if first else DataConfig(path=plan.config.data)
-    model, tokenizer = make_base(config, data, plan.config.seed)
-    save_model(model, tokenizer, folder / "model")
-    metrics = {"parameters": float(sum(p.numel() for p in model.parameters())), "tokens": float(len(tokenizer))}
-    seconds = round(time.perf_counter() - begin, 2)
-    write_json(
-        folder / "stage.json", {"stage": "base", "config": lasting(config), "metrics": metrics, "seconds": seconds}
-    )
-    return StageResult("base", folder / "model", metrics, seconds, False)
 
 # %% ../../nbs/910_app_pipeline.ipynb #4e26b295
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"  # told apart by colour-blind eyes too
+Curves = dict[str, dict[str, tuple[str, str]]]  # title: {metric: (label, colour)}
 
 
-def _panel(axis: Any, run: Path, keys: dict[str, tuple[str, str]], title: str) -> None:
-    """Curves of one run: {metric: (label, colour)}."""
-    events = read_metrics(run)
-    for key, (label, colour) in keys.items():
-        points = [(e["step"], e[key]) for e in events if key in e and e["type"] in ("step", "eval")]
-        if points:
-            marked = "o" if key.startswith("eval/") else None
-            axis.plot(
-                [x for x, _ in points], [y for _, y in points], label=label, color=colour, lw=1.4, marker=marked, ms=4
-            )
-    axis.set(title=title, xlabel="step")
-    axis.spines[["top", "right"]].set_visible(False)
-    if axis.lines:
-        axis.legend(frameon=False, fontsize=8)
+def curves_of(method: MethodInfo) -> Curves:
+    """What is drawn of a method's run.
 
-
-PANELS: dict[str, list[tuple[str, dict[str, tuple[str, str]]]]] = {
-    "sft": [("SFT: loss per token", {"loss": ("training", BLUE), "eval/loss": ("held out", ORANGE)})],
-    "reward": [
-        ("reward model: accuracy", {"rewards/accuracies": ("training", BLUE), "eval/accuracy": ("held out", ORANGE)})
-    ],
-    "rlaif": [("AI feedback: pairs", {"position_bias": ("position bias", BLUE), "flips": ("order decides", ORANGE)})],
-    "ppo": [
-        ("PPO: reward", {"objective/scores": ("proxy", BLUE), "rewards/gold": ("gold", ORANGE)}),
-        ("PPO: drift", {"objective/kl": ("KL to the SFT model, nats", GREEN)}),
-    ],
-    "grpo": [("GRPO: reward", {"reward": ("reward", BLUE), "rewards/gold": ("gold", ORANGE)})],
-    "rloo": [("RLOO: reward", {"reward": ("reward", BLUE), "rewards/gold": ("gold", ORANGE)})],
-    "online": [("online DPO: reward", {"reward": ("reward", BLUE), "rewards/gold": ("gold", ORANGE)})],
-    "dpo": [
-        ("DPO: accuracy", {"rewards/accuracies": ("training", BLUE), "eval/rewards/accuracies": ("held out", ORANGE)}),
-        ("DPO: implicit rewards", {"rewards/chosen": ("chosen", BLUE), "rewards/rejected": ("rejected", ORANGE)}),
-    ],
-    "kto": [("KTO: implicit rewards", {"rewards/chosen": ("liked", BLUE), "rewards/rejected": ("disliked", ORANGE)})],
-}
+    Args:
+        method: of the registry.
+    """
+    if method.leaves == "pairs":
+        return {"pairs": {"position_bias": ("position bias", BLUE), "flips": ("order decides", ORANGE)}}
+    if method.online:
+        scores = {"objective/scores": ("proxy", BLUE), "rewards/gold": ("gold", ORANGE)}
+        return {"reward": scores, "drift": {"objective/kl": ("KL to the reference, nats", GREEN)}}
+    if method.rows == "sft":
+        return {"loss per token": {"loss": ("training", BLUE), "eval/loss": ("held out", ORANGE)}}
+    held_out = "eval/accuracy" if method.leaves == "reward" else "eval/rewards/accuracies"
+    accuracy: Curves = {"accuracy": {"rewards/accuracies": ("training", BLUE), held_out: ("held out", ORANGE)}}
+    if method.leaves == "reward":
+        return accuracy
+    return accuracy | {
+        "implicit rewards": {"rewards/chosen": ("chosen", BLUE), "rewards/rejected": ("rejected", ORANGE)}
+    }
 
 
 def draw_training(path: str | Path) -> Any:
     """What the stages in a pipeline's folder looked like while they trained; returns the figure."""
     from matplotlib.figure import Figure
 
-    root = Path(path)
-    there = [(stage, *panel) for stage, panels in PANELS.items() if (root / stage).is_dir() for panel in panels]
-    figure = Figure(figsize=(3 * max(1, len(there)), 3), dpi=90, layout="constrained")
-    for axis, (stage, title, keys) in zip(figure.subplots(1, max(1, len(there)), squeeze=False)[0], there):
-        _panel(axis, root / stage, keys, title)
+    panels: list[tuple[str, list[tuple[Any, ...]]]] = []
+    for name, method in methods().items():
+        events = read_metrics(Path(path) / name) if (Path(path) / name).is_dir() else []
+        for title, keys in curves_of(method).items():
+            lines = []
+            for key, how in keys.items():
+                points = [(e["step"], e[key]) for e in events if key in e and e["type"] in ("step", "eval")]
+                lines += [(points, "o" if key.startswith("eval/") else None, *how)] if points else []
+            if lines:
+                panels.append((f"{name.upper() if len(name) < 5 else name}: {title}", lines))
+    figure = Figure(figsize=(3 * max(1, len(panels)), 3), dpi=90, layout="constrained")
+    for axis, (title, lines) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
+        for points, marker, label, colour in lines:
+            axis.plot(*zip(*points), label=label, color=colour, lw=1.4, marker=marker, ms=4)
+        axis.set(title=title, xlabel="step")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
     return figure
 
 # %% ../../nbs/910_app_pipeline.ipynb #8a755b6b
@@ -423,33 +289,108 @@ def draw_before_after(before: PolicyEval, after: PolicyEval, by: str, name: str 
     both = torch.cat([before.scores[by], after.scores[by]])
     bins = torch.linspace(float(both.min()) - 0.25, float(both.max()) + 0.25, 24).tolist()
     for judged, label, colour in ((before, "SFT", ORANGE), (after, name, BLUE)):
-        scores = judged.scores[by]
-        axis.hist(
-            scores.tolist(), bins=bins, alpha=0.6, color=colour, label=f"{label}, mean {float(scores.mean()):.2f}"
-        )
-        axis.axvline(float(scores.mean()), color=colour, lw=1.6)
+        scores, mean = judged.scores[by].tolist(), float(judged.scores[by].mean())
+        axis.hist(scores, bins=bins, alpha=0.6, color=colour, label=f"{label}, mean {mean:.2f}")
+        axis.axvline(mean, color=colour, lw=1.6)
     axis.set(title=f"{by} reward of held-out answers, before and after {name}", xlabel=f"{by} reward", ylabel="answers")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     return figure
 
 # %% ../../nbs/910_app_pipeline.ipynb #16305413
-class _Stages(Plan):
-    """A plan that can be carried out, one stage at a time."""
+class RLHFPipeline:
+    """All stages in a row (`run`), or one by one: by `stage(name)`, or by their names, as in `pipeline.sft()`.
+
+    Args:
+        config: of all stages.
+        say: receives one plain sentence per event (default: print, if `config.console`).
+
+    Raises:
+        ConfigError: it can't work: no data, no devices, or a launcher started this process together with others.
+    """
 
     def __init__(self, config: PipelineConfig, say: Callable[[str], None] | None = None) -> None:
-        super().__init__(config)
-        check_processes(config)
+        self.config, self.path, self.stages = config, Path(config.output_dir), config.stages
         self.say = say or (print if config.console else lambda text: None)
         self.judged: dict[str, PolicyEval] = {}
+        made = config.base is not None and config.base.architecture is not None
+        if made and not any(self.data_for(s).path for s in self.stages if s != "base"):
+            raise ConfigError(
+                "there is no text to learn a tokenizer from: say where the data are, for example data=pairs.jsonl.gz."
+            )
+        if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"a pipeline starts the processes of each stage itself, but it was started {world} times by a launcher: start it once, "
+                f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
+            )
+        if config.processes > 1:
+            check_request(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
 
-    def stage(self, stage: Stage, resume: bool = False, overwrite: bool = False) -> StageResult:
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and (name == "base" or name in methods()):
+            return functools.partial(self.stage, name)
+        raise AttributeError(f"a pipeline has no {name!r}: its stages are {', '.join(self.stages)}")
+
+    def model_dir(self, stage: str) -> Path:
+        """Where a stage leaves its model, or its labelled rows."""
+        labels = stage != "base" and get(stage).leaves == "pairs"
+        return self.path / stage / ("preferences.jsonl" if labels else "model")
+
+    def labelled(self, stage: str) -> bool:
+        """Whether a stage learns from pairs that another one labels here."""
+        learns = get(stage).rows in ("preference", "unpaired") and getattr(self.config, stage).data.path is None
+        return learns and self.config.made_by("pairs") is not None
+
+    def finished(self, stage: str) -> dict[str, Any]:
+        """The marker of a finished stage; empty when it isn't finished."""
+        return read_json(self.path / stage / "stage.json")
+
+    def needs(self, stage: str) -> list[str]:
+        """The stages of this pipeline that a stage builds on."""
+        if stage == "base":
+            return []
+        labels = self.config.made_by("pairs") if self.labelled(stage) else None
+        asks = get(stage).online and getattr(self.config, stage).reward is None
+        found = (self.config.source(stage), labels, self.config.made_by("reward") if asks else None)
+        return [s for s in found if s is not None]
+
+    def data_for(self, stage: str) -> DataConfig:
+        """Where a stage's rows come from; those of `base` are its tokenizer's."""
+        if stage == "base":
+            after = next((s for s in self.stages if s != "base"), None)
+            return self.data_for(after) if after else DataConfig(path=self.config.data)
+        own: DataConfig = getattr(self.config, stage).data
+        labels = self.config.made_by("pairs") if self.labelled(stage) else None
+        shared = str(self.model_dir(labels)) if labels else self.config.data
+        return own if own.path is not None or shared is None else own.replace(path=shared)
+
+    def stage_config(self, stage: str) -> Any:
+        """A stage's config with everything filled in that follows from its place."""
+        config: Any = getattr(self.config, stage, None)
+        if config is None:
+            raise ConfigError(f"this pipeline has no stage {stage!r}: it is null in its config.")
+        if stage == "base":
+            return config
+        over: dict[str, Any] = {
+            "output_dir": str(self.path / stage), "seed": self.config.seed, "data": {"path": self.data_for(stage).path},
+            "console": self.config.console and config.console,
+        }  # fmt: skip
+        if self.config.device is not None:
+            over["device"] = self.config.device
+        if (source := self.config.source(stage)) is not None:
+            over["model"] = {"name_or_path": str(self.model_dir(source)), "tokenizer": None}
+        scorer = self.config.made_by("reward")
+        if get(stage).online and config.reward is None and scorer is not None:
+            over["reward"] = str(self.model_dir(scorer))
+        return config.replace(**over)
+
+    def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
         """One stage; skipped when it is finished, unless `overwrite`.
 
         Raises:
             RunError: a stage that it builds on is not finished.
         """
-        done = {} if overwrite else self.finished(stage)
+        config, done = self.stage_config(stage), {} if overwrite else self.finished(stage)
         if done:
             self.say(f"{stage}: finished before, skipped.")
             return StageResult(stage, self.model_dir(stage), done["metrics"], done["seconds"], True)
@@ -457,29 +398,70 @@ class _Stages(Plan):
             if not self.finished(before):
                 raise RunError(f"{stage} builds on {before}, which is not finished in {self.path}: run {before} first.")
         if not (self.path / "config.yaml").exists():
-            open_folder(self)
+            self.open_folder()
         self.say(f"{stage}: begins.")
         if stage == "base":
-            result = base_stage(self)
+            result = self._make_base(config)
         elif self.config.processes > 1:
-            result = launch_stage(self, stage, resume, overwrite, self.say)
-        elif stage == "rlaif":
-            result = label_stage(self.stage_config(stage), resume, overwrite, self.config.rlaif)
+            result = self._launch(stage, config, resume, overwrite)
         else:
-            result = train_stage(self, stage, resume, overwrite)
-        self.say(
-            f"{stage}: done in {result.seconds:.0f} s, {'labels' if stage == 'rlaif' else 'model'} in {result.model}"
-        )
+            result = run_stage(config, resume, overwrite, getattr(self.config, stage))
+        left = "model" if result.model.name == "model" else "labels"
+        self.say(f"{stage}: done in {result.seconds:.0f} s, {left} in {result.model}")
         return result
 
-# %% ../../nbs/910_app_pipeline.ipynb #b72d0697
-class RLHFPipeline(_Stages):
-    """All stages in a row (`run`), or one by one (`base`, `sft`, `rlaif`, `reward`, `ppo`, `grpo`, `rloo`, `online`, `dpo`, `kto`, `evaluate`).
+    def _make_base(self, config: BaseConfig) -> StageResult:
+        """The starting model."""
+        begin, folder = time.perf_counter(), self.path / "base"
+        model, tokenizer = make_base(config, self.data_for("base"), self.config.seed)
+        save_model(model, tokenizer, folder / "model")
+        metrics = {"parameters": float(sum(p.numel() for p in model.parameters())), "tokens": float(len(tokenizer))}
+        seconds = round(time.perf_counter() - begin, 2)
+        marker = {"stage": "base", "config": lasting(config), "metrics": metrics, "seconds": seconds}
+        write_json(folder / "stage.json", marker)
+        return StageResult("base", folder / "model", metrics, seconds)
 
-    Args:
-        config: of all stages.
-        say: receives one plain sentence per event (default: print, if `config.console`).
-    """
+    def _launch(self, stage: str, config: Any, resume: bool, overwrite: bool) -> StageResult:
+        """A stage in fresh processes that are started again when one dies; see `launch`."""
+        begin, marker, device = time.perf_counter(), self.path / stage / "stage.json", getattr(config, "device", "auto")
+        how: dict[str, Any] = {
+            "num_processes": self.config.processes,
+            "strategy": self.config.strategy,
+            "device": device,
+        }
+        launch(config, resume=resume, overwrite=overwrite, say=self.say, **how)
+        done, seconds = read_json(marker), round(time.perf_counter() - begin, 2)
+        write_json(marker, done | {"config": lasting(getattr(self.config, stage)), "seconds": seconds})
+        return StageResult(stage, self.model_dir(stage), done["metrics"], seconds)
+
+    def open_folder(self, resume: bool = False, overwrite: bool = False) -> None:
+        """Make the folder this pipeline's own: config.yaml, and no leftovers of another.
+
+        Raises:
+            RunError: it holds another pipeline's run, or a finished stage was configured otherwise.
+        """
+        saved = (self.path / "config.yaml").exists()
+        if saved and overwrite and not resume:
+            for left in ("base", *methods(), "figures"):
+                shutil.rmtree(self.path / left, ignore_errors=True)
+            (self.path / "results.json").unlink(missing_ok=True)
+        elif saved and not resume:
+            raise RunError(
+                f"{self.path} already holds a pipeline's run: continue it with resume, replace it with overwrite, or choose another output_dir."
+            )
+        for stage in self.stages:
+            if not (done := self.finished(stage)):
+                continue
+            changes = config_changes(done["config"], lasting(getattr(self.config, stage)))
+            if changes and config_changes(done["config"], lasting(self.stage_config(stage))):  # what ranks write
+                raise RunError(
+                    f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built on it: go back to those settings, "
+                    "or choose another output_dir."
+                )
+        try:
+            self.config.save(self.path / "config.yaml")
+        except OSError as e:
+            raise RunError(f"cannot write to {self.path}: {e}; choose another output_dir.") from e
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """All stages, then the evaluation; returns what `results.json` holds.
@@ -492,50 +474,10 @@ class RLHFPipeline(_Stages):
             RunError: the folder holds another pipeline, or the settings of a finished stage were changed.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """
-        open_folder(self, resume, overwrite)
+        self.open_folder(resume, overwrite)
         for stage in self.stages:
             self.stage(stage, resume)
         return self.evaluate()
-
-    def base(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Make the starting model."""
-        return self.stage("base", resume, overwrite)
-
-    def sft(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Fine-tune on demonstrations."""
-        return self.stage("sft", resume, overwrite)
-
-    def rlaif(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Let a judge label pairs of the model's answers."""
-        return self.stage("rlaif", resume, overwrite)
-
-    def reward(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Learn a reward from preferences."""
-        return self.stage("reward", resume, overwrite)
-
-    def ppo(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by that reward."""
-        return self.stage("ppo", resume, overwrite)
-
-    def grpo(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by a reward, without a critic."""
-        return self.stage("grpo", resume, overwrite)
-
-    def rloo(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by a reward, with REINFORCE and a baseline."""
-        return self.stage("rloo", resume, overwrite)
-
-    def online(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by DPO on pairs of its own answers, labelled by a reward."""
-        return self.stage("online", resume, overwrite)
-
-    def dpo(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by preferences, without a reward model."""
-        return self.stage("dpo", resume, overwrite)
-
-    def kto(self, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """Improve the policy by single answers with a label."""
-        return self.stage("kto", resume, overwrite)
 
     def evaluate(self) -> dict[str, Any]:
         """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
@@ -546,101 +488,69 @@ class RLHFPipeline(_Stages):
         save_figures(self.path, self.judged)
         return results
 
-# %% ../../nbs/910_app_pipeline.ipynb #fce5405f
-def open_folder(plan: Plan, resume: bool = False, overwrite: bool = False) -> None:
-    """Make a folder a pipeline's own: config.yaml, and no leftovers of another.
-
-    Raises:
-        RunError: it holds another pipeline's run, or a finished stage was configured otherwise.
-    """
-    saved, path = (plan.path / "config.yaml").exists(), plan.path
-    if saved and overwrite and not resume:
-        for left in (*STAGES, "figures"):
-            shutil.rmtree(path / left, ignore_errors=True)
-        (path / "results.json").unlink(missing_ok=True)
-    elif saved and not resume:
-        raise RunError(
-            f"{path} already holds a pipeline's run: continue it with resume, replace it with overwrite, or choose another output_dir."
-        )
-    for stage in plan.stages:
-        done = plan.finished(stage)
-        changes = config_changes(done["config"], lasting(getattr(plan.config, stage))) if done else []
-        if changes and config_changes(
-            done["config"], lasting(plan.stage_config(stage))
-        ):  # the latter is what ranks write
-            raise RunError(
-                f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built on it: go back to those settings, "
-                "or choose another output_dir."
-            )
-    try:
-        plan.config.save(path / "config.yaml")
-    except OSError as e:
-        raise RunError(f"cannot write to {path}: {e}; choose another output_dir.") from e
-
 # %% ../../nbs/910_app_pipeline.ipynb #50ecbd7a
-def held_out_prompts(plan: Plan, tokenizer: Any) -> PromptBatch:
-    """The prompts that every policy answers at the end."""
-    order: tuple[Stage, ...] = (*ONLINE, "rlaif", "dpo", "kto", "sft", "reward")
-    stage = next(name for name in order if name in plan.stages)
-    config, seed = plan.stage_config(stage), plan.config.seed
+def held_out_prompts(pipeline: RLHFPipeline, tokenizer: Any) -> PromptBatch:
+    """The prompts that every policy answers at the end: of an online stage if there is one, else of another."""
+
+    def rank(stage: str) -> tuple[bool, ...]:
+        method = get(stage)
+        return not method.online, method.leaves != "pairs", method.leaves == "reward", method.rows == "sft"
+
+    stage = min((s for s in pipeline.stages if s != "base"), key=rank)
+    config, seed, n = pipeline.stage_config(stage), pipeline.config.seed, pipeline.config.eval_prompts
     train, held = load_rows(config.data, "prompt", seed)
     if is_toy(config.data.path):
-        held = toy.test_prompts(plan.config.eval_prompts, derive_seed(seed, "pipeline"))
-    rows = tokenize_prompts(
-        (held or train)[: plan.config.eval_prompts], tokenizer, config.data.max_prompt_length, warn=False
-    )
+        held = toy.test_prompts(n, derive_seed(seed, "pipeline"))
+    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, warn=False)
     return collate_prompts(rows, tokenizer.pad_token_id)
 
 
-def judges_for(plan: Plan) -> dict[str, Any]:
+def judges_for(pipeline: RLHFPipeline) -> dict[str, Any]:
     """Gold in the toy world, and the reward model as the proxy, whichever there are."""
     fns: dict[str, Any] = {}
-    stage = next((s for s in plan.stages if s != "base"), None)
-    if stage is not None and is_toy(plan.stage_config(stage).data.path):
+    stage = next((s for s in pipeline.stages if s != "base"), None)
+    if stage is not None and is_toy(pipeline.stage_config(stage).data.path):
         fns["gold"] = toy.gold_reward
-    if plan.finished("reward"):
-        config = PPOConfig(reward=str(plan.model_dir("reward")), token_budget=plan.stage_config("reward").token_budget)
-        model = load_reward(config)[0]
-        fns["proxy"] = RewardModelFn(model, token_budget=config.token_budget)
+    scorer = pipeline.config.made_by("reward")
+    if scorer is not None and pipeline.finished(scorer):
+        budget = pipeline.stage_config(scorer).token_budget
+        model = load_reward(PPOConfig(reward=str(pipeline.model_dir(scorer)), token_budget=budget))[0]
+        fns["proxy"] = RewardModelFn(model, token_budget=budget)
     return fns
 
 # %% ../../nbs/910_app_pipeline.ipynb #a5fbf235
-def judge_policies(plan: Plan) -> dict[str, PolicyEval]:
+def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
     """Answers of every finished policy to the same held-out prompts, judged."""
-    judges, policies = judges_for(plan), [s for s in POLICIES if plan.finished(s)]
+    judges, seed = judges_for(pipeline), derive_seed(pipeline.config.seed, "judge")
+    policies = [s for s in ("base", *methods()) if (s == "base" or get(s).leaves == "policy") and pipeline.finished(s)]
     if not judges or not policies:
         return {}
-    online = next((c for c in (getattr(plan.config, s) for s in ONLINE) if c is not None), None)
-    sampling = online.sampling if online is not None else SamplingConfig()
-    precision = decide_precision(plan.config.device or "auto")
+    online = next((s for s in pipeline.stages if s != "base" and get(s).online), None)
+    sampling = getattr(pipeline.config, online).sampling if online else SamplingConfig()
+    precision = decide_precision(pipeline.config.device or "auto")
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
-        place = ModelConfig(name_or_path=str(plan.model_dir(stage)))
+        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)))
         tokenizer = load_tokenizer(place)
         model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
-        prompts = held_out_prompts(plan, tokenizer).to(precision.device)
-        out[stage] = evaluate(
-            model, tokenizer, prompts, judges, reference, sampling, derive_seed(plan.config.seed, "judge")
-        )
+        prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)
+        out[stage] = evaluate(model, tokenizer, prompts, judges, reference, sampling, seed)
         reference = model if stage == "sft" else reference
     return out
 
 # %% ../../nbs/910_app_pipeline.ipynb #ac8cd17e
-def collect_results(plan: Plan, judged: dict[str, PolicyEval]) -> dict[str, Any]:
+def collect_results(pipeline: RLHFPipeline, judged: dict[str, PolicyEval]) -> dict[str, Any]:
     """Everything a pipeline measured, JSON-able."""
-    results: dict[str, Any] = {"stages": {}, "policies": {}, "samples": []}
-    for stage in plan.stages:
-        done = plan.finished(stage)
-        results["stages"][stage] = {"seconds": done.get("seconds"), **done.get("metrics", {})}
-    for name, policy in judged.items():
-        results["policies"][name] = policy.summary(judged.get("sft") if name != "sft" else None)
+    done = {stage: pipeline.finished(stage) for stage in pipeline.stages}
+    stages = {stage: {"seconds": d.get("seconds"), **d.get("metrics", {})} for stage, d in done.items()}
+    policies = {name: p.summary(judged.get("sft") if name != "sft" else None) for name, p in judged.items()}
     prompts = next((policy.prompts for policy in judged.values()), [])
-    for i in spread_out(prompts, plan.config.questions):
-        results["samples"].append(
-            {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
-        )
-    return results
+    samples = [
+        {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
+        for i in spread_out(prompts, pipeline.config.questions)
+    ]
+    return {"stages": stages, "policies": policies, "samples": samples}
 
 
 def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
@@ -652,10 +562,7 @@ def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
         except (DataError, AttributeError):
             seen.setdefault(i, i)
     order = ["one", "sum", "about", "home", "young", "food"]
-    return sorted(
-        seen.values(),
-        key=lambda i: next((order.index(k) for k, v in seen.items() if v == i and k in order), len(order)),
-    )[:n]
+    return [seen[k] for k in sorted(seen, key=lambda k: order.index(k) if k in order else len(order))][:n]
 
 
 def save_figures(path: Path, judged: dict[str, PolicyEval]) -> list[Path]:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['PACK', 'Make', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'KNOWN', 'rms_norm', 'rotate', 'rotary_table',
+__all__ = ['PACK', 'Make', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'rms_norm', 'rotate', 'rotary_table',
            'plain_weight', 'pays_to_pack', 'Projection', 'Layer', 'Blocks', 'row_attention', 'branch_attention',
-           'branches_pay', 'decode_states', 'why_not_ours']
+           'branches_pay', 'decode_states']
 
 # %% ../../nbs/160_fast_blocks.ipynb #bbea6e03
 def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,14 @@ def pays_to_pack(weight: Tensor) -> bool:
     if not fits or platform.machine() not in ("x86_64", "AMD64"):
         return False
     library: Any = torch.backends.mkldnn
-    return bool(library.is_available() and library.enabled and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
+    return bool(library.is_available() and library.enabled and _has_packed_products())
+
+
+def _has_packed_products() -> bool:
+    """Whether this PyTorch has the three operators, all of them private, that lay weights out and multiply with them."""
+    ops = torch.ops.mkldnn
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return all(hasattr(ops, x) for x in names) and hasattr(ops._linear_pointwise, "binary")
 
 
 class Projection:
@@ -265,7 +272,7 @@ class Blocks:
     """A decoder as a short list of layers over its own modules; the sampler and the scorer both run it.
 
     Args:
-        body: transformers' decoder of a family in KNOWN, LoRA layers inside or not.
+        body: transformers' decoder of a family that `can_run` knows, LoRA layers inside or not.
         dtype: number format of the projections.
         fuse: copy stacked weights (without gradient, for sampling); False calls the model's own layers.
     """
@@ -291,7 +298,7 @@ class Blocks:
     def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
         """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one anyway."""
         layer = self.body.wte if self.learned_positions else self.body.embed_tokens
-        plain = sparse and type(layer) is nn.Embedding and layer.max_norm is None
+        plain = sparse and type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq
         x: Tensor = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
         return x + self.body.wpe(positions) if self.learned_positions else x
 
@@ -440,7 +447,7 @@ def decode_states(
     """Last hidden states, after the final norm, at the wanted places.
 
     Args:
-        body: a decoder for which `why_not_ours` has nothing to say.
+        body: a decoder for which `can_run` has no objection.
         ids, positions: int64[R, L].
         mask: bool[R, 1, L, L], 1 = may look; None: causal, which is right where pads come last.
         wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `real`).
@@ -478,38 +485,3 @@ def decode_states(
             x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
         x = layer.mlp(layer.out.add_to(x, mixed))
     return blocks.norm(x)
-
-# %% ../../nbs/160_fast_blocks.ipynb #f5639566
-KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "GPT2Model")
-_GPT2_DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
-
-
-def why_not_ours(body: nn.Module, length: int) -> str | None:
-    """None if `decode_states` computes what this decoder computes, else the reason why not.
-
-    Args:
-        body: transformers' decoder.
-        length: tokens of the longest row; a sliding window must reach as far.
-    """
-    name, config = type(body).__name__, getattr(body, "config", None)
-    if name not in KNOWN or not type(body).__module__.startswith("transformers."):
-        return f"{name} is not one of {', '.join(KNOWN)}"
-    if getattr(config, "_attn_implementation", None) != "sdpa":
-        return f"attention {getattr(config, '_attn_implementation', None)!r} was asked for"
-    if body.training and getattr(body, "gradient_checkpointing", False):
-        return "activations are checkpointed"
-    if body.training and any(getattr(config, key, 0) for key in ("attention_dropout", *_GPT2_DROPOUT)):
-        return "dropout is on"
-    if getattr(config, "add_cross_attention", False) or getattr(config, "reorder_and_upcast_attn", False):
-        return "its attention is of another kind"
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if (
-        window is not None
-        and window < length
-        and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    ):
-        return f"its attention window ({window}) is shorter than the longest row ({length})"
-    for part in body.modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            return f"a {type(part).__name__} in it has hooks"
-    return None

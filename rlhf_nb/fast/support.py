@@ -13,14 +13,15 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 # %% auto #0
-__all__ = ['LIBRARIES', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled', 'changed_here', 'changed', 'why_not_split', 'fingerprint',
-           'unwrapped', 'distrust', 'can_run']
+__all__ = ['LIBRARIES', 'MOVERS', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled', 'changed_here', 'changed', 'split',
+           'fingerprint', 'unwrapped', 'decoder_of', 'distrust', 'can_run']
 
 # %% ../../nbs/150_fast_support.ipynb #efd0d4b6
 _on: ContextVar[bool] = ContextVar("fast", default=True)
@@ -40,7 +41,7 @@ def enabled() -> bool:
     """Whether fast paths may be taken at all."""
     return _on.get() and os.environ.get("RLHF_NB_FAST", "1") != "0"
 
-# %% ../../nbs/150_fast_support.ipynb #a35e2aef
+# %% ../../nbs/150_fast_support.ipynb #09017c3b
 LIBRARIES = frozenset("torch transformers peft accelerate deepspeed bitsandbytes rlhf_nb".split())
 _own_forward: dict[type, Any] = {}  # class → the forward that was found to be its own
 
@@ -64,7 +65,11 @@ def _is_own(cls: type) -> bool:
     return own and (f.__module__, f.__qualname__) == expected
 
 
-def changed_here(m: nn.Module, harmless: frozenset[str] = frozenset()) -> str | None:
+MOVERS = ("deepspeed.", "accelerate.", "torch.distributed.")  # their hooks move weights and change no number
+_RECORDS = ("transformers.utils.output_capturing",)  # notes hidden states for who asks for them
+
+
+def changed_here(m: nn.Module, harmless: tuple[str, ...] = ()) -> str | None:
     """`changed` of a module alone, without what is inside it."""
     cls, here = type(m), m.__dict__
     if "forward" in here:
@@ -75,7 +80,9 @@ def changed_here(m: nn.Module, harmless: frozenset[str] = frozenset()) -> str | 
         here["_backward_hooks"],
         here["_backward_pre_hooks"],
     ):
-        if hooks and not all(str(getattr(h, "__module__", "?")).split(".")[0] in harmless for h in hooks.values()):
+        if hooks and not all(
+            str(getattr(h, "__module__", "?")).startswith(harmless + _RECORDS) for h in hooks.values()
+        ):
             return f"a {cls.__name__} in it has hooks"
     if _own_forward.get(cls) is not cls.forward:
         if not _is_own(cls):
@@ -84,19 +91,19 @@ def changed_here(m: nn.Module, harmless: frozenset[str] = frozenset()) -> str | 
     return None
 
 
-def changed(module: nn.Module, harmless: frozenset[str] = frozenset()) -> str | None:
+def changed(module: nn.Module, harmless: tuple[str, ...] = ()) -> str | None:
     """The first thing in a model that its library didn't put there, as a sentence; None if there is nothing.
 
     Args:
         module: looked through to its last submodule.
-        harmless: libraries whose hooks don't count (those that only move weights: deepspeed, accelerate).
+        harmless: beginnings of the names of modules whose hooks don't count (MOVERS).
     """
     everywhere = nn.modules.module.__dict__
     if any(everywhere.get(f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")):
         return "a hook is registered on all modules of this process"
     return next((reason for m in module.modules() if (reason := changed_here(m, harmless))), None)
 
-# %% ../../nbs/150_fast_support.ipynb #ad968d18
+# %% ../../nbs/150_fast_support.ipynb #64eae4ee
 _HANDS_ON = frozenset(
     """hidden_states = outputs.last_hidden_state
 hidden_states = outputs[0]
@@ -129,7 +136,7 @@ def _read_forward(f: Any) -> tuple[str, str] | str:
             text = re.sub(r":.*? = ", " = ", text, count=1)
         text = re.sub(r"^\w+_outputs = ", "outputs = ", text).replace("lm_logits = ", "logits = ")
         text = re.sub(r"= \w+_outputs([.\[])", r"= outputs\1", text)
-        call, after = re.match(r"outputs = self\.(\w+)\(", text), _HEAD.fullmatch(text)
+        call, after = re.match(r"outputs = self\.([\w.]+)\(", text), _HEAD.fullmatch(text)
         if call and not decoder:
             given = [*node.value.args, *(k.value for k in node.value.keywords)]
             decoder = call[1] if all(isinstance(x, ast.Name | ast.Constant) for x in given) else ""
@@ -140,25 +147,23 @@ def _read_forward(f: Any) -> tuple[str, str] | str:
     return decoder, head
 
 
-def why_not_split(model: nn.Module) -> str | None:
-    """None if a causal language model is its head after its decoder and nothing else; else the reason why not.
+def split(model: nn.Module) -> tuple[nn.Module, nn.Module] | str:
+    """Decoder and head of a causal language model that is nothing else than these; else the reason why it isn't.
 
     Args:
         model: without wrappers.
     """
     m: Any = model
-    cls, reason = type(model), changed_here(model)
-    if reason is not None:
-        return reason
-    if cls.forward not in _parts:
+    cls, reason = type(model), changed_here(model, MOVERS)
+    if reason is None and cls.forward not in _parts:
         _parts[cls.forward] = _read_forward(cls.forward)
-    parts = _parts[cls.forward]
+    parts = reason or _parts[cls.forward]
     if isinstance(parts, str):
-        return f"the forward of {cls.__name__} does more than decoder and head: {parts}"
-    decoder, head = (getattr(model, name, None) for name in parts)
-    if decoder is not getattr(model, m.base_model_prefix, model) or head is not m.get_output_embeddings():
-        return f"the forward of {cls.__name__} uses other parts than its decoder and its output embeddings"
-    return None
+        return reason or f"the forward of {cls.__name__} does more than decoder and head: {parts}"
+    decoder, head = (attrgetter(name)(m) for name in parts)
+    if head is not m.get_output_embeddings() or not isinstance(decoder, nn.Module):
+        return f"the forward of {cls.__name__} uses another head than its output embeddings"
+    return changed(head, MOVERS) or (decoder, head)
 
 # %% ../../nbs/150_fast_support.ipynb #41d2cb5d
 FAMILIES = {
@@ -212,7 +217,7 @@ def _unverified(module: Any, prefix: str) -> bool:
             _helpers.add(f)
     return False
 
-# %% ../../nbs/150_fast_support.ipynb #60b2a068
+# %% ../../nbs/150_fast_support.ipynb #ba44022a
 _CALLED = (
     "torch.nn.modules.linear torch.nn.modules.sparse torch.nn.modules.normalization torch.nn.modules.activation torch.nn.modules.container "
     "torch.nn.modules.dropout transformers.activations transformers.pytorch_utils peft.tuners.lora.layer peft.utils.other"
@@ -222,7 +227,7 @@ _SLOTS = {"self_attn": "Attention", "attn": "Attention", "mlp": "MLP"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers for several processes, torch.compile and LoRA; LoRA layers stay in place."""
+    """The model inside wrappers for several processes, torch.compile and adapters; LoRA layers stay in place."""
     m: Any = model
     while isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(m, "_orig_mod"):
         m = m._orig_mod if hasattr(m, "_orig_mod") else m.module
@@ -232,10 +237,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
         and changed_here(m) is None
         and changed_here(m.base_model) is None
     ):
-        kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in m.peft_config.values()}
-        if kinds <= {"LORA"} and not getattr(m.active_peft_config, "is_prompt_learning", False):
+        if not getattr(m.active_peft_config, "is_prompt_learning", False):
             m = m.get_base_model()
     return m  # type: ignore[no-any-return]
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The decoder in a language model, or the decoder itself."""
+    outer = unwrapped(model)
+    return getattr(outer, str(getattr(outer, "base_model_prefix", "")), outer)
 
 
 def distrust(model: nn.Module, reason: str) -> None:
@@ -245,8 +255,7 @@ def distrust(model: nn.Module, reason: str) -> None:
         model: decoder or language model.
         reason: a sentence.
     """
-    bare: Any = unwrapped(model)
-    getattr(bare, str(getattr(bare, "base_model_prefix", "")), bare).__dict__["_rlhf_nb_plain"] = reason
+    decoder_of(model).__dict__["_rlhf_nb_plain"] = reason
 
 
 def can_run(model: nn.Module, length: int | None = None) -> str | None:
@@ -258,8 +267,7 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
     """
     if not enabled():
         return "fast paths are switched off (RLHF_NB_FAST=0 or use_fast(False))"
-    outer: Any = unwrapped(model)
-    body = getattr(outer, str(getattr(outer, "base_model_prefix", "")), outer)
+    outer, body = unwrapped(model), decoder_of(model)
     name, config = type(body).__name__, getattr(body, "config", None)
     modeling = sys.modules.get(type(body).__module__)
     family = FAMILIES.get(name)
@@ -270,9 +278,8 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
         return str(body.__dict__["_rlhf_nb_plain"])
     if _unverified(modeling, prefix):
         return f"this release's code of {name} isn't one that was compared with ours"
-    return (
-        changed(outer) or (outer is not body and why_not_split(outer)) or _misfit(body, config, prefix, length) or None
-    )
+    parts = (body, body) if outer is body else split(outer)
+    return changed(outer) or (parts if isinstance(parts, str) else None) or _misfit(body, config, prefix, length)
 
 
 def _misfit(body: Any, config: Any, prefix: str, length: int | None) -> str | None:

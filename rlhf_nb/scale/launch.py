@@ -6,6 +6,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import signal
@@ -21,16 +22,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
-from ..core import CheckpointError, ConfigError, RlhfError, RunError, suggest
+from ..core import ConfigError, RlhfError, RunError, suggest
 from ..run.engine import STRATEGIES
 from ..run.log import RunDir, read_metrics
+from ..train.registry import add_method, of
+from ..train.stage import read_json, run_stage, write_json
 
 # %% auto #0
-__all__ = ['METHODS', 'accelerate_settings', 'Lifeline', 'train_config', 'worker_main', 'Failure', 'first_failure', 'Attempt',
-           'watch', 'Launched', 'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
-           'fork_launch']
+__all__ = ['accelerate_settings', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt', 'watch', 'Launched',
+           'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem', 'fork_launch']
 
 # %% ../../nbs/700_scale_launch.ipynb #0726eebb
 def accelerate_settings(
@@ -51,10 +54,8 @@ def accelerate_settings(
     name = strategy.removesuffix("_offload")
     if name not in STRATEGIES or (strategy != name and not name.startswith("zero")):
         near = suggest(strategy, [*STRATEGIES, "zero2_offload", "zero3_offload"])
-        raise ConfigError(
-            f"strategy {strategy!r} doesn't exist. "
-            + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(STRATEGIES)}.")
-        )
+        hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(STRATEGIES)}."
+        raise ConfigError(f"strategy {strategy!r} doesn't exist. {hint}")
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": False,
         "num_processes": num_processes, "num_machines": machines, "machine_rank": machine, "main_process_port": port,
@@ -64,28 +65,26 @@ def accelerate_settings(
         settings["main_process_ip"] = address
     if name.startswith("zero"):
         device = "cpu" if strategy != name else "none"
-        zero = {
-            "zero_stage": int(name[-1]),
-            "offload_optimizer_device": device,
-            "offload_param_device": device if name == "zero3" else "none",
+        settings["distributed_type"] = "DEEPSPEED"
+        settings["deepspeed_config"] = {
+            "zero_stage": int(name[-1]), "offload_optimizer_device": device, "offload_param_device": device if name == "zero3" else "none",
             "deepspeed_multinode_launcher": "standard",  # torchrun, as on one machine; else it would look for pdsh
-        }
-        settings |= {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": zero | {"gradient_accumulation_steps": 1, "zero3_init_flag": False},
-        }
+            "gradient_accumulation_steps": 1, "zero3_init_flag": False,
+        }  # fmt: skip
     return settings
 
 # %% ../../nbs/700_scale_launch.ipynb #7672c641
+_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RLHF_NB_DEEPSPEED")
+
+
 def _environment(folder: Path, strategy: str, cpu: bool, zero: Mapping[str, Any] | None) -> dict[str, str]:
-    """What the processes inherit."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_") and k not in _RANK}
+    """What the processes inherit: nothing of another launcher, and where this process finds its modules."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_") and k not in _OWN}
+    paths = dict.fromkeys([p for p in sys.path if p] + [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p])
     env |= {
-        "RLHF_NB_STRATEGY": strategy,
-        "RLHF_NB_LAUNCH": str(folder),
-        "RLHF_NB_PARENT": str(os.getpid()),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+        "RLHF_NB_STRATEGY": strategy, "RLHF_NB_LAUNCH": str(folder), "RLHF_NB_PARENT": str(os.getpid()),
+        "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
     env.setdefault("OMP_NUM_THREADS", "1" if cpu else "8")
     if cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -93,15 +92,36 @@ def _environment(folder: Path, strategy: str, cpu: bool, zero: Mapping[str, Any]
             env["ACCELERATE_USE_CPU"] = "true"  # with ZeRO it would switch DeepSpeed off
     if zero:
         env["RLHF_NB_DEEPSPEED"] = json.dumps(dict(zero))
-    paths = [p for p in sys.path if p]
-    return env | {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *env.get("PYTHONPATH", "").split(os.pathsep)])).strip(
-            os.pathsep
-        )
-    }
+    return env
+
+# %% ../../nbs/700_scale_launch.ipynb #c0send02
+def _dill() -> Any:
+    """What sends functions and classes of a notebook to other processes; it comes with `datasets`."""
+    dill = importlib.import_module("dill")
+    dill.register(type(StrictConfig))(_send_config_class)
+    return dill
 
 
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RLHF_NB_DEEPSPEED")
+def _send_config_class(pickler: Any, kind: Any) -> None:
+    """How dill sends a config class: by name, or as what was written in it."""
+    if kind.__module__ != "__main__":
+        pickler.save_global(kind)
+        return
+    hints, own, checks = inspect.get_annotations(kind), vars(kind), kind.__pydantic_decorators__
+    body = {k: v for k, v in own.items() if not k.startswith("__") and k not in ("_abc_impl", "model_config")}
+    body |= {k: v for k, v in kind.model_fields.items() if k in hints}
+    body |= {"__annotations__": hints, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    found = {**checks.model_validators, **checks.field_validators}
+    marks = {k: (getattr(c.info, "fields", ()), c.info.mode) for k, c in found.items() if k in own}
+    pickler.save_reduce(_config_class, (kind.__name__, kind.__bases__, body, marks), obj=kind)
+
+
+def _config_class(name: str, bases: tuple[Any, ...], body: dict[str, Any], marks: dict[str, Any]) -> Any:
+    """A config class from what was written in it."""
+    for key, (fields, mode) in marks.items():
+        check: Any = field_validator(*fields, mode=mode) if fields else model_validator(mode=mode)
+        body[key] = check(body[key])
+    return type(bases[0])(name, bases, body)
 
 # %% ../../nbs/700_scale_launch.ipynb #ea155648
 def _birth(pid: int) -> str:
@@ -118,24 +138,9 @@ def _birth(pid: int) -> str:
         return ""
 
 
-def _dill() -> Any:
-    """What sends functions of a notebook to other processes; it comes with `datasets`."""
-    return importlib.import_module("dill")
-
-
-def _put(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a small JSON file so that no reader sees half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(dict(record)), encoding="utf-8")
-    os.replace(aside, path)
-
-
-def _get(path: Path) -> dict[str, Any]:
-    """What `_put` wrote; {} when it is not there."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+def _lives(told: Mapping[str, Any]) -> bool:
+    """Whether the process that told of itself still runs."""
+    return _birth(int(told["pid"])) == str(told["born"])
 
 # %% ../../nbs/700_scale_launch.ipynb #cd97441d
 class Lifeline(threading.Thread):
@@ -155,45 +160,23 @@ class Lifeline(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        pid, began = os.getpid(), _birth(os.getpid())
+        pid, born = os.getpid(), _birth(os.getpid())
         while True:
-            with suppress(OSError):
-                _put(self.folder / f"rank-{self.rank}.json", {"pid": pid, "born": began, "time": time.time()})
+            with suppress(RunError):
+                write_json(
+                    self.folder / f"rank-{self.rank}.json", {"pid": pid, "born": born, "time": time.time()}, sync=False
+                )
             if self.over.wait(1.0):
                 return
             if (self.parent and _birth(self.parent) != self.born) or os.getppid() != self.agent:
-                self.leave()
-
-    def leave(self) -> None:
-        """Nobody waits for this process any more: save and go, or just go."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        self.over.wait(self.grace)
-        os._exit(70)
-
-# %% ../../nbs/700_scale_launch.ipynb #8c0942d4
-METHODS = {
-    "SFTConfig": "sft", "RewardConfig": "reward", "PPOConfig": "ppo", "GRPOConfig": "grpo", "RLOOConfig": "rloo",
-    "DPOConfig": "dpo", "KTOConfig": "kto", "OnlineDPOConfig": "online", "RLAIFConfig": "rlaif",
-}  # fmt: skip
-
-
-def train_config(config: Any, resume: bool) -> dict[str, Any]:
-    """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does.
-
-    Returns:
-        On every rank: the model's folder, the last numbers, and why the run stopped early (None: it did not).
-    """
-    from rlhf_nb.train import stage  # with all trainers: only ranks need them
-
-    kind = METHODS[type(config).__name__]
-    if kind == "rlaif":
-        labels = stage.label_stage(config, resume)
-        return {"model": str(labels.model), "metrics": dict(labels.metrics), "stopped": None}
-    trainer = stage.make_trainer(kind, config)
-    result = stage.finish_training(trainer, kind, stage.lasting(config), resume=resume)
-    return {"model": str(result.model), "metrics": dict(result.metrics), "stopped": trainer.history.stopped}
+                os.kill(pid, signal.SIGTERM)  # nobody waits for this process any more: save and go, or just go
+                self.over.wait(self.grace)
+                os._exit(70)
 
 # %% ../../nbs/700_scale_launch.ipynb #89d05d0c
+_FINAL = (ConfigError, KeyboardInterrupt)  # trying again would end in the same way
+
+
 def worker_main(folder: str | Path) -> int:
     """What each process does: the call of `folder`, its result or its error.
 
@@ -203,8 +186,7 @@ def worker_main(folder: str | Path) -> int:
     Returns:
         The exit code.
     """
-    folder, rank = Path(folder), int(os.environ.get("RANK", "0"))
-    parent = os.environ.get("RLHF_NB_PARENT")
+    folder, rank, parent = Path(folder), int(os.environ.get("RANK", "0")), os.environ.get("RLHF_NB_PARENT")
     line = Lifeline(folder, rank, int(parent) if parent else None)
     with suppress(ValueError):  # only the main thread may; the agent sends SIGTERM when another rank has died
         signal.signal(signal.SIGTERM, _ended)
@@ -214,21 +196,19 @@ def worker_main(folder: str | Path) -> int:
             faulthandler.register(signal.SIGUSR1, stacks)
         try:
             call = _dill().loads((folder / "call.pkl").read_bytes())
-            value = (
-                train_config(call["config"], call["resume"])
-                if "config" in call
-                else call["fn"](*call["args"], **call["kwargs"])
-            )
+            value = call["fn"](*call["args"], **call["kwargs"])
             if rank == 0:
                 _save_result(folder, value)
-            _put(folder / f"done-{rank}.json", {"time": time.time()})
+            write_json(folder / f"done-{rank}.json", {"time": time.time()})
             return 0
         except BaseException as error:
             told = {"rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error)}
-            _put(
-                folder / f"error-{rank}.json",
-                told | {"traceback": traceback.format_exc(), "final": isinstance(error, _FINAL)},
-            )
+            more = {
+                "traceback": traceback.format_exc(),
+                "final": isinstance(error, _FINAL),
+                "ours": isinstance(error, RlhfError),
+            }
+            write_json(folder / f"error-{rank}.json", told | more)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
         finally:
             line.over.set()
@@ -241,9 +221,6 @@ def _ended(number: int, frame: Any) -> None:
     raise SystemExit("ended from outside")
 
 
-_FINAL = (ConfigError, KeyboardInterrupt)  # trying again would end in the same way
-
-# %% ../../nbs/700_scale_launch.ipynb #01cc1516
 def _save_result(folder: Path, value: Any) -> None:
     """Rank 0's return value, or its text where it can't be pickled."""
     try:
@@ -260,24 +237,15 @@ class Failure(NamedTuple):
 
     rank: int | None
     what: str  # one line
-    traceback: str
-    final: bool  # trying again would end in the same way
+    traceback: str = ""
+    final: bool = False  # trying again would end in the same way
     echo: bool = False  # only connections broke: the cause is on another machine
 
 
 _ECHO = (
-    "connection closed",
-    "connection reset",
-    "connect",
-    "gloo",
-    "nccl",
-    "processgroup",
-    "broken pipe",
-    "socket",
-    "timed out",
-    "barrier",
+    "connection closed", "connection reset", "connect", "gloo", "nccl", "processgroup", "broken pipe", "socket", "timed out", "barrier",
     "ended from outside",
-)
+)  # fmt: skip
 
 
 def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapping[int, int]) -> Failure:
@@ -288,36 +256,22 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
         vanished: ranks that ended without one.
         steps: how far each rank had come.
     """
-    own = [e for e in errors if not (e["type"] not in _OURS and any(word in e["message"].lower() for word in _ECHO))]
+    own = [e for e in errors if e.get("ours") or not any(word in e["message"].lower() for word in _ECHO)]
     if vanished and not own:
-        rank = vanished[0]
-        return Failure(
-            rank,
-            f"rank {rank} was killed at step {steps.get(rank, 0)} (it left no message: SIGKILL, or out of memory)",
-            "",
-            False,
-        )
-    told = sorted(own or errors, key=lambda e: float(e["time"]))
-    if not told:
+        step = steps.get(vanished[0], 0)
+        text = f"rank {vanished[0]} was killed at step {step} (it left no message: SIGKILL, or out of memory)"
+        return Failure(vanished[0], text)
+    told = min(own or errors, key=lambda e: float(e["time"]), default=None)
+    if told is None:
         return Failure(
             None,
             "the processes ended without a message before any of them began to work (of several machines: is each started?)",
-            "",
-            False,
         )
-    e = told[0]
-    text = str(e["message"]).strip().splitlines()
-    what = f"rank {e['rank']} failed at step {steps.get(int(e['rank']), 0)}: {e['type']}: {text[0] if text else ''}"
-    return Failure(
-        int(e["rank"]),
-        what if own else f"{what} (no rank here has another error: one on another machine ended, or the network did)",
-        str(e["traceback"]),
-        bool(e.get("final")),
-        not own,
-    )
-
-
-_OURS = ("RunError", "ConfigError", "DataError", "ModelError", "CheckpointError", "RewardError")
+    rank, text = int(told["rank"]), str(told["message"]).strip().partition("\n")[0]
+    what = f"rank {rank} failed at step {steps.get(rank, 0)}: {told['type']}: {text}"
+    if not own:
+        what += " (no rank here has another error: one on another machine ended, or the network did)"
+    return Failure(rank, what, str(told["traceback"]), bool(told.get("final")), not own)
 
 # %% ../../nbs/700_scale_launch.ipynb #17fa5104
 class Attempt:
@@ -327,19 +281,13 @@ class Attempt:
         folder: `launch/` of the run.
         command: of the agent.
         env: of the agent and its ranks.
-        world: how many ranks run on this machine.
     """
 
-    def __init__(self, folder: Path, command: list[str], env: dict[str, str], world: int) -> None:
-        self.folder, self.world = folder, world
-        for old in [
-            *folder.glob("rank-*.json"),
-            *folder.glob("error-*.json"),
-            *folder.glob("done-*.json"),
-            *folder.glob("stack-*.txt"),
-            folder / "result.pkl",
-        ]:
-            old.unlink(missing_ok=True)
+    def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
+        self.folder = folder
+        for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt", "result.pkl"):
+            for old in folder.glob(pattern):
+                old.unlink(missing_ok=True)
         with open(folder / "out.txt", "ab") as out:
             self.agent = subprocess.Popen(
                 command, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
@@ -347,12 +295,12 @@ class Attempt:
 
     def ranks(self) -> dict[int, dict[str, Any]]:
         """What each rank last said of itself."""
-        found = {int(p.stem[5:]): _get(p) for p in self.folder.glob("rank-*.json")}
+        found = {int(p.stem[5:]): read_json(p) for p in self.folder.glob("rank-*.json")}
         return {rank: told for rank, told in sorted(found.items()) if told}
 
     def alive(self) -> dict[int, int]:
         """Process ids of the ranks that run."""
-        return {rank: int(t["pid"]) for rank, t in self.ranks().items() if _birth(int(t["pid"])) == t["born"]}
+        return {rank: int(told["pid"]) for rank, told in self.ranks().items() if _lives(told)}
 
     def done(self) -> set[int]:
         """Ranks that came to a good end."""
@@ -360,7 +308,7 @@ class Attempt:
 
     def errors(self) -> list[dict[str, Any]]:
         """Of the ranks that failed."""
-        return [e for e in map(_get, sorted(self.folder.glob("error-*.json"))) if e]
+        return [e for e in map(read_json, sorted(self.folder.glob("error-*.json"))) if e]
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
@@ -371,16 +319,12 @@ class Attempt:
     def end(self, patience: float = 5.0) -> None:
         """End agent and ranks, if need be by force; returns when none is left."""
         until = time.monotonic() + patience
-        pids = self.alive()
         while (self.alive() or self.agent.poll() is None) and time.monotonic() < until:
-            if patience:
-                self.signal(signal.SIGCONT)
-                with suppress(ProcessLookupError):
-                    self.agent.terminate()
-            time.sleep(0.1)
-        for pid in {*pids.values(), *self.alive().values()} & set(self.alive().values()):
+            self.signal(signal.SIGCONT)
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                self.agent.terminate()
+            time.sleep(0.1)
+        self.signal(signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(self.agent.pid, signal.SIGKILL)
         self.agent.wait()
@@ -393,14 +337,11 @@ def _steps(run: Path) -> dict[int, tuple[int, float]]:
     found = {}
     for path in [run / "metrics.jsonl", *run.glob("metrics.rank*.jsonl")]:
         rank = int(path.name.split(".")[1][4:]) if ".rank" in path.name else 0
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError, StopIteration):
             with open(path, "rb") as f:
                 f.seek(max(0, path.stat().st_size - (1 << 16)))
-                lines = f.read().splitlines()
-            found[rank] = (
-                int(next(json.loads(x)["step"] for x in reversed(lines) if x.endswith(b"}"))),
-                path.stat().st_mtime,
-            )
+                last = next(line for line in reversed(f.read().splitlines()) if line.endswith(b"}"))
+            found[rank] = (int(json.loads(last)["step"]), path.stat().st_mtime)
     return found
 
 
@@ -408,8 +349,9 @@ def _stuck(attempt: Attempt, run: Path, begun: float, hang: float) -> str | None
     """Which rank holds everything up, in words; None while things move."""
     now = time.time()
     for rank, told in attempt.ranks().items():
-        if now - float(told["time"]) > max(10.0, min(hang, 60.0)) and _birth(int(told["pid"])) == told["born"]:
-            return f"rank {rank} has not said that it lives for {now - float(told['time']):.0f} s: it is stopped, or its machine is"
+        silent = now - float(told["time"])
+        if silent > max(10.0, min(hang, 60.0)) and _lives(told):
+            return f"rank {rank} has not said that it lives for {silent:.0f} s: it is stopped, or its machine is"
     steps = {rank: s for rank, s in _steps(run).items() if s[1] >= begun}
     if steps and now - max(t for _, t in steps.values()) > hang:
         slowest = min(steps, key=lambda r: steps[r])
@@ -427,28 +369,26 @@ def watch(attempt: Attempt, run: Path, hang: float, on_move: Callable[[], None])
         on_move: called a few times a second.
     """
     begun = time.time()
-    seen: dict[int, Any] = {}
+    seen: set[int] = set()
     while attempt.agent.poll() is None:
         on_move()
         time.sleep(0.1)
-        seen |= attempt.ranks()
-        gone = set(seen) - set(attempt.alive())  # asked in this order: who ends well says so before
+        seen |= set(attempt.ranks())
+        gone = seen - set(attempt.alive())  # asked in this order: who ends well says so before
         if gone - attempt.done():
             time.sleep(0.5)  # let errors be written
             break
-        stuck = _stuck(attempt, run, begun, hang)
-        if stuck is not None:
+        if stuck := _stuck(attempt, run, begun, hang):
             attempt.signal(signal.SIGUSR1)
             time.sleep(0.5)
             stacks = "\n".join(p.read_text(encoding="utf-8") for p in sorted(attempt.folder.glob("stack-*.txt")))
-            return Failure(None, stuck, stacks, False)
-    seen |= attempt.ranks()
-    told = {int(e["rank"]) for e in attempt.errors()} | attempt.done()
-    if attempt.agent.poll() == 0 and not attempt.errors() and set(seen) <= attempt.done():
+            return Failure(None, stuck, stacks)
+    seen |= set(attempt.ranks())
+    errors, done = attempt.errors(), attempt.done()
+    if attempt.agent.poll() == 0 and not errors and seen <= done:
         return None
-    vanished = [r for r in sorted(seen) if r not in attempt.alive() and r not in told]
-    steps = {rank: step for rank, (step, _) in _steps(run).items()}
-    return first_failure(attempt.errors(), vanished, steps)
+    vanished = sorted(seen - set(attempt.alive()) - done - {int(e["rank"]) for e in errors})
+    return first_failure(errors, vanished, {rank: step for rank, (step, _) in _steps(run).items()})
 
 # %% ../../nbs/700_scale_launch.ipynb #bb1591a6
 class Launched(NamedTuple):
@@ -466,8 +406,8 @@ class Launched(NamedTuple):
         tried = f", {len(self.failures)} restart(s)" if self.failures else ""
         return f"Launched: {len(self.history)} steps{loss}{tried}, in {self.run_dir.name}"
 
-
-def check_request(num_processes: int, strategy: str, cpu: bool, port: int, here: int | None = None) -> None:
+# %% ../../nbs/700_scale_launch.ipynb #973ddf89
+def check_request(num_processes: int, strategy: str, cpu: bool, port: int = 0, here: int | None = None) -> None:
     """Refuse what cannot work, before anything is started.
 
     Args:
@@ -490,17 +430,16 @@ def check_request(num_processes: int, strategy: str, cpu: bool, port: int, here:
         raise ConfigError(
             f"strategy {strategy!r} needs DeepSpeed, which is not installed: pip install 'rlhf_nb[deepspeed]', or use strategy='fsdp2' or 'ddp'"
         )
-    if port:
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind(("", port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port {port} is in use on this machine ({error.strerror}): choose another one, or 0 for any that is free"
-                ) from error
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} is in use on this machine ({error.strerror}): choose another one, or 0 for any that is free"
+            ) from error
 
-# %% ../../nbs/700_scale_launch.ipynb #973ddf89
+
 def check_machines(num_processes: int, machines: int, machine: int, address: str, port: int) -> None:
     """Refuse numbers of machines and processes that don't fit together.
 
@@ -526,10 +465,7 @@ def wait_for_others(folder: Path, patience: float = 30.0) -> None:
         RunError: one still does.
     """
     until = time.monotonic() + patience
-    while True:
-        told = [t for t in map(_get, sorted(folder.glob("rank-*.json"))) if t and _birth(int(t["pid"])) == t["born"]]
-        if not told:
-            return
+    while told := [t for t in map(read_json, sorted(folder.glob("rank-*.json"))) if t and _lives(t)]:
         if time.monotonic() > until:
             raise RunError(
                 f"a rank of an earlier launch still runs in {folder} (process {told[0]['pid']}), and both would write there: "
@@ -566,44 +502,45 @@ def launch(
         ConfigError: it could not work. RunError: it failed more often than `restarts`; the message holds the first rank's traceback.
         KeyboardInterrupt: somebody interrupted; a checkpoint was left.
     """
-    is_config = isinstance(what, StrictConfig)
-    if is_config and getattr(what, "then", None):
-        raise ConfigError(
-            f"then={what.then} makes a pipeline of labelling: label first (then=null) and train on preferences.jsonl, or use `rlhf-nb run` with processes={num_processes}."  # type: ignore[union-attr]
-        )
-    cpu = device == "cpu" or getattr(what, "device", device) == "cpu" or not torch.cuda.is_available()
+    config = what if isinstance(what, StrictConfig) else None
+    if config is not None and run_dir is not None:
+        config = config.replace(output_dir=str(run_dir))
+    cpu = device == "cpu" or getattr(config, "device", device) == "cpu" or not torch.cuda.is_available()
     check_machines(num_processes, machines, machine, address, port)
-    local = num_processes // machines
-    check_request(local, strategy, cpu, port if machine == 0 else 0)
-    run = RunDir(run_dir or (getattr(what, "output_dir", None) if is_config else None) or "runs/launch")
-    if is_config and run_dir is not None:
-        what = what.replace(output_dir=str(run_dir))  # type: ignore[union-attr]
-    if is_config and run.holds_run() and not resume:
-        run.open(what.to_dict(), overwrite=overwrite)  # type: ignore[union-attr]
+    check_request(num_processes // machines, strategy, cpu, port if machine == 0 else 0)
+    call = _call(config, num_processes, kwargs) if config is not None else {"fn": what, "args": args, "kwargs": kwargs}
+    run = RunDir(run_dir or getattr(config, "output_dir", None) or "runs/launch")
+    if config is not None and run.holds_run() and not resume:
+        run.open(config.to_dict(), overwrite=overwrite)
     folder = run.path / ("launch" if machines == 1 else f"launch-{machine}")
-    folder.mkdir(parents=True, exist_ok=True)
+    wait_for_others(folder)
     settings = accelerate_settings(num_processes, strategy, cpu, machines, machine, address, port)
-    (folder / "accelerate.yaml").write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML, too
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(folder / "accelerate.yaml"),
-        "-m",
-        "rlhf_nb.scale.launch",
-        str(folder),
-    ]
-    env = _environment(folder.absolute(), strategy, cpu, zero)
-    call: dict[str, Any] = {"config": what} if is_config else {"fn": what, "args": args, "kwargs": kwargs}
-    if is_config and kwargs:
+    write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
+    agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
+    env, begun, say = _environment(folder.absolute(), strategy, cpu, zero), time.time(), say or (lambda _: None)
+    failures = _try_until_done(run, folder, call, command, env, resume, restarts, hang_timeout, say)
+    return _collect(run, folder, config is not None, failures, say, begun)
+
+
+def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What ranks are to do with a config."""
+    if kwargs:
         raise ConfigError(
             f"launch got {', '.join(kwargs)}: a config takes no further arguments; did you mean a setting of launch?"
         )
-    say, begun = say or (lambda _: None), time.time()
-    wait_for_others(folder)
-    failures = _try_until_done(run, folder, call, command, env, local, resume, restarts, hang_timeout, say)
-    return _collect(run, folder, is_config, failures, say, begun)
+    if getattr(config, "then", None):
+        raise ConfigError(
+            f"then={config.then} makes a pipeline of labelling: label first (then=null) and train on preferences.jsonl, or use `rlhf-nb run` with processes={num_processes}."  # type: ignore[attr-defined]
+        )
+    return {"fn": _train, "args": (of(config), config), "kwargs": {}}
+
+
+def _train(method: Any, config: Any, resume: bool) -> dict[str, Any]:
+    """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does."""
+    add_method(method)
+    done = run_stage(config, resume)
+    return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/700_scale_launch.ipynb #aa22f5c4
 def _collect(
@@ -615,21 +552,20 @@ def _collect(
     for e in events:
         if e["type"] == "warning" and e.get("time", begun) >= begun:
             say(f"note: {e['message']}")
-    history = [e for e in events if e["type"] == "step"]
     model = Path(value["model"]) if is_config and isinstance(value, dict) else None
-    return Launched(value, model, history, run.path, failures)
+    return Launched(value, model, [e for e in events if e["type"] == "step"], run.path, failures)
 
 # %% ../../nbs/700_scale_launch.ipynb #632a7ab7
 def _try_until_done(
-    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], local: int,
-    resume: bool, restarts: int, hang: float, say: Callable[[str], None],
+    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], resume: bool, restarts: int, hang: float,
+    say: Callable[[str], None],
 ) -> list[str]:  # fmt: skip
     """Attempts, until one succeeds; returns a line for each that did not."""
     failures: list[str] = []
     while True:
-        _write_call(folder, call | {"resume": resume or bool(failures)})
+        _write_call(folder, call, resume or bool(failures))
         _note(folder, "start", attempt=len(failures))
-        attempt = Attempt(folder, command, env, local)
+        attempt = Attempt(folder, command, env)
         try:
             with _interruptible(attempt, say) as asked:
                 failure = watch(attempt, run.path, hang, asked)
@@ -638,19 +574,22 @@ def _try_until_done(
         if failure is None:
             return failures
         _note(folder, "failure", what=failure.what)
-        if failure.rank is not None and failure.final and "KeyboardInterrupt" in failure.what:
+        if failure.final and "KeyboardInterrupt" in failure.what:
             raise KeyboardInterrupt(f"{failure.what}; resume=True goes on")
-        same = bool(failures) and failures[-1] == failure.what
-        again = same and bool(failure.traceback) and not failure.echo  # the same exception at the same step
-        if failure.final or len(failures) >= restarts or again:
+        same = (
+            failures[-1:] == [failure.what] and failure.traceback and not failure.echo
+        )  # the same exception at the same step
+        if failure.final or len(failures) >= restarts or same:
             tried = f" after {len(failures)} restart(s)" if failures else ""
             raise RunError(f"{failure.what}{tried}.\n{failure.traceback or _tail(folder / 'out.txt')}")
         failures.append(failure.what)
         say(f"{failure.what}; starting again from the newest complete checkpoint ({len(failures)} of {restarts})")
 
 
-def _write_call(folder: Path, call: dict[str, Any]) -> None:
+def _write_call(folder: Path, call: dict[str, Any], resume: bool) -> None:
     """The call, for the ranks to read."""
+    if call["fn"] is _train:
+        call = call | {"kwargs": {"resume": resume}}
     try:
         data = _dill().dumps(call, recurse=True)
     except Exception as error:
@@ -674,19 +613,20 @@ def _tail(path: Path, lines: int = 30) -> str:
 @contextmanager
 def _interruptible(attempt: Attempt, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
-    pressed: list[int] = []
-    told: list[int] = []
+    pressed, told = 0, False
 
     def handle(number: int, frame: Any) -> None:
-        pressed.append(number)
-        if len(pressed) > 1:
+        nonlocal pressed
+        pressed += 1
+        if pressed > 1:
             raise KeyboardInterrupt(
                 "interrupted twice: the processes were ended at once; resume=True goes on from the newest checkpoint"
             )
 
     def look() -> None:
+        nonlocal told
         if pressed and not told:
-            told.append(1)
+            told = True
             say("stopping after this step; once more to stop at once")
             attempt.signal(signal.SIGINT)
 
@@ -724,8 +664,7 @@ def fork_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), num_processe
     Raises:
         RunError: with the reason; `launch` does the same in fresh processes.
     """
-    problem = fork_problem(num_processes)
-    if problem:
+    if problem := fork_problem(num_processes):
         raise RunError(
             f"notebook_launcher would not work here: {problem}. Use launch(fn, ..., num_processes={num_processes}) instead"
         )

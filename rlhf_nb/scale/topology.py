@@ -12,14 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..core import ConfigError, ModelError, Precision, suggest
+from ..core import ConfigError, ModelError, Precision
+from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'Method', 'METHODS', 'ONLINE', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'Moment', 'MOMENTS', 'ALWAYS',
-           'ROLES', 'Offload', 'USABLE', 'ASSUMPTIONS', 'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens',
-           'forward_rows', 'layer_activations', 'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term',
-           'Weights', 'roles_of', 'Split', 'weight_terms', 'update_terms', 'Budget', 'predict', 'Plan', 'plan',
-           'smallest_group', 'sent_per_step', 'table', 'job_of']
+__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'USABLE',
+           'ASSUMPTIONS', 'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows',
+           'layer_activations', 'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights',
+           'roles_of', 'Split', 'weight_terms', 'update_terms', 'Budget', 'predict', 'Plan', 'plan', 'smallest_group',
+           'sent_per_step', 'table', 'job_of']
 
 # %% ../../nbs/710_scale_topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -161,11 +162,6 @@ def format_of(precision: Precision, quantized: bool = False) -> Format:
     return chosen._replace(frozen=frozen)
 
 # %% ../../nbs/710_scale_topology.ipynb #7ee183b5
-Method = Literal["sft", "reward", "preference", "kto", "ppo", "grpo", "rloo", "online"]
-METHODS: tuple[Method, ...] = ("sft", "reward", "preference", "kto", "ppo", "grpo", "rloo", "online")
-ONLINE = ("ppo", "grpo", "rloo", "online")
-
-
 @dataclass(frozen=True)
 class Job:
     """A method and its batch.
@@ -173,7 +169,7 @@ class Job:
     Batches are global, as everywhere in this package; `token_budget` is of one forward on one GPU.
     """
 
-    method: Method = "sft"
+    method: str = "sft"  # a name in the registry
     prompt: int = 512  # tokens
     completion: int = 512  # tokens
     token_budget: int = 4096
@@ -181,43 +177,60 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    critic: Literal["separate", "shared", "hydra"] = "separate"
-    reference: bool = True  # a frozen copy is kept (with LoRA it is the policy without its adapter)
-    reward_model: bool = True  # a model scores answers; False: a function
-    ensemble: int = 1  # reward models trained side by side
+    holds: tuple[Held, ...] | None = (
+        None  # models in memory; None: what the method holds by default, and a reward model
+    )
     checkpointing: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            near = suggest(self.method, METHODS)
-            hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(METHODS)}."
-            raise ConfigError(f"method {self.method!r} is not one that can be planned. {hint}")
+        if self.info.leaves == "pairs":
+            raise ConfigError(
+                f"{self.method} trains nothing, so there is nothing to plan: it needs what its models weigh."
+            )
         for name in ("prompt", "completion", "token_budget", "mini_batch", "group"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
-        if self.critic == "hydra" and self.method == "ppo" and self.lora is None:
+        if self.lora is None and any("adapter" in held for held in self.models):
             raise ConfigError(
-                "critic='hydra' puts all roles into adapters of one backbone, so it needs a rank: lora=16."
+                f"holds is {self.models}, adapters of one backbone for all roles (critic=hydra), so it needs a rank: lora=16."
             )
 
     @property
-    def online(self) -> bool:
-        """Whether it samples."""
-        return self.method in ONLINE
+    def info(self) -> MethodInfo:
+        """What the registry knows of the method."""
+        return get(self.method)
+
+    @property
+    def models(self) -> tuple[Held, ...]:
+        """The models in memory."""
+        if self.holds is not None:
+            return self.holds
+        return (*self.info.held(), *(("reward model",) if self.info.online else ()))
+
+    @property
+    def decoders(self) -> int:
+        """Models that train, whose activations are there at the same time."""
+        scored = self.models.count("reward model") if self.info.leaves == "reward" else 0
+        return scored + sum(held in ("policy", "critic", "critic adapter") for held in self.models)
+
+    @property
+    def sides(self) -> int:
+        """Completions to a row of the mini-batch: two to a pair."""
+        return 2 if self.info.rows == "preference" else 1
 
 # %% ../../nbs/710_scale_topology.ipynb #21bcd523
 def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
-    """(tokens of one row of a forward, completions in it), sharing prompts where `logprobs.pack` would.
+    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.scores.pack` would.
 
     Args:
         job: lengths and method.
         hidden: width of the model.
     """
     p, c = job.prompt, job.completion
-    together = 2 if job.method in ("reward", "preference", "online") else job.group if job.online else 1
+    together = job.group if job.info.online else job.sides
 
     def cost(k: int) -> float:
         n = p + k * c
@@ -238,9 +251,8 @@ def forward_rows(job: Job, shape: Shape, gpus: int) -> tuple[int, int, int]:
         gpus: that share the batch.
     """
     n, k = row_tokens(job, shape.hidden)
-    sides = 2 if job.method in ("reward", "preference") else 1
-    rows = max(1, math.ceil(job.mini_batch * sides / gpus / k))
-    budget = max(job.token_budget, n * max(1, sides // k))  # a row (a pair) is never cut
+    rows = max(1, math.ceil(job.mini_batch * job.sides / gpus / k))
+    budget = max(job.token_budget, n * max(1, job.sides // k))  # a row (a pair) is never cut
     tokens = min(rows * n, budget)
     return tokens, max(1, round(tokens / n * k)), min(rows * n - tokens, tokens)
 
@@ -274,7 +286,7 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/710_scale_topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `logprobs`
+KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.scores`
 
 
 def head_memory(shape: Shape, job: Job, targets: int) -> float:
@@ -290,6 +302,9 @@ def head_memory(shape: Shape, job: Job, targets: int) -> float:
     return 2.0 * 4 * rows * shape.vocab
 
 # %% ../../nbs/710_scale_topology.ipynb #7c66bcc9
+COLUMNS = 7  # numbers a token that are kept of a rollout, at most
+
+
 def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
     """(rows that are decoded together, rows of a rollout) on one GPU.
 
@@ -298,7 +313,7 @@ def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
         job: rollout batch, lengths, cache limit.
         gpus: that share the rollout batch.
     """
-    rows = max(1, math.ceil((job.rollout_batch or job.mini_batch) * (2 if job.method == "online" else 1) / gpus))
+    rows = max(1, math.ceil((job.rollout_batch or job.mini_batch) / gpus))
     per_row = 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * job.format.compute
     return max(1, min(rows, int(job.cache_limit // per_row))), rows
 
@@ -314,34 +329,21 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
     at_once, rows = cache_rows(shape, job, gpus)
     width = job.format.compute
     blocks = shape.layers * sum(a * b for a, b in shape.matrices)
-    side_by_side = (
-        shape.layers * shape.hidden * (shape.attention + 2 * shape.keys + (2 if shape.gated else 0) * shape.inner)
-    )
-    copies = 0.0 if blocks * width > 1 << 28 else width * (blocks if job.lora else side_by_side)
-    columns = {"ppo": 7, "grpo": 4, "rloo": 4, "online": 3}[job.method]
+    beside = shape.attention + 2 * shape.keys + (2 if shape.gated else 0) * shape.inner
+    copies = 0.0 if blocks * width > 1 << 28 else width * (blocks if job.lora else shape.layers * shape.hidden * beside)
     return {
         "cache": 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * width * at_once,
         "logits": 24.0 * at_once * shape.vocab,
         "copies": copies,
-        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * columns) * job.completion),
+        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * COLUMNS) * job.completion),
     }
 
 # %% ../../nbs/710_scale_topology.ipynb #2b7d2aaf
 Moment = Literal["sampling", "scoring", "backward", "step"]
 MOMENTS: tuple[Moment, ...] = ("sampling", "scoring", "backward", "step")
-ALWAYS = MOMENTS
 ROLES = (
-    "policy",
-    "value",
-    "reference",
-    "reward",
-    "gradients",
-    "optimizer",
-    "activations",
-    "cache",
-    "rollouts",
-    "overhead",
-)
+    "policy", "value", "reference", "reward", "gradients", "optimizer", "activations", "cache", "rollouts", "overhead",
+)  # fmt: skip
 
 
 class Term(NamedTuple):
@@ -351,7 +353,7 @@ class Term(NamedTuple):
     what: str
     bytes: float
     formula: str
-    when: tuple[Moment, ...] = ALWAYS
+    when: tuple[Moment, ...] = MOMENTS
 
 
 class Weights(NamedTuple):
@@ -363,30 +365,27 @@ class Weights(NamedTuple):
 
 # %% ../../nbs/710_scale_topology.ipynb #62a761ef
 def roles_of(shape: Shape, job: Job) -> list[Weights]:
-    """Who holds how many numbers.
+    """How many numbers each model of a job has.
 
     Args:
         shape: of the policy; critic and reward model have the same backbone without its head.
-        job: method, critic, adapters.
+        job: what it holds, adapters.
     """
     full, body, thin = shape.total, shape.decoder, shape.lora(job.lora or 0)
+    scored = job.info.leaves == "reward"  # then the reward model is what trains
 
-    def one(role: str, size: int) -> Weights:
+    def trained(role: str, size: int) -> Weights:
         return Weights(role, thin, size) if job.lora else Weights(role, size, 0)
 
-    if job.method == "reward":
-        return [one("reward", body)] * job.ensemble
-    out = [one("policy", full)]
-    if job.method == "ppo" and job.critic == "separate":
-        out.append(one("value", body))
-    if job.method == "ppo" and job.critic == "hydra":
-        out.append(Weights("value", thin, 0))
-    if job.reference and job.method != "sft" and not job.lora:
-        out.append(Weights("reference", 0, full))
-    if job.online and job.reward_model:
-        hydra = job.method == "ppo" and job.critic == "hydra"
-        out.append(Weights("reward", 0, thin if hydra else body + (thin if job.lora else 0)))
-    return out
+    kinds: dict[Held, Weights] = {
+        "policy": trained("policy", full),
+        "critic": trained("value", body),
+        "critic adapter": Weights("value", thin, 0),
+        "reference": Weights("reference", 0, 0 if job.lora else full),
+        "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
+        "reward adapter": Weights("reward", 0, thin),
+    }
+    return [kinds[held] for held in job.models]
 
 # %% ../../nbs/710_scale_topology.ipynb #de47bf8f
 Offload = Literal["none", "optimizer", "all"]
@@ -401,9 +400,7 @@ class Split:
     offload: Offload = "none"
     overhead: float = 0.0  # bytes of libraries, context and communication on each GPU
     bucket: int = 500_000_000  # numbers gathered or reduced in one message at most (DeepSpeed's default)
-    live: int = (
-        1_000_000_000  # numbers that stage 3 leaves whole because they are needed again soon (DeepSpeed's default)
-    )
+    live: int = 1_000_000_000  # numbers that stage 3 leaves whole, needed again soon (DeepSpeed's default)
     gather: bool = True  # stage 3 collects the whole policy once a rollout; False: layer by layer for each token, slow
 
     def __post_init__(self) -> None:
@@ -459,12 +456,12 @@ def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split)
         kept, tokens = afterwards, later
     else:  # the fullest moment is the first forward, which finds no gradients
         waiting = 0.0
-    text = f"{tokens:,} tokens × {shape.layers} layers × {_passes(job)}"
+    text = f"{tokens:,} tokens × {shape.layers} layers × {job.decoders}"
     yield Term("activations", "of the layers", kept, text, ("backward",))
-    if job.method != "reward":
+    if job.info.leaves == "policy":
         n = min(tokens, rows * job.completion)
         yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
-    head = 0 if job.lora or job.method == "reward" else shape.vocab * shape.hidden
+    head = 0 if job.lora or job.info.leaves == "reward" else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
     text = f"{trained / 1e6:,.1f}M × {f.grad:g}" + (f" / {split.gpus}" if split.stage >= 2 else "")
     yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))
@@ -485,18 +482,13 @@ def _gradients(roles: Sequence[Weights], job: Job, split: Split) -> dict[str, fl
     return {"waiting": 0.0, "stepping": in_fp32 * split.part(3), "buffer": trained * split.part(3)}
 
 # %% ../../nbs/710_scale_topology.ipynb #72392ab7
-def _passes(job: Job) -> int:
-    """Decoders whose activations are there at the same time."""
-    return job.ensemble if job.method == "reward" else 2 if job.method == "ppo" and job.critic != "shared" else 1
-
-
 def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
-    kept = activations(shape, job, tokens, row if k > 1 else 0) * _passes(job)
+    kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
     if (
         split.stage == 3 and not job.checkpointing
-    ):  # transformers' own layers, under hooks, also keep norms before their weight
+    ):  # layers of transformers, under hooks, also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
@@ -510,7 +502,7 @@ def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) ->
         yield Term("overhead", what, trained * job.format.grad, f"DDP's buckets: {trained / 1e6:,.1f}M numbers")
     else:
         size = split.bucket if job.device == "cuda" else min(split.bucket, trained)
-        moments: tuple[Moment, ...] = ALWAYS if split.stage == 3 else ("backward",)
+        moments: tuple[Moment, ...] = MOMENTS if split.stage == 3 else ("backward",)
         yield Term("overhead", what, size * job.format.grad, f"a message of {size / 1e6:g}M numbers", moments)
     if split.stage == 3:
         each = max(job.format.weight, job.format.cast) if not job.lora else job.format.frozen
@@ -518,7 +510,7 @@ def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) ->
         now = min(max(2 * layer, split.live), shape.total) * each
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
         yield Term("policy", "layers at work", now, "two layers, and what is needed again soon", when)
-        if job.online and split.gather:
+        if job.info.online and split.gather:
             whole = shape.total * each
             yield Term("policy", "gathered to sample", whole, f"{shape.total / 1e6:,.1f}M × {each:g}", ("sampling",))
 
@@ -552,7 +544,7 @@ class Budget(NamedTuple):
         """All terms with their formulas, as Markdown."""
         lines = ["| role | what | formula | GiB | when |", "|---|---|---|---:|---|"]
         for t in sorted(self.terms, key=lambda t: ROLES.index(t.role)):
-            when = "always" if t.when == ALWAYS else ", ".join(t.when)
+            when = "always" if t.when == MOMENTS else ", ".join(t.when)
             lines.append(f"| {t.role} | {t.what} | {t.formula} | {t.bytes / 2**30:.2f} | {when} |")
         lines.append(f"| **peak** | while: {self.fullest} | | **{self.peak / 2**30:.2f}** | |")
         return "\n".join(lines)
@@ -569,7 +561,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
     shape = shape_of(model)
     roles = roles_of(shape, job)
     terms = [*weight_terms(roles, job, split), *update_terms(shape, roles, job, split)]
-    if job.online:
+    if job.info.online:
         need = sampling_memory(shape, job, split.gpus)
         at_once, rows = cache_rows(shape, job, split.gpus)
         size = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × {job.format.compute:g}"
@@ -623,7 +615,7 @@ class Plan(NamedTuple):
         )
         how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
         again = ", layers recomputed" if self.job.checkpointing else ""
-        again += "" if s.gather or s.stage < 3 or not self.job.online else ", weights fetched for every token"
+        again += "" if s.gather or s.stage < 3 or not self.job.info.online else ", weights fetched for every token"
         return (
             f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a forward; "
             f"peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: {self.budget.fullest}"
@@ -633,7 +625,7 @@ class Plan(NamedTuple):
 def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
     """(how to share, recompute layers), the fastest first."""
     overhead = (1.0 if gpus == 1 else 1.5) * 2**30
-    both = (True, False) if job.online else (True,)
+    both = (True, False) if job.info.online else (True,)
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3) if gpus > 1 else (0,)
     for again in sorted({job.checkpointing, True}):
         yield from ((Split(gpus, s, "none", overhead), again) for s in stages)
@@ -696,19 +688,21 @@ def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | N
     smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
     role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
     remedies = []
-    options: list[tuple[str, dict[str, Any]]] = [("adapters (lora=16)", {"lora": 16})]
-    if job.method == "ppo":
-        options.append(("one backbone for all roles (critic='hydra', lora=16)", {"critic": "hydra", "lora": 16}))
+    shared = {"critic": "critic adapter", "reward model": "reward adapter"}
+    one = tuple(shared.get(held, held) for held in job.models)
+    options: list[tuple[str, dict[str, Any]]] = [("adapters (lora=16)", {"lora": 16})] if job.lora is None else []
+    if "critic" in job.models:
+        options.append(("one backbone for all roles (critic='hydra', lora=16)", {"holds": one, "lora": 16}))
     for text, change in options:
-        if job.lora is None or "critic" in change:
-            other = dataclasses.replace(job, **change)
-            if _first_fit(shape, other, gpus, limit, offered):
-                remedies.append(text)
+        if _first_fit(shape, dataclasses.replace(job, **change), gpus, limit, offered):
+            remedies.append(text)
     more = gpus
     while more < 1 << 14:
         more *= 2
         wide = dataclasses.replace(
-            job, mini_batch=max(job.mini_batch, more), rollout_batch=max(job.rollout_batch, more if job.online else 0)
+            job,
+            mini_batch=max(job.mini_batch, more),
+            rollout_batch=max(job.rollout_batch, more if job.info.online else 0),
         )
         if _first_fit(shape, wide, more, limit, offered):
             remedies.append(f"{more} GPUs")
@@ -802,27 +796,20 @@ def table(
     return "\n".join([*lines, "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
 
 # %% ../../nbs/710_scale_topology.ipynb #66e896ae
-def job_of(config: Any, method: Method, precision: Precision) -> Job:
+def job_of(config: Any, precision: Precision) -> Job:
     """What a training configuration asks for.
 
     Args:
-        config: of the method's trainer.
-        method: its name in METHODS.
+        config: of any method of the registry.
         precision: where and in which formats it computes.
     """
-    data, lora, online = config.data, config.model.lora, method in ONLINE
-    longest = config.sampling.max_new_tokens if online else data.max_length - data.max_prompt_length
-    kept = {
-        "sft": False, "reward": False, "ppo": True, "online": True,
-        "preference": getattr(config, "needs_reference", False) and getattr(config, "reference", "") != "cached",
-        "kto": getattr(config, "reference", "frozen") not in ("none", "cached"),
-        "grpo": getattr(config, "kl_coef", 0) > 0, "rloo": True,
-    }[method]  # fmt: skip
-    reward = getattr(config, "reward", None)
+    method, data, lora = of(config), config.data, config.model.lora
+    held, batch = method.held(config), config.rollout_batch_size
+    if method.online and (config.reward is None or Path(str(config.reward)).exists()):  # else a function scores
+        held = (*held, "reward adapter" if "critic adapter" in held else "reward model")
+    longest = config.sampling.max_new_tokens if method.online else data.max_length - data.max_prompt_length
     return Job(
-        method=method, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
-        mini_batch=config.mini_batch_size, rollout_batch=config.rollout_batch_size, group=getattr(config, "num_generations", 1),
-        lora=lora.r if lora else None, critic=getattr(config, "critic", "separate"), reference=kept,
-        reward_model=reward is None or Path(str(reward)).exists(), ensemble=getattr(config, "ensemble_size", 1),
-        format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
+        mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
+        holds=held, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

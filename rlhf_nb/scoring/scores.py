@@ -3,6 +3,7 @@
 # %% ../../nbs/180_scoring_scores.ipynb #ba9963d7
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.blocks import Branches, branches_pay, decode_states, why_not_ours
+from ..fast.blocks import Branches, branches_pay, decode_states
+from ..fast.support import MOVERS, can_run, changed, decoder_of, split, unwrapped
 from ..types import Completions
 from ..fast.workers import deal, spread, workers_for
 
@@ -24,9 +26,9 @@ Found = TypeVar("Found")
 
 # %% auto #0
 __all__ = ['Found', 'KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'Share', 'TREE_COST', 'HEAD', 'PAIR', 'WASTE', 'TOKEN_BUDGET',
-           'TREE_FAMILIES', 'FULL', 'Pack', 'gradients_in_place', 'head_logps', 'pack', 'work', 'shared_among', 'plan',
-           'PackingStats', 'packing_stats', 'logit_transform', 'split_head', 'why_no_trees', 'hidden_states',
-           'one_forward', 'TokenScores', 'completion_logps', 'completion_values', 'sequence_scores']
+           'TREE_FAMILIES', 'FULL', 'log', 'Pack', 'gradients_in_place', 'head_logps', 'pack', 'work', 'shared_among',
+           'plan', 'PackingStats', 'packing_stats', 'logit_transform', 'split_head', 'why_no_trees', 'rope_limit',
+           'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values', 'sequence_scores']
 
 # %% ../../nbs/180_scoring_scores.ipynb #94c6e692
 @dataclass(frozen=True)
@@ -478,7 +480,7 @@ def _items(c: Completions, starts: Tensor, unit: int) -> list[_Item]:
 
 # %% ../../nbs/180_scoring_scores.ipynb #9b15f447
 def _plan(
-    c: Completions, budget: int, max_rows: int | None, unit: int, share: Share, width: int
+    c: Completions, budget: int, max_rows: int | None, unit: int, share: Share, width: int, alike: bool = False
 ) -> list[tuple[list[int], bool]]:
     """Row indices of each forward pass, and whether its rows are trees."""
     if budget < 1:
@@ -488,18 +490,23 @@ def _plan(
         raise DataError(f"{b} rows can't be split into units of {unit}: rows that belong together must all be there.")
     items = _items(c, _tree_starts(c, share, width, budget), unit)
     if _Takers.number == 1:
-        return _fill(items, budget, max_rows)
+        return _fill(items, budget, max_rows, alike)
     hands = deal([x.work for x in items], _Takers.number)
-    return [entry for hand in hands for entry in _fill([items[i] for i in hand], budget, max_rows)]
+    return [entry for hand in hands for entry in _fill([items[i] for i in hand], budget, max_rows, alike)]
 
 
-def _fill(items: list[_Item], budget: int, max_rows: int | None) -> list[tuple[list[int], bool]]:
-    """Forward passes that hold rows of similar length, as many as fit."""
+def _fill(items: list[_Item], budget: int, max_rows: int | None, alike: bool = False) -> list[tuple[list[int], bool]]:
+    """Forward passes that hold rows of similar length (`alike`: of the same), as many as fit."""
     out: list[tuple[list[int], bool]] = []
     rows, longest, waste = 0, 0, 0
     for x in sorted(items, key=lambda x: (x.trees, -x.longest, x.first)):
         waste += x.rows * (longest - x.longest)
-        full = not out or out[-1][1] != x.trees or (rows + x.rows) * longest > budget or waste > budget * WASTE
+        full = (
+            not out
+            or out[-1][1] != x.trees
+            or (rows + x.rows) * longest > budget
+            or waste > (0 if alike else budget * WASTE)
+        )
         if full or (max_rows is not None and len(out[-1][0]) + x.end - x.first > max_rows):
             out.append(([], x.trees))
             rows, longest, waste = 0, x.longest, 0
@@ -660,6 +667,9 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     if kind not in TREE_FAMILIES:
         return f"{kind} isn't among the families checked for tree masks"
+    reason = changed(decoder, MOVERS)
+    if reason is not None:
+        return reason
     if attention not in ("sdpa", "eager"):
         return f"attention {attention!r} takes no dense mask"
     window = getattr(config, "sliding_window", None)
@@ -667,68 +677,103 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
         return f"its sliding window of {window} tokens is shorter than the longest sequence ({longest})"
     return None
 
+
+def rope_limit(decoder: nn.Module, longest: int) -> int | None:
+    """The length at which rotary angles jump, where they depend on a forward pass's longest row; None where they don't.
+
+    Rows on both sides of it must not share a forward pass: transformers computes all of them with the longer ones' angles.
+
+    Args:
+        decoder: as split_head returns it.
+        longest: tokens of the longest row.
+
+    Raises:
+        ModelError: "dynamic" angles beyond the limit; they even depend on what was computed before.
+    """
+    config = _config(decoder)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
+        if kind.get("rope_type") == "longrope":
+            return int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if "dynamic" in str(kind.get("rope_type")) and longest >= config.max_position_embeddings:
+            raise ModelError(
+                f"rotary positions are 'dynamic', and a row has {longest} tokens where they change from {config.max_position_embeddings} on: "
+                "log-probs would depend on which rows were computed before. Use shorter rows, or rope_type 'yarn' or 'linear'."
+            )
+    return None
+
 # %% ../../nbs/180_scoring_scores.ipynb #769b0853
-def hidden_states(decoder: nn.Module, p: Pack, wanted: Tensor | None = None, tied: bool = False) -> Tensor:
+def hidden_states(
+    net: Any,
+    p: Pack,
+    wanted: Tensor | None = None,
+    tied: bool = False,
+    fast: bool = False,
+    read: str = "last_hidden_state",
+) -> Tensor:
     """[N, H] last hidden states of a packed batch, at the wanted places.
 
     Args:
-        decoder: returns last_hidden_state.
+        net: a decoder, or what returns `read`.
         p: as `pack` lays it out.
-        wanted: int64[N], flat indices into R·L; None: all of them. In the families of notebook 160 the last layer computes no others.
+        wanted: int64[N], flat indices into R·L; None: all of them.
         tied: the embedding is also the head's weight and the head's gradient is taken along: the embedding's own then needs no matrix of its own.
+        fast: leave out what nobody reads (notebook 160); only where `can_run` has no objection.
+        read: the output that is read; "logits" of a whole language model.
 
     Raises:
         DataError: a token id or a position that the model has no embedding for.
-        ModelError: the module given isn't a decoder.
+        ModelError: the module doesn't return what is to be read.
     """
     try:
-        if why_not_ours(decoder, p.input_ids.shape[1]) is None:
-            return _ours(decoder, p, wanted, tied)
-        out = decoder(input_ids=p.input_ids, use_cache=False, **_mask_arguments(decoder, p))
+        if fast:
+            return _fast_states(net, p, wanted, tied)
+        out = net(input_ids=p.input_ids, use_cache=False, **_mask_arguments(net, p))
     except IndexError as e:
-        config = _config(decoder)
+        config = _config(net)
         raise DataError(
             f"largest token id {int(p.input_ids.max())}, largest position {int(p.position_ids.max())}, but the model has "
             f"{getattr(config, 'vocab_size', '?')} tokens and {getattr(config, 'max_position_embeddings', '?')} positions: "
             "use the model's own tokenizer and shorter sequences."
         ) from e
-    h: Tensor | None = getattr(out, "last_hidden_state", None)
+    h: Tensor | None = getattr(out, read, None)
     if h is None:
         raise ModelError(
-            f"{type(decoder).__name__} returns no last_hidden_state: give the decoder, split_head(model)[0], not the whole model."
+            f"{type(net).__name__} returns no {read}: give the decoder, split_head(model)[0], not the whole model."
         )
     h = h.reshape(-1, h.shape[-1])
     return h if wanted is None else h.index_select(0, wanted)
 
 
-def _ours(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
+def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
     """Notebook 160's forward pass; where much is padding, or attention goes along branches, only real tokens go through the layers."""
+    weight = next(decoder.parameters())
+    exact_on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu")
     real = p.token_mask.flatten().nonzero()[:, 0] if wanted is not None else None
-    apart = real is not None and _exact_on_cpu(decoder) and branches_pay(p.branches, _width(decoder))
+    apart = real is not None and exact_on_cpu and branches_pay(p.branches, _width(decoder))
     if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
     return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches)
 
 
-def _exact_on_cpu(decoder: nn.Module) -> bool:
-    """Whether a decoder computes in fp32 or fp64 on a CPU."""
-    weight = next(decoder.parameters())
-    return weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu")
-
-
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
 
 
-def _mask_arguments(decoder: nn.Module, p: Pack) -> dict[str, Any]:
-    """Mask and positions of trees for transformers' own forward pass; plain rows need neither."""
+def _mask_arguments(net: Any, p: Pack) -> dict[str, Any]:
+    """Mask and positions of trees; rows of a causal decoder need neither, others must be told which tokens are padding."""
     if p.attention_mask is None:
-        return {}
+        return {} if _is_causal(net) or bool(p.token_mask.all()) else {"attention_mask": p.token_mask.long()}
     mask = p.attention_mask
-    if getattr(_config(decoder), "_attn_implementation", None) == "eager":  # adds its mask instead of selecting by it
-        dtype = next(decoder.parameters()).dtype
+    if getattr(_config(net), "_attn_implementation", None) == "eager":  # adds its mask instead of selecting by it
+        dtype = next(net.parameters()).dtype
         mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
     return {"attention_mask": mask, "position_ids": p.position_ids}
+
+
+def _is_causal(net: Any) -> bool:
+    """Whether padding after a row's last token is known to change nothing before it."""
+    return getattr(_config(net), "model_type", "") in TREE_FAMILIES
 
 # %% ../../nbs/180_scoring_scores.ipynb #461f6b7d
 _together: ContextVar[bool] = ContextVar("together", default=False)
@@ -745,7 +790,7 @@ def one_forward() -> Iterator[None]:
 
 
 def _forwards(
-    decoder: nn.Module,
+    net: Any,
     c: Completions,
     budget: int,
     share: Share,
@@ -753,20 +798,33 @@ def _forwards(
     places: Callable[[Pack], Tensor | None],
     read: Callable[[Tensor, Pack, Tensor], Found],
     tied: bool = False,
+    output: str = "last_hidden_state",
 ) -> list[Found]:
-    """read(row indices, pack, hidden states at its places) of each forward pass; without gradients, on several cores at once."""
-    width, device = _width(decoder), c.prompt_ids.device
-    longest = c.prompt_ids.shape[1] + c.completion_ids.shape[1]
+    """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at once."""
+    width, device, causal = _width(net), c.prompt_ids.device, _is_causal(net)
+    total = c.prompt_lens + c.completion_lens
+    longest = int(total.max()) if len(c) else 0
     if share:
-        reason = why_no_trees(decoder, longest)
+        reason = why_no_trees(net, longest)
         if reason and share == "always":
             raise ModelError(f"prompts can't be shared: {reason}. With share_prompts=True they are, where possible.")
         share = False if reason else share
-    alone = torch.is_grad_enabled() or why_not_ours(decoder, longest) is not None
-    workers = 1 if alone else workers_for(decoder)
+    fast = decoder_of(net) is net and can_run(net, longest) is None
+    workers = 1 if torch.is_grad_enabled() or not fast else workers_for(net)
+    limit = rope_limit(net, longest)
+    sides = (
+        [torch.arange(len(c))] if limit is None else [x.nonzero()[:, 0].cpu() for x in (total > limit, total <= limit)]
+    )
+    parts: list[tuple[list[int], bool]] = []
     with shared_among(2 * workers if workers > 1 else _Takers.number):
-        parts = _plan(c, budget, None, 1, share, width)
+        for rows in sides:
+            planned = _plan(c[rows] if limit is not None else c, budget, None, 1, share, width, alike=not causal)
+            parts += [([int(rows[i]) for i in part], trees) for part, trees in planned]
     if len(parts) > 1 and _together.get():
+        if limit is not None and all(len(rows) for rows in sides):
+            raise ModelError(
+                f"rows of up to and of more than {limit} tokens can't share a forward pass in this model: use one kind, or one process."
+            )
         parts = [(sorted(r for rows, _ in parts for r in rows), False)]
 
     def one(entry: tuple[list[int], bool]) -> Found:
@@ -774,7 +832,7 @@ def _forwards(
         columns = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens, c.completion_mask)
         part = Completions(*(x.index_select(0, index) for x in columns))
         packed = pack(part, share if entry[1] else False, targets, width=width, limit=budget)
-        return read(index, packed, hidden_states(decoder, packed, places(packed), tied))
+        return read(index, packed, hidden_states(net, packed, places(packed), tied, fast, output))
 
     return spread(one, parts, workers)
 
@@ -834,7 +892,14 @@ def completion_logps(
     Raises:
         DataError, ModelError, ConfigError: no rows; ids or positions the model doesn't have; a model that can't be split.
     """
-    decoder, head = split_head(model)
+    split_head(model)  # refuses what has no head beside a decoder
+    parts = split(unwrapped(model))
+    if isinstance(parts, str):
+        reason = parts
+        return _whole_logps(
+            model, reason, c, temperature, token_budget, entropy, log_sum_sq, value_head, targets, share_prompts
+        )
+    decoder, head = parts
     scale, cap = logit_transform(_config(decoder))
     how = _How(temperature, scale, cap, entropy, 0, log_sum_sq)
     tied = type(head) is nn.Linear and head.weight.requires_grad and _embedding(decoder) is head.weight
@@ -844,14 +909,52 @@ def completion_logps(
         return index[p.rows], p.cols, value, *_any_head(head, h, p.targets, how)
 
     found = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
-    rows, cols, values, logps, ents, squares = (list(x) for x in zip(*found, strict=True)) if found else [[]] * 6
+    return _token_scores(found, c, entropy, value_head is not None, log_sum_sq)
+
+
+def _token_scores(
+    found: list[tuple[Tensor, ...]], c: Completions, entropy: bool, values: bool, squares: bool
+) -> TokenScores:
+    """What was read of each forward pass (rows, columns, values, log-probs, entropies, log Σ p²) at its places."""
+    rows, cols, value, logps, ents, sums = (list(x) for x in zip(*found, strict=True)) if found else [[]] * 6
     scored = _place(logps, rows, cols, c.completion_ids)
-    return TokenScores(
-        scored,
-        _place(ents, rows, cols, scored) if entropy else None,
-        _place(values, rows, cols, scored) if value_head is not None else None,
-        _place(squares, rows, cols, scored) if log_sum_sq else None,
+    other = [
+        _place(x, rows, cols, scored) if asked else None
+        for x, asked in ((ents, entropy), (value, values), (sums, squares))
+    ]
+    return TokenScores(scored, *other)
+
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def _whole_logps(
+    model: Any, reason: str, c: Completions, temperature: float, budget: int, entropy: bool, log_sum_sq: bool,
+    value_head: Callable[[Tensor], Tensor] | None, targets: Literal["mask", "all"], share: Share,
+) -> TokenScores:  # fmt: skip
+    """`completion_logps` of a model that can't be taken apart: its own forward from ids to logits, a few rows at a time."""
+    if share == "always":
+        raise ModelError(f"prompts can't be shared: {reason}. With share_prompts=True they are, where possible.")
+    if reason not in _told:
+        _told.add(reason)
+        log.warning("log-probs come from whole logits (the same numbers, slower): %s", reason)
+    how = _How(temperature, 1.0, None, entropy, 0, log_sum_sq)
+
+    def read(index: Tensor, p: Pack, z: Tensor) -> tuple[Tensor, ...]:
+        return index[p.rows], p.cols, z.new_zeros(len(z)), *_any_head(nn.Identity(), z, p.targets, how)
+
+    vocabulary = int(getattr(_config(model), "vocab_size", None) or 1 << 17)
+    few = min(budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1))
+    scores = _token_scores(
+        _forwards(model, c, few, False, targets, _sources, read, output="logits"), c, entropy, False, log_sum_sq
     )
+    if value_head is not None:
+        values = completion_values(
+            split_head(model)[0], value_head, c, token_budget=budget, targets=targets, share_prompts=share
+        )
+        scores = scores._replace(values=values)
+    return scores
 
 # %% ../../nbs/180_scoring_scores.ipynb #48ef1e0b
 def _flat(x: Tensor) -> Tensor:

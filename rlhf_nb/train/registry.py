@@ -16,7 +16,7 @@ Held = Literal["policy", "critic", "critic adapter", "reference", "reward model"
 T_ = TypeVar("T_", bound=Callable[..., Any])
 
 # %% auto #0
-__all__ = ['Held', 'T_', 'BUILT_IN', 'MethodInfo', 'register', 'add_method', 'methods', 'get', 'of']
+__all__ = ['Held', 'T_', 'on_register', 'BUILT_IN', 'MethodInfo', 'register', 'add_method', 'methods', 'get', 'of']
 
 # %% ../../nbs/605_train_registry.ipynb #75076702
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class MethodInfo:
 
 # %% ../../nbs/605_train_registry.ipynb #83d556e1
 _METHODS: dict[str, MethodInfo] = {}
+on_register: list[Callable[[MethodInfo], None]] = []  # told of each method that is registered
 
 
 def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[T_], T_]:
@@ -87,6 +88,8 @@ def add_method(method: MethodInfo) -> None:
     if old and new != theirs and not own_notebook:
         raise ConfigError(f"method {method.name!r} is already {theirs}: choose another name for {new}.")
     _METHODS[method.name] = method
+    for tell in on_register:
+        tell(method)
 
 # %% ../../nbs/605_train_registry.ipynb #f4ca0814
 BUILT_IN = {  # name: module in `train`

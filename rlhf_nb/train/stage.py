@@ -7,61 +7,65 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
 from ..data import toy
 from ..models.load import is_toy
-from .online import OnlineTrainer
-from .grpo import GRPOTrainer
-from .kto import KTOTrainer
-from .online_dpo import OnlineDPOTrainer
-from .ppo import PPOTrainer
-from .dpo import DPOTrainer
-from .reward import RewardTrainer
-from .rlaif import Labelling, RLAIFConfig
-from .rloo import RLOOTrainer
-from .sft import SFTTrainer
+from .registry import of
 
 # %% auto #0
-__all__ = ['TRAINERS', 'make_trainer', 'watch', 'write_json', 'read_json', 'StageResult', 'finish_training', 'lasting',
-           'label_stage']
+__all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
 # %% ../../nbs/690_train_stage.ipynb #d1077854
-TRAINERS: dict[str, Callable[[Any], Any]] = {
-    "sft": SFTTrainer, "reward": RewardTrainer, "ppo": PPOTrainer, "grpo": GRPOTrainer, "rloo": RLOOTrainer, "online": OnlineDPOTrainer,
-    "dpo": DPOTrainer, "kto": KTOTrainer,
-}  # fmt: skip
+def make_trainer(config: Any) -> Any:
+    """The trainer of a config; in the toy world it also watches what answers are really worth.
 
-
-def make_trainer(kind: str, config: Any) -> Any:
-    """The trainer of a stage, from its config; in the toy world it also watches what answers are really worth."""
-    trainer = TRAINERS[kind](config)
-    if isinstance(trainer, OnlineTrainer) and is_toy(config.data.path) and config.reward != "gold":
+    Args:
+        config: of any method of the registry.
+    """
+    method = of(config)
+    trainer = method.trainer(config)
+    if method.online and is_toy(config.data.path) and config.reward != "gold":
         watch(trainer, "gold", toy.gold_reward)
     return trainer
 
 
-def watch(trainer: OnlineTrainer, name: str, fn: Any) -> None:
-    """Log a reward function of weight 0 at every step: nothing is learnt from it, and we see what it would have said."""
+def watch(trainer: Any, name: str, fn: Any) -> None:
+    """Log a reward function of weight 0 at every step: nothing is learnt from it, and we see what it would have said.
+
+    Args:
+        trainer: of an online method.
+        name: under which it is logged, as `rewards/NAME`.
+        fn: a reward function.
+    """
     rewards = trainer.method.rewards
     rewards.fns.append(fn)
     rewards.weights.append(0.0)
     rewards.names.append(name)
 
 # %% ../../nbs/690_train_stage.ipynb #61a982b3
-def write_json(path: str | Path, value: Any) -> None:
-    """Write a JSON file that is either complete or not there."""
+def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
+    """Write a JSON file that is either complete or not there.
+
+    Args:
+        path: its folder is made if need be.
+        value: JSON-able.
+        sync: it also survives a power cut.
+
+    Raises:
+        RunError: it can't be written.
+    """
     path = Path(path)
-    aside = path.with_name(path.name + ".tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(aside, "w", encoding="utf-8") as f:
             json.dump(value, f, indent=2, ensure_ascii=False)
-            f.flush()
-            os.fsync(f.fileno())
+            if sync:
+                f.flush()
+                os.fsync(f.fileno())
         os.replace(aside, path)
     except OSError as e:
         raise RunError(f"cannot write {path}: {e}. Make room, then continue with resume.") from e
@@ -74,85 +78,60 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
 
-# %% ../../nbs/690_train_stage.ipynb #ee32be8a
-class StageResult(NamedTuple):
-    """What a stage left behind."""
-
-    name: str
-    model: Path  # readable by from_pretrained
-    metrics: dict[str, float]  # of its last evaluation, or else of its last step
-    seconds: float
-    skipped: bool  # it had been finished before
-
-
-def finish_training(
-    trainer: Any, name: str, config: dict[str, Any], resume: bool = False, overwrite: bool = False
-) -> StageResult:
-    """Train to the end, save the model into `model/` of the run directory, and mark the stage as finished.
-
-    Args:
-        trainer: with `fit` and `save_model`.
-        name: of the stage.
-        config: remembered in the marker, so that a resumed run can be compared with it.
-        resume, overwrite: as in `Trainer.fit`.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted; a checkpoint was left.
-    """
-    folder, begin = trainer.run_dir.path, time.perf_counter()
-    if overwrite and not resume:
-        (folder / "stage.json").unlink(missing_ok=True)
-    history = trainer.fit(resume=resume, overwrite=overwrite)
-    if (history.stopped or "").startswith("interrupted"):
-        raise KeyboardInterrupt(
-            f"{name} was interrupted at step {trainer.step} of {trainer.total_steps}; its checkpoint is saved"
-        )
-    finish = getattr(trainer.method, "finish", None)
-    if finish is not None:
-        finish()
-    trainer.save_model(folder / "model")
-    last = (history.evals or history or [{}])[-1]
-    metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}
-    seconds = round(time.perf_counter() - begin, 2)
-    if trainer.engine.is_main:
-        marker = {"stage": name, "config": config, "metrics": metrics, "seconds": seconds, "stopped": history.stopped}
-        write_json(folder / "stage.json", marker)
-    return StageResult(name, folder / "model", metrics, seconds, False)
-
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
-_FREE = (
-    "output_dir",
-    "console",
-    "log_every",
-    "trackers",
-    "keep_checkpoints",
-    "async_save",
-    "save_every",
-    "chunk",
-)  # may change between two sessions of a run
+_FREE = {  # may change between two sessions of a run
+    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "async_save", "save_every", "chunk",
+}  # fmt: skip
 
 
 def lasting(config: Any) -> dict[str, Any]:
     """The settings of a stage that decide what comes out of it."""
     return {k: v for k, v in config.to_dict().items() if k not in _FREE} if config is not None else {}
 
-# %% ../../nbs/690_train_stage.ipynb #9e8c3b0c
-def label_stage(
-    config: RLAIFConfig, resume: bool = False, overwrite: bool = False, remember: RLAIFConfig | None = None
-) -> StageResult:
-    """Let a judge label pairs of answers, and mark the stage as finished.
+# %% ../../nbs/690_train_stage.ipynb #ee32be8a
+class StageResult(NamedTuple):
+    """What a stage left behind."""
+
+    name: str
+    model: Path  # readable by from_pretrained; of `rlaif` the labelled pairs
+    metrics: dict[str, float]  # of its last evaluation, or else of its last step
+    seconds: float
+    skipped: bool = False  # it had been finished before
+    stopped: str | None = None  # why it ended early; None: it didn't
+
+
+def run_stage(config: Any, resume: bool = False, overwrite: bool = False, remember: Any = None) -> StageResult:
+    """Do what a config describes to the end, leave a model (or labels) in its folder, and mark the stage as finished.
 
     Args:
-        config: of the job.
-        resume, overwrite: as in `Labelling.run`.
-        remember: what the marker holds, for later comparison (default: the config).
+        config: of any method of the registry.
+        resume: go on with what its folder holds.
+        overwrite: delete what another run left there.
+        remember: the config that a later session is compared with (default: this one).
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
-    folder, begin = Path(config.output_dir), time.perf_counter()
-    work = Labelling(config)
-    metrics = work.run(resume, overwrite)
-    metrics = {k: v for k, v in metrics.items() if not math.isnan(v)}
+    method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
+    if overwrite and not resume:
+        (folder / "stage.json").unlink(missing_ok=True)
+    trainer = make_trainer(config)
+    if method.leaves == "pairs":
+        found, made, stopped = trainer.run(resume, overwrite), trainer.path, None
+        metrics = {k: v for k, v in found.items() if not math.isnan(v)}
+    else:
+        history, made = trainer.fit(resume=resume, overwrite=overwrite), folder / "model"
+        stopped = history.stopped
+        if (stopped or "").startswith("interrupted"):
+            raise KeyboardInterrupt(
+                f"{method.name} was interrupted at step {trainer.step} of {trainer.total_steps}; its checkpoint is saved"
+            )
+        getattr(trainer.method, "finish", lambda: None)()
+        trainer.save_model(made)
+        last = (history.evals or history or [{}])[-1]
+        metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}
     seconds = round(time.perf_counter() - begin, 2)
-    if work.engine.is_main:
-        marker = {"stage": "rlaif", "config": lasting(remember or config), "metrics": metrics, "seconds": seconds}
-        write_json(folder / "stage.json", marker)
-    return StageResult("rlaif", work.path, metrics, seconds, False)
+    if trainer.engine.is_main:
+        marker = {"stage": method.name, "config": lasting(remember or config), "metrics": metrics, "seconds": seconds}
+        write_json(folder / "stage.json", marker | {"stopped": stopped})
+    return StageResult(method.name, made, metrics, seconds, stopped=stopped)
