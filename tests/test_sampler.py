@@ -276,6 +276,7 @@ def other_heads(model: Any) -> None:
     """A layer with heads of its own size."""
     c = model.config
     own = transformers.LlamaConfig(**{**c.to_dict(), "head_dim": 16})
+    own._attn_implementation = "sdpa"
     torch.manual_seed(4)
     model.model.layers[1].self_attn = type(model.model.layers[1].self_attn)(own, 1).to(model.dtype)
     model.model.layers[1].self_attn.forward = wide_rotary(model.model.layers[1].self_attn, own)

@@ -154,7 +154,7 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int) -> str:
             f"transformers' generate doesn't say what {type(model).__name__} says token by token: log-probs differ by {gaps[0]:.2g}. "
             "Training on its samples would be wrong; use a model whose cache works, or a newer transformers."
         )
-    return "all" if max(gaps) <= bound else "same length" if gaps[1] <= bound else "none"
+    return "all" if all(g <= bound for g in gaps) else "same length" if gaps[1] <= bound else "none"
 
 
 def generate(
