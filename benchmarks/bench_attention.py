@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf_nb.fast.blocks import Branches, branch_attention, branches_pay, row_attention
+from rlhf_nb.fast.attention import Branches, branch_attention, branches_pay, row_attention
 
 HEADS, SHARED, SIZE = 6, 2, 64
 SHAPES: dict[str, Branches] = {

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_nb.scoring.scores import completion_logps, pack, packing_stats, plan
+from rlhf_nb.scoring.scores import completion_logps
+from rlhf_nb.scoring.trees import pack, packing_stats, plan
 from rlhf_nb.types import Completions
 
 VOCAB = 8192

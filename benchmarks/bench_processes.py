@@ -210,7 +210,7 @@ def write_for_ever(root: Path, tell: int) -> None:
 
     import torch
 
-    from rlhf_nb.run.checkpoint import Part, clean_leftovers, latest_complete, save_part
+    from rlhf_nb.run.checkpoint import Part, clean_leftovers, latest_complete, save_checkpoint
 
     clean_leftovers(root)
     last = latest_complete(root)
@@ -225,7 +225,7 @@ def write_for_ever(root: Path, tell: int) -> None:
             where = Part(
                 rank, 2, f"{os.getpid()}-{step}", {"model": {"w": ([200_000], rank * 100_000)}, "optimizer": {}}
             )
-            save_part(root, step, {"model": {"w": half}, "optimizer": {}}, {"world_size": 2}, where)
+            save_checkpoint(root, step, {"model": {"w": half}, "optimizer": {}}, {"world_size": 2}, part=where)
 
         other = threading.Thread(target=part, args=(1,))
         other.start()

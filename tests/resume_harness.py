@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from rlhf_nb.config import TrainConfig
-from rlhf_nb.run.engine import trained_tensors
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.run.loop import BaseMethod, Trainer
+from rlhf_nb.run.strategy import trained_tensors
 from rlhf_nb.types import Batch, LossSum
 
 sys.path.insert(0, str(Path(__file__).parent))  # children find this module by its name

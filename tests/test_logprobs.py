@@ -14,17 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_nb.core import ConfigError, DataError, ModelError
+from rlhf_nb.scoring import head as head_module
 from rlhf_nb.scoring import scores as lp
-from rlhf_nb.scoring.scores import (
-    completion_logps,
-    completion_values,
-    head_logps,
-    pack,
-    packing_stats,
-    plan,
-    sequence_scores,
-    split_head,
-)
+from rlhf_nb.scoring.head import head_logps, split_head
+from rlhf_nb.scoring.scores import completion_logps, completion_values, sequence_scores
+from rlhf_nb.scoring.trees import pack, packing_stats, plan
 from rlhf_nb.types import Completions
 
 VOCAB = 97
@@ -193,7 +187,7 @@ def test_exact_over_several_forwards(kind: str, budget: int) -> None:
 @pytest.mark.parametrize("along", [False, True])
 def test_exact_along_branches_and_with_masks(kind: str, along: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention a branch at a time, whatever it would cost, and never."""
-    asked: list[lp.Branches] = []
+    asked: list[list[list[int]]] = []
     monkeypatch.setattr(lp, "branches_pay", lambda branches, width: asked.append(branches) or along)
     for shape in SHAPES:
         same(build(kind), completions(shape), share_prompts="always")
@@ -380,9 +374,9 @@ class Largest(TorchDispatchMode):
 
 
 def test_large_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lp, "KEEP_LOGITS", 1000)
-    monkeypatch.setattr(lp, "CHUNK_LOGITS", {"cpu": 4000})
-    monkeypatch.setattr(lp, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(head_module, "KEEP_LOGITS", 1000)
+    monkeypatch.setattr(head_module, "CHUNK_LOGITS", {"cpu": 4000})
+    monkeypatch.setattr(head_module, "CHUNK_ROWS", 4)
     n, v, width = 600, 500, 8
     h, w = torch.randn(n, width, requires_grad=True), torch.randn(v, width, requires_grad=True)
     t = torch.randint(0, v, (n,))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlhf_nb.core import CheckpointError, Precision, RunError
 from rlhf_nb.run import checkpoint
-from rlhf_nb.run.checkpoint import Part, latest_complete, load_checkpoint, problem_of, save_part
+from rlhf_nb.run.checkpoint import Part, latest_complete, load_checkpoint, problem_of, save_checkpoint
 from rlhf_nb.run.strategies import connect
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -184,5 +184,7 @@ def test_a_part_that_will_never_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ending, tensors = threading.Event(), {"model": {"w": torch.zeros(3)}, "optimizer": dict[str, torch.Tensor]()}
     ending.set()
     with pytest.raises(CheckpointError, match="rank 1 has not written its part and the run is ending"):
-        save_part(tmp_path, 1, tensors, {"world_size": 2}, Part(0, 2, "t", {"model": {"w": ([6], 0)}}), ending=ending)
+        save_checkpoint(
+            tmp_path, 1, tensors, {"world_size": 2}, part=Part(0, 2, "t", {"model": {"w": ([6], 0)}}), ending=ending
+        )
     assert not list(tmp_path.iterdir())

@@ -14,22 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
-from rlhf_nb.scale.topology import (
-    ASSUMPTIONS,
-    FORMATS,
-    MOMENTS,
-    Job,
-    Shape,
-    Split,
-    job_of,
-    plan,
-    predict,
-    row_tokens,
-    sent_per_step,
-    shape_of,
-    smallest_group,
-    table,
-)
+from rlhf_nb.scale.plan import ASSUMPTIONS, plan, sent_per_step, smallest_group, table
+from rlhf_nb.scale.topology import FORMATS, MOMENTS, Job, Shape, Split, job_of, predict, row_tokens, shape_of
 from rlhf_nb.train.registry import get, methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +80,7 @@ def test_accounts_add_up() -> None:
 def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
     import torch
 
-    from rlhf_nb.scoring.scores import pack
+    from rlhf_nb.scoring.trees import pack
     from rlhf_nb.types import Completions
 
     for prompt, completion in ((200, 20), (100, 50), (4, 60), (64, 64), (30, 90)):

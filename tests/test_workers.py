@@ -12,7 +12,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_nb.fast import workers
-from rlhf_nb.scoring.scores import completion_logps, plan, shared_among, work
+from rlhf_nb.scoring.packing import split_among, work
+from rlhf_nb.scoring.scores import completion_logps
+from rlhf_nb.scoring.trees import plan
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.types import Completions
 
@@ -116,14 +118,14 @@ def test_rows_are_dealt_out_before_they_are_packed() -> None:
     rows = pairs(16)
     c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
     whole = plan(c, 4096)
-    with shared_among(4):
+    with split_among(4):
         cut = plan(c, 4096)
     assert len(whole) == 1 and len(cut) >= 4
     assert sorted(i for part in cut for i in part) == list(range(16))
     costs = [sum(work(int(c.prompt_lens[i]), [int(c.completion_lens[i])]) for i in part) for part in cut]
-    shares = [sum(costs[i] for i in hand) for hand in workers.deal(costs, 4)]
+    shares = [sum(costs[i] for i in hand) for hand in workers.balance(costs, 4)]
     assert max(shares) < 1.2 * sum(shares) / 4
-    with shared_among(2):
+    with split_among(2):
         halves = plan(c, 4096)
     assert len(halves) == 2  # no more forward passes than there are takers: each adds to all gradients
 
@@ -134,7 +136,7 @@ def test_dropout_keeps_one_thread(two_threads: None) -> None:
 
 def test_an_error_in_a_thread_reaches_the_caller_and_leaves_no_gradients(two_threads: None) -> None:
     net = torch.nn.Linear(2, 2)
-    crew = workers.Crew(net, 2)
+    crew = workers.Replicas(net, 2)
 
     def work(module: torch.nn.Module, x: int) -> None:
         module(torch.ones(2)).sum().backward()
@@ -143,5 +145,5 @@ def test_an_error_in_a_thread_reaches_the_caller_and_leaves_no_gradients(two_thr
 
     with pytest.raises(ValueError, match="a bad row"):
         crew.run(work, [0, 1, 2])
-    assert all(p.grad is None for p in crew.twins[0].parameters())
+    assert all(p.grad is None for p in crew.replicas[0].parameters())
     assert torch.get_num_threads() == 2

@@ -455,7 +455,8 @@ def plan_command(
         import torch
 
         from rlhf_nb.core import Precision
-        from rlhf_nb.scale.topology import job_of, shape_of, table
+        from rlhf_nb.scale.plan import table
+        from rlhf_nb.scale.topology import job_of, shape_of
 
         if kind == "run":
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
-from ..scoring.scores import TOKEN_BUDGET, completion_logps
+from ..scoring.trees import TOKEN_BUDGET
+from ..scoring.scores import completion_logps
 from ..rewards.base import Rewards
 from ..rewards.answers import extract_number, majority_vote, pass_at_k
 from ..rollout.backends import make_sampler

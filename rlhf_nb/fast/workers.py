@@ -17,7 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # %% auto #0
-__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'twin_of', 'deal', 'Crew', 'draws_numbers']
+__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
 SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
@@ -97,7 +97,7 @@ def spread(run: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
     return results
 
 # %% ../../nbs/155_fast_workers.ipynb #75f22f9a
-def twin_of(module: nn.Module) -> nn.Module:
+def replica_of(module: nn.Module) -> nn.Module:
     """A copy that shares weights and buffers with a module and keeps gradients of its own.
 
     Args:
@@ -108,20 +108,20 @@ def twin_of(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 # %% ../../nbs/155_fast_workers.ipynb #6a21c45e
-def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
-    """Which pieces each of several hands takes so that all end at about the same time: the largest first, to whoever has least.
+def balance(costs: Sequence[float], workers: int) -> list[list[int]]:
+    """Which pieces each of several workers takes so that all end at about the same time: the largest first, to whoever has least.
 
     Args:
         costs: of each piece, in any unit.
-        hands: how many.
+        workers: how many.
 
     Returns:
-        Indices for each hand, ascending; the same for the same costs.
+        Indices for each worker, ascending; the same for the same costs.
 
     Source: longest processing time first, Graham, SIAM J. Appl. Math. 17 (1969).
     """
-    held: list[list[int]] = [[] for _ in range(hands)]
-    load = [0.0] * hands
+    held: list[list[int]] = [[] for _ in range(workers)]
+    load = [0.0] * workers
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = load.index(min(load))
         held[least].append(i)
@@ -129,8 +129,8 @@ def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
     return [sorted(x) for x in held]
 
 # %% ../../nbs/155_fast_workers.ipynb #c2072f21
-class Crew:
-    """Twins of a module, and how they share out the micro-batches of an update.
+class Replicas:
+    """Replicas of a module, and how they share out the micro-batches of an update.
 
     Args:
         module: what is trained.
@@ -139,11 +139,11 @@ class Crew:
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         self.module, self.workers = module, workers
-        self.twins = [twin_of(module) for _ in range(workers - 1)]
-        self.pairs = [list(zip(module.parameters(), twin.parameters(), strict=True)) for twin in self.twins]
+        self.replicas = [replica_of(module) for _ in range(workers - 1)]
+        self.pairs = [list(zip(module.parameters(), replica.parameters(), strict=True)) for replica in self.replicas]
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether these are still twins of the module: the same weights are trained, where they were in memory."""
+        """Whether these are still replicas of the module: the same weights are trained, where they were in memory."""
         return module is self.module and all(
             p.data_ptr() == q.data_ptr() and p.requires_grad == q.requires_grad
             for pairs in self.pairs
@@ -157,14 +157,14 @@ class Crew:
 
         Args:
             work: forward and backward of a piece through the module it is given.
-            pieces: dealt out as `deal` says.
+            pieces: shared out as `balance` says.
             costs: of each, say its tokens; None: all the same.
         """
-        members = [self.module, *self.twins]
-        for twin in self.twins:
-            for mine, theirs in zip(self.module.modules(), twin.modules(), strict=True):
+        members = [self.module, *self.replicas]
+        for replica in self.replicas:
+            for mine, theirs in zip(self.module.modules(), replica.modules(), strict=True):
                 theirs.training = mine.training
-        shares = deal(costs or [1.0] * len(pieces), self.workers)
+        shares = balance(costs or [1.0] * len(pieces), self.workers)
         try:
             done = spread(
                 lambda i: [(k, work(members[i], pieces[k])) for k in shares[i]], range(self.workers), self.workers
@@ -179,7 +179,7 @@ class Crew:
 
 
 def _add_gradients(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Add a twin's gradients to the module's."""
+    """Add a replica's gradients to the module's."""
     both: list[tuple[Tensor, Tensor]] = []
     for p, q in pairs:
         if q.grad is not None and p.grad is not None:
@@ -190,6 +190,9 @@ def _add_gradients(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         torch._foreach_add_([p for p, _ in both], [q for _, q in both])
 
 # %% ../../nbs/155_fast_workers.ipynb #fd792941
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def draws_numbers(module: nn.Module) -> bool:
     """Whether a forward pass uses random numbers: some dropout is active."""
-    return any(m.training and isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
+    return any(m.training and isinstance(m, _DROPOUTS) and m.p > 0 for m in module.modules())

@@ -13,7 +13,8 @@ from ..core import DataError, ModelError
 from ..data.templates import encode_continuations, encode_pairs, encode_prompts
 from .judge import JudgeTemplate, TemplateJudge
 from ..rollout.sampler import eval_mode
-from ..scoring.scores import TOKEN_BUDGET, completion_logps
+from ..scoring.trees import TOKEN_BUDGET
+from ..scoring.scores import completion_logps
 from ..types import Completions
 
 # %% auto #0

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from ..config import LoraSettings
 from ..core import ModelError, suggest
-from rlhf_nb.scoring.scores import (
-    TOKEN_BUDGET,
-    TokenScores,
-    completion_logps,
-    completion_values,
-    sequence_scores,
-    split_head,
-)
+from ..scoring.trees import TOKEN_BUDGET
+from ..scoring.scores import TokenScores, completion_logps, completion_values, sequence_scores
+from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
 from rlhf_nb.models.load import (
     adapter_names,

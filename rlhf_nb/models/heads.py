@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core import ModelError, suggest
-from ..scoring.scores import TOKEN_BUDGET, completion_values, sequence_scores, split_head
+from ..scoring.trees import TOKEN_BUDGET
+from ..scoring.scores import completion_values, sequence_scores
+from ..scoring.head import split_head
 from rlhf_nb.models.load import (
     adapter_names,
     check_loaded,

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core import DataError, ModelError
-from ..scoring.scores import TOKEN_BUDGET
+from ..scoring.trees import TOKEN_BUDGET
 from .adapters import Reference
 from ..types import Completions
 

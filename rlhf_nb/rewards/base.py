@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, RewardError, suggest
-from ..scoring.scores import TOKEN_BUDGET
+from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
 from .trl import as_reward
 from ..types import Completions, Rollout

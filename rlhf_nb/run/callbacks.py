@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ..core import ConfigError, RunError
 from .engine import Engine
-from .log import EventLog, RunDir
+from .log import EventLog, History, RunDir
 
 # %% auto #0
 __all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'Samples', 'short_number', 'pick_columns',
@@ -39,23 +39,15 @@ class Flags:
     reason: str = ""
 
     def __or__(self, other: Flags) -> Flags:
-        return Flags(
-            self.stop or other.stop,
-            self.save or other.save,
-            self.evaluate or other.evaluate,
-            self.control or other.control,
-            self.reason or other.reason,
-        )
+        return Flags(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other))))
 
     def over_ranks(self, engine: Engine) -> Flags:
         """A wish of any rank is a wish of all."""
         if engine.world_size == 1:
             return self
-        wishes = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate", "control")}
-        total = engine.reduce_sum(wishes)
-        reason = self.reason or ("asked for by another rank" if float(total["stop"]) else "")
-        stop, save, evaluate, control = (bool(float(total[k])) for k in ("stop", "save", "evaluate", "control"))
-        return Flags(stop, save, evaluate, control, reason)
+        mine = {k: torch.tensor(float(getattr(self, k))) for k in ("stop", "save", "evaluate", "control")}
+        wishes = {k: bool(float(total)) for k, total in engine.reduce_sum(mine).items()}
+        return Flags(**wishes, reason=self.reason or ("asked for by another rank" if wishes["stop"] else ""))
 
 # %% ../../nbs/540_run_callbacks.ipynb #d714d666
 class RunView(Protocol):
@@ -73,7 +65,7 @@ class RunView(Protocol):
     @property
     def run_dir(self) -> RunDir: ...
     @property
-    def history(self) -> Sequence[dict[str, Any]]: ...
+    def history(self) -> History: ...
 
     def event(self, type: str, **fields: Any) -> dict[str, Any]: ...
 
@@ -155,8 +147,9 @@ class EarlyStop(Callback):
 
     def on_start(self, run: RunView) -> Flags | None:
         self.best, self.waited = math.inf, 0
-        events = [*run.history, *getattr(run.history, "evals", [])]
-        for event in sorted(events, key=lambda e: int(e.get("step", 0))):  # a step before its evaluation
+        for event in sorted(
+            [*run.history, *run.history.evals], key=lambda e: int(e.get("step", 0))
+        ):  # a step before its evaluation
             self._look(event)
         return None
 
@@ -229,11 +222,6 @@ def pick_columns(event: dict[str, Any], wanted: Sequence[str] = (), most: int = 
     return [k for k in (wanted or _PREFERRED) if k in event][:most]
 
 # %% ../../nbs/540_run_callbacks.ipynb #6d521f95
-def _columns(run: RunView, event: dict[str, Any]) -> list[str]:
-    """Names of the metrics shown."""
-    return pick_columns(event, getattr(run.method, "columns", ()))
-
-
 def where_time_goes(event: dict[str, Any]) -> str:
     """Generate / score / update in % of the step, and the slots in use, of a method that samples; empty for others."""
     if "perf/generate_share" not in event:
@@ -247,7 +235,7 @@ def step_line(run: RunView, event: dict[str, Any]) -> str:
     """One step as plain text."""
     width = len(str(run.total_steps or ""))
     parts = [f"step {run.step:>{width}}" + (f"/{run.total_steps}" if run.total_steps else "")]
-    parts += [f"{name} {short_number(event[name])}" for name in _columns(run, event)]
+    parts += [f"{name} {short_number(event[name])}" for name in pick_columns(event, run.method.columns)]
     if event.get("perf/tokens_per_s"):
         parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
     return "  ".join([*parts, *filter(None, [where_time_goes(event)])])
@@ -256,7 +244,7 @@ def step_line(run: RunView, event: dict[str, Any]) -> str:
 def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
     """The last logged steps."""
     table = Table(box=None, pad_edge=False)
-    columns = _columns(run, events[-1]) if events else []
+    columns = pick_columns(events[-1], run.method.columns) if events else []
     clock = [where_time_goes(e) for e in events]
     for name in ["step", *columns, "tokens/s", *(["time"] if any(clock) else [])]:
         table.add_column(name, justify="right")
@@ -287,9 +275,7 @@ class Progress(Callback):
         if run.engine.is_main and self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.bar = RichProgress(*columns, console=self.console)
-            self.task = self.bar.add_task(
-                str(getattr(run.method, "name", "training")), total=run.total_steps, completed=run.step
-            )
+            self.task = self.bar.add_task(run.method.name, total=run.total_steps, completed=run.step)
             self.live = Live(self.bar, console=self.console, auto_refresh=False, transient=False)
             self.live.start()
         return None

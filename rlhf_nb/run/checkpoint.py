@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from ..core import CheckpointError
 
 # %% auto #0
-__all__ = ['PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers', 'problem_of',
-           'latest_complete', 'load_checkpoint', 'Part', 'save_part', 'snapshot', 'AsyncWriter']
+__all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers',
+           'problem_of', 'latest_complete', 'load_checkpoint', 'Part', 'snapshot', 'AsyncWriter']
 
 # %% ../../nbs/510_run_checkpoint.ipynb #fdfd2e0a
 _MARK = "__tensor__"
@@ -46,27 +46,20 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
         return {_MARK: at}, {at: state}
     if state is None or isinstance(state, (bool, int, float, str)):
         return state, {}
+    if not isinstance(state, (dict, list, tuple)):
+        raise CheckpointError(
+            f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, dictionaries and tensors only"
+        )
+    plain: dict[Any, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    if isinstance(state, dict):
-        out: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    f"the state at '{at}' has the key {key!r}, which JSON would turn into a string: use string keys"
-                )
-            out[key], found = split_state(value, f"{at}.{key}" if at else key)
-            tensors |= found
-        return out, tensors
-    if isinstance(state, (list, tuple)):
-        items = []
-        for i, value in enumerate(state):
-            item, found = split_state(value, f"{at}.{i}" if at else str(i))
-            items.append(item)
-            tensors |= found
-        return items, tensors
-    raise CheckpointError(
-        f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, dictionaries and tensors only"
-    )
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(state, dict) and not isinstance(key, str):
+            raise CheckpointError(
+                f"the state at '{at}' has the key {key!r}, which JSON would turn into a string: use string keys"
+            )
+        plain[key], found = split_state(value, f"{at}.{key}" if at else str(key))
+        tensors |= found
+    return plain if isinstance(state, dict) else list(plain.values()), tensors
 
 # %% ../../nbs/510_run_checkpoint.ipynb #28cad55a
 def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -78,6 +71,9 @@ def join_state(state: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return [join_state(v, tensors) for v in state] if isinstance(state, list) else state
 
 # %% ../../nbs/510_run_checkpoint.ipynb #8ca31888
+Tensors = dict[str, dict[str, torch.Tensor]]  # group -> name -> tensor
+
+
 def fsync_path(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -96,76 +92,100 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write(folder: Path, tensors: dict[str, dict[str, torch.Tensor]], meta: dict[str, Any]) -> None:
-    """All files of a checkpoint, and at the end the manifest which lists them."""
+def _about(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _write(folder: Path, tensors: Tensors, meta: dict[str, Any], part: Part | None) -> dict[str, dict[str, Any]]:
+    """The files of one process, each of them on the disk; returns what the manifest says of them, by name."""
+    paths = []
     for group, named in tensors.items():
-        save_file({k: v.detach().contiguous() for k, v in named.items()}, folder / f"{group}.safetensors")
-    (folder / "state.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    files = sorted(p for p in folder.iterdir())
-    for path in files:
+        tag = f"-{_tag(part.rank, part.world)}" if part is not None and group in ("model", "optimizer") else ""
+        paths.append(folder / f"{group}{tag}.safetensors")
+        save_file({k: v.detach().contiguous() for k, v in named.items()}, paths[-1])
+    if part is None or part.rank == 0:
+        paths.append(folder / "state.json")
+        paths[-1].write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    for path in paths:
         fsync_path(path)
-    _write_manifest(folder, {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files})
-
-
-def _write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """The list of all files, which makes a checkpoint complete."""
-    (folder / "manifest.json").write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
-    fsync_path(folder / "manifest.json")
-    fsync_path(folder)
+    files = {p.name: _about(p) for p in sorted(paths)}
+    if part is not None:  # comes last, whole or not at all: this rank's files are complete
+        aside = folder / f".rank-{part.rank}"
+        aside.write_text(json.dumps({"files": files, "slices": part.slices}), encoding="utf-8")
+        fsync_path(aside)
+        os.replace(aside, folder / f"rank-{_tag(part.rank, part.world)}.json")
+    return files
 
 # %% ../../nbs/510_run_checkpoint.ipynb #3fccf88e
+PATIENCE = 1800.0  # seconds that rank 0 waits for the others' files
+HURRY = 30.0  # seconds without any progress that are enough when the run is ending in an error
 _NAME = re.compile(r"step-(\d{10})")
 _SHARD = re.compile(r"(model|optimizer|rank)-(\d{5})-of-(\d{5})")
 
 
 def save_checkpoint(
-    root: str | Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], meta: dict[str, Any], keep: int = 2
+    root: str | Path,
+    step: int,
+    tensors: Tensors,
+    meta: dict[str, Any],
+    keep: int = 2,
+    part: Part | None = None,
+    patience: float = PATIENCE,
+    ending: threading.Event | None = None,
 ) -> Path:
     """Write `root/step-<step>` atomically and delete all but the newest `keep`.
 
     Args:
         root: the folder of all checkpoints of a run.
         step: steps done.
-        tensors: group -> name -> tensor; one safetensors file per group.
-        meta: anything JSON can hold.
+        tensors: one safetensors file per group. Of several ranks: what this one holds; groups other than "model" and
+            "optimizer" must have a name of their own on each rank.
+        meta: anything JSON can hold; rank 0 writes it.
         keep: how many to leave, this one included; 0 leaves all.
+        part: which part of the checkpoint this process writes; None: all of it.
+        patience: seconds that rank 0 waits for the others.
+        ending: once set, it waits only while something is still being written: another rank may be gone.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder; on rank 0 it is complete, on others it will be.
 
     Raises:
-        CheckpointError: it could not be written; older checkpoints are as they were.
+        CheckpointError: this part, or on rank 0 any, could not be written; older checkpoints are as they were.
     """
-    root = Path(root)
+    root, rank = Path(root), part.rank if part is not None else 0
     final = root / f"step-{step:010d}"
-    aside = root / f".tmp-{final.name}-{os.getpid()}"
-    size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+    aside = root / f".tmp-{final.name}-{os.getpid() if part is None else part.token}"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _write(aside, tensors, meta)
-        _give_its_name(aside, final)
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        clean_leftovers(root)
-        raise CheckpointError(_why_not_saved(error, root, step, size)) from error
-    _keep_newest(final, keep)
-    return final
-
-# %% ../../nbs/510_run_checkpoint.ipynb #e925e22d
-def _give_its_name(aside: Path, final: Path) -> None:
-    """The rename that makes a checkpoint; one of the same step steps aside first."""
-    if final.exists():
-        os.replace(final, final.with_name(f".old-{final.name}"))
-    os.replace(aside, final)
-    fsync_path(final.parent)
-
-
-def _keep_newest(final: Path, keep: int) -> None:
-    """Delete what the new checkpoint replaces, and all but the newest `keep`."""
+        if part is None:
+            shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True, exist_ok=True)
+        files = _write(aside, tensors, meta, part)
+        if rank:
+            return final
+        if part is not None:
+            files = _wait_for_parts(aside, part.world, patience, ending)
+        (aside / "manifest.json").write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+        fsync_path(aside / "manifest.json")
+        fsync_path(aside)
+        if final.exists():
+            os.replace(final, final.with_name(f".old-{final.name}"))
+        os.replace(aside, final)  # the rename that makes a checkpoint
+        fsync_path(root)
+    except (OSError, SafetensorError, TypeError, ValueError, CheckpointError) as error:
+        problem = str(error)
+        if not isinstance(error, CheckpointError):
+            problem = f"{f'rank {rank}: ' if part is not None else ''}{_why_not_saved(error, root, step, tensors)}"
+            with suppress(OSError):
+                (aside / f"failed-{rank}").write_text(problem, encoding="utf-8")
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            clean_leftovers(root)
+        raise CheckpointError(problem) from error
     shutil.rmtree(final.with_name(f".old-{final.name}"), ignore_errors=True)
-    for old in _steps(final.parent)[:-keep] if keep > 0 else []:
+    for old in _steps(root)[:-keep] if keep > 0 else []:
         _remove(old)
+    return final
 
 # %% ../../nbs/510_run_checkpoint.ipynb #f5024f24
 def _steps(root: Path) -> list[Path]:
@@ -184,16 +204,16 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _why_not_saved(error: Exception, root: Path, step: int, size: int) -> str:
+def _why_not_saved(error: Exception, root: Path, step: int, tensors: Tensors) -> str:
     """One sentence for the person whose disk is full."""
     older = _steps(root)
     safe = f"the checkpoint of step {int(older[-1].name[5:])} is intact" if older else "no older checkpoint exists"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left" in str(error):
-        try:
+        size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+        free = "no space is left"
+        with suppress(OSError):
             free = f"{shutil.disk_usage(root).free / 2**20:.0f} MB are free"
-        except OSError:
-            free = "no space is left"
         return (
             f"the disk is full: the checkpoint of step {step} needs about {size / 2**20:.1f} MB in {root} and {free}; "
             f"{safe} and the training state is still in memory, so free some space and save or resume"
@@ -293,40 +313,19 @@ def load_checkpoint(
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
-# %% ../../nbs/510_run_checkpoint.ipynb #70671bf5
-PATIENCE = 1800.0  # seconds that rank 0 waits for the others' files
-HURRY = 30.0  # seconds without any progress that are enough when the run is ending in an error
+# %% ../../nbs/510_run_checkpoint.ipynb #a004318e
+class Part(NamedTuple):
+    """Which part of a checkpoint a process writes."""
+
+    rank: int
+    world: int
+    token: str  # the same on all ranks, and another one for each attempt
+    slices: dict[str, Any]  # group -> name -> (shape of the whole, start)
 
 
 def _tag(rank: int, world: int) -> str:
-    """How a rank's files end."""
+    """How the names of a rank's files end."""
     return f"{rank:05d}-of-{world:05d}"
-
-
-def _write_part(
-    folder: Path,
-    tensors: dict[str, dict[str, torch.Tensor]],
-    slices: dict[str, Any],
-    meta: dict[str, Any],
-    rank: int,
-    world: int,
-) -> None:
-    """The files of one rank; its JSON comes last and says that they are complete."""
-    written = []
-    for group, named in tensors.items():
-        name = f"{group}-{_tag(rank, world)}" if group in ("model", "optimizer") else group
-        save_file({k: v.detach().contiguous() for k, v in named.items()}, folder / f"{name}.safetensors")
-        written.append(folder / f"{name}.safetensors")
-    if rank == 0:
-        (folder / "state.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        written.append(folder / "state.json")
-    for path in written:
-        fsync_path(path)
-    about = {"files": {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in written}, "slices": slices}
-    done, aside = folder / f"rank-{_tag(rank, world)}.json", folder / f".rank-{rank}"
-    aside.write_text(json.dumps(about), encoding="utf-8")
-    fsync_path(aside)
-    os.replace(aside, done)
 
 # %% ../../nbs/510_run_checkpoint.ipynb #ca6dc32d
 def _size(folder: Path) -> int:
@@ -357,7 +356,7 @@ def _wait_for_parts(
                 raise CheckpointError(f"rank {rank} could not write its part: {failed.read_text(encoding='utf-8')}")
             if done.exists():
                 own = json.loads(done.read_text(encoding="utf-8"))["files"]
-                files |= own | {done.name: {"bytes": done.stat().st_size, "sha256": _sha256(done)}}
+                files |= own | {done.name: _about(done)}
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
             raise CheckpointError(
@@ -367,67 +366,6 @@ def _wait_for_parts(
         if waiting:
             time.sleep(0.01)
     return files
-
-# %% ../../nbs/510_run_checkpoint.ipynb #a004318e
-class Part(NamedTuple):
-    """Which part of a checkpoint a process writes."""
-
-    rank: int
-    world: int
-    token: str  # the same on all ranks, and another one for each attempt
-    slices: dict[str, Any]  # group -> name -> (shape of the whole, start)
-
-# %% ../../nbs/510_run_checkpoint.ipynb #a8573744
-def save_part(
-    root: str | Path,
-    step: int,
-    tensors: dict[str, dict[str, torch.Tensor]],
-    meta: dict[str, Any],
-    part: Part,
-    keep: int = 2,
-    patience: float = PATIENCE,
-    ending: threading.Event | None = None,
-) -> Path:
-    """One rank's share of `root/step-<step>`; on rank 0 it returns when the checkpoint is complete.
-
-    Args:
-        root, step, keep: as in `save_checkpoint`.
-        tensors: what this rank holds; groups other than "model" and "optimizer" must have a name of their own on each rank.
-        meta: written by rank 0.
-        part: which rank this is, and where its parts lie.
-        patience: seconds that rank 0 waits for the others.
-        ending: once set, it waits only while something is still being written: another rank may be gone.
-
-    Raises:
-        CheckpointError: this rank's part, or on rank 0 any rank's, could not be written; older checkpoints are as they were.
-    """
-    root = Path(root)
-    final = root / f"step-{step:010d}"
-    aside = root / f".tmp-{final.name}-{part.token}"
-    size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
-    try:
-        aside.mkdir(parents=True, exist_ok=True)
-        _write_part(aside, tensors, part.slices, meta, part.rank, part.world)
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        problem = f"rank {part.rank}: {_why_not_saved(error, root, step, size)}"
-        with suppress(OSError):
-            (aside / f"failed-{part.rank}").write_text(problem, encoding="utf-8")
-        if part.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(problem) from error
-    if part.rank:
-        return final
-    try:
-        _write_manifest(aside, _wait_for_parts(aside, part.world, patience, ending))
-        _give_its_name(aside, final)
-    except (OSError, CheckpointError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        clean_leftovers(root)
-        raise (
-            error if isinstance(error, CheckpointError) else CheckpointError(_why_not_saved(error, root, step, size))
-        ) from error
-    _keep_newest(final, keep)
-    return final
 
 # %% ../../nbs/510_run_checkpoint.ipynb #fb03cee9
 class _Joined(Mapping[str, torch.Tensor]):
@@ -513,16 +451,8 @@ class AsyncWriter:
         """Raise the error of a job that failed, once."""
         error, self._error = self._error, None
         if error is not None:
-            raise (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"writing a checkpoint failed: {error}")
-            ) from error
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job is under way."""
-        return self._thread is not None and self._thread.is_alive()
+            known = isinstance(error, CheckpointError)
+            raise (error if known else CheckpointError(f"writing a checkpoint failed: {error}")) from error
 
     def wait(self) -> None:
         """Return when nothing is under way."""

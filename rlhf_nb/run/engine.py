@@ -4,141 +4,30 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core import CheckpointError, ConfigError, ModelError, Precision, RunError, decide_precision, suggest
-from ..scoring.scores import gradients_in_place, one_forward, shared_among
-from ..fast.workers import Crew, draws_numbers, workers_for
+from ..config import OptimizerConfig
+from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
+from ..fast.workers import Replicas, draws_numbers, workers_for
+from .strategies import connect
+from .strategy import Strategy, connect_plain, load_tensors, lr_factor
+from ..scoring.packing import split_among
+from ..scoring.scores import one_forward
 from ..types import Batch, LossSum
 
 BatchT = TypeVar("BatchT", bound=Batch)
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'Terms', 'COMPRESSIONS', 'STRATEGIES', 'lr_factor', 'OptimizerSettings', 'build_optimizer', 'global_norm',
-           'nonfinite_parameter', 'weigh', 'StepReport', 'GradientWatch', 'Piece', 'Strategy', 'compress', 'Replicated',
-           'states_by_name', 'asked_strategy', 'Engine', 'connect_plain', 'same_versions', 'trained_tensors',
-           'check_names', 'load_tensors', 'frozen_fingerprint']
-
-# %% ../../nbs/520_run_engine.ipynb #b2644e4b
-def lr_factor(step: int, schedule: str = "constant", warmup: int = 0, total: int | None = None) -> float:
-    """What the peak learning rate is multiplied by; in (0, 1].
-
-    Args:
-        step: steps already done (0 at the first one).
-        schedule: "constant", "linear" or "cosine"; the last two fall towards 0 at `total`.
-        warmup: steps in which the rate rises in a line to its peak.
-        total: steps in all; None (unknown) stays at the peak.
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant" or total is None or total <= warmup:
-        return 1.0
-    progress = min((step - warmup) / (total - warmup), 1 - 1 / (total - warmup))
-    return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-
-# %% ../../nbs/520_run_engine.ipynb #9e1329ae
-class OptimizerSettings(Protocol):
-    """What the engine reads of `config.OptimizerConfig`."""
-
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    schedule: Any
-    warmup_steps: int
-    max_grad_norm: float | None
-
-
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, with weight decay on matrices only.
-
-    Args:
-        module: its parameters with `requires_grad` are trained; half-precision ones become float32 first.
-        settings: learning rate, decay, betas, eps.
-
-    Raises:
-        ModelError: nothing in the module is trainable.
-
-    Source: Loshchilov & Hutter, arXiv 1711.05101.
-    """
-    params = [p for p in module.parameters() if p.requires_grad]
-    if not params:
-        raise ModelError(
-            "the module has no trainable parameter, so there is nothing to optimise: unfreeze it or add adapters"
-        )
-    for p in params:
-        if p.dtype in (torch.float16, torch.bfloat16):  # updates of 1e-6 vanish in half precision
-            p.data = p.data.float()
-    matrices = [p for p in params if p.dim() >= 2]
-    rest = [p for p in params if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    if settings.weight_decay == 0:
-        groups = [{"params": params, "weight_decay": 0.0}]
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    options: dict[str, Any] = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps}
-    return torch.optim.AdamW([g for g in groups if g["params"]], fused=fused, **options)
-
-# %% ../../nbs/520_run_engine.ipynb #f1d24484
-def global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all gradients together, as a scalar tensor on their device (no host sync)."""
-    if not grads:
-        return torch.zeros(())
-    norms = torch.stack(list(torch._foreach_norm(list(grads))))
-    return torch.linalg.vector_norm(norms)  # type: ignore[no-any-return]
-
-
-def nonfinite_parameter(module: nn.Module) -> str:
-    """Which parameter is to blame, in words: the first one whose value or gradient is NaN or Inf."""
-    for name, p in module.named_parameters():
-        if p.requires_grad and not bool(torch.isfinite(p).all()):
-            return f"the weights of {name} are not finite"
-    for name, p in module.named_parameters():
-        if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
-            return f"the first parameter with a non-finite gradient is {name}"
-    return "every gradient is finite, so the loss itself is not"
-
-
-def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The loss of a micro-batch: weight · sum / denominator of the whole mini-batch, over all terms.
-
-    Args:
-        terms: of `method.loss`.
-        counts: the denominator of each term.
-        device: where the loss is.
-
-    Raises:
-        RunError: a term has no denominator.
-    """
-    if set(terms) - set(counts):
-        missing = sorted(set(terms) - set(counts))[0]
-        raise RunError(
-            f"the loss has a term {missing!r} but denominators() gave {sorted(counts)}: each term needs its count"
-        )
-    parts = []
-    for name, (term, weight) in terms.items():
-        count = counts[name].to(device)
-        parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-class StepReport(NamedTuple):
-    """What an update brings back to the host."""
-
-    grad_norm: float  # before clipping
-    applied: bool  # False: the update was skipped
-    loss: float  # summed over ranks
-    sums: list[float]  # the caller's vector, summed over ranks
-    problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
+__all__ = ['BatchT', 'Terms', 'STRATEGIES', 'GradientWatch', 'asked_strategy', 'weigh', 'StepReport', 'Engine', 'same_versions']
 
 # %% ../../nbs/520_run_engine.ipynb #4350c478
 class GradientWatch:
@@ -168,181 +57,6 @@ class GradientWatch:
         """Watch no longer."""
         for hook in self._hooks:
             hook.remove()
-
-# %% ../../nbs/520_run_engine.ipynb #e7937050
-class Piece(NamedTuple):
-    """A part of one parameter, flat, with the optimizer's averages of the same part: what one rank keeps of it."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int  # where the part begins in the flattened parameter
-    tensor: Tensor  # [n]; writing into it writes into what is trained
-    states: dict[str, Tensor]  # [n] each, or a scalar
-
-# %% ../../nbs/520_run_engine.ipynb #16b1f779
-class Strategy:
-    """How ranks share the one trainable module; this one leaves all of it on each (one process, or DDP).
-
-    Args:
-        device: of this rank.
-        accelerator: connects the ranks; None with one process.
-        scaler: of fp16's loss.
-    """
-
-    name = "ddp"
-    lockstep = False  # whether every forward is a conversation, so that all ranks must make equally many
-
-    def __init__(self, device: torch.device, accelerator: Any = None, scaler: Any = None) -> None:
-        self.device, self.accelerator, self.scaler = device, accelerator, scaler
-        self.module: nn.Module
-        self.optimizer: torch.optim.AdamW
-        self.clip: float | None = None
-        self.overflow = False  # the last update was skipped because fp16's factor was too large
-        self.problem = ""  # why it was skipped otherwise
-
-    def optimize(self, module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-        """Take charge of a module on its device; returns its optimizer."""
-        self.module, self.clip = module, settings.max_grad_norm
-        self.optimizer = build_optimizer(module, settings)
-        return self.optimizer
-
-    def wrap(self) -> nn.Module:
-        """What forward must go through."""
-        if self.accelerator is None:
-            return self.module
-        kind = os.environ.get("RLHF_NB_COMPRESS", "")
-        if (
-            kind == "powersgd" and self.device.type == "cpu"
-        ):  # over gloo two buckets' steps would get into each other's way
-            from accelerate.utils import DistributedDataParallelKwargs
-
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=1 << 20)
-        wrapped: nn.Module = self.accelerator.prepare_model(self.module)
-        compress(wrapped, kind)
-        return wrapped
-
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
-        if self.accelerator is None or last:
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(wrapped)
-        return context
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to what is there."""
-        with gradients_in_place(self.accelerator is None):  # where no other process waits for them
-            (self.scaler.scale(loss) if self.scaler else loss).backward()
-
-    def whole(self) -> AbstractContextManager[Any]:
-        """Inside, each rank holds all parameters, and forwards are no conversation."""
-        return nullcontext()
-
-    def keep_frozen(self, module: nn.Module) -> None:
-        """A frozen model stays whole on each rank."""
-
-# %% ../../nbs/520_run_engine.ipynb #a3986a12
-COMPRESSIONS = ("", "bf16", "powersgd")
-
-
-def compress(ddp: nn.Module, kind: str, rank: int = 4, warm_up: int = 10) -> None:
-    """Make the exchanged gradients of a DDP module smaller; `RLHF_NB_COMPRESS` says which way.
-
-    A resumed run warms PowerSGD up again: what it had left out is in no checkpoint.
-
-    Args:
-        ddp: the wrapper.
-        kind: "" (as they are), "bf16" or "powersgd".
-        rank: of PowerSGD's approximation.
-        warm_up: steps of exact exchange before it, at least 2.
-
-    Raises:
-        ConfigError: another kind.
-
-    Source: PowerSGD, Vogels et al., arXiv 1905.13727.
-    """
-    if kind not in COMPRESSIONS:
-        raise ConfigError(f"gradient compression {kind!r} doesn't exist: use 'bf16' or 'powersgd', or leave it out")
-    if not kind:
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    wrapper: Any = ddp
-    if kind == "bf16":
-        wrapper.register_comm_hook(None, lambda _, bucket: _exchange_bf16(bucket))
-    else:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, warm_up))
-        wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def _exchange_bf16(bucket: Any) -> Any:
-    """A bucket's mean over ranks, rounded on the way (PyTorch's own hook refuses CPUs)."""
-    small = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size())
-    sent: Any = torch.distributed.all_reduce(small, async_op=True)
-    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-# %% ../../nbs/520_run_engine.ipynb #b51a6415
-class Replicated(Strategy):
-    """One process, or DDP."""
-
-    def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
-        """Clip and update, unless something is not finite; gradients are cleared.
-
-        Args:
-            vector: numbers that are wanted on the host.
-            guarded: the first of them is the loss, and must be finite.
-
-        Returns:
-            Norm before clipping, the vector, whether the update was applied.
-        """
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        grads = [p.grad for p in self.module.parameters() if p.requires_grad and p.grad is not None]
-        norm, *values = torch.cat([global_norm(grads).reshape(1).to(vector), vector]).tolist()
-        sound = not guarded or math.isfinite(values[0])
-        applied = math.isfinite(norm) and sound
-        self.overflow = not applied and sound and self.scaler is not None and self.scaler.get_scale() > 1
-        if applied:
-            if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_(grads, self.clip / norm)
-            _ = self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-        elif not self.overflow:
-            self.problem = nonfinite_parameter(self.module)
-        if self.scaler:
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, values, applied
-
-    def pieces(self) -> Iterator[Piece]:
-        """An even share of every trained parameter; all of it with one process."""
-        rank, world = (self.accelerator.process_index, self.accelerator.num_processes) if self.accelerator else (0, 1)
-        for name, p in self.module.named_parameters():
-            if p.requires_grad:
-                share = -(-p.numel() // world)
-                start, stop = min(rank * share, p.numel()), min((rank + 1) * share, p.numel())
-                flat = {k: v.reshape(-1) for k, v in self.optimizer.state.get(p, {}).items()}
-                states = {k: v.reshape(()) if k == "step" else v[start:stop] for k, v in flat.items()}
-                yield Piece(name, tuple(p.shape), start, p.data.reshape(-1)[start:stop], states)
-
-    def restore(self, model: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
-        """Put back whole tensors: parameters by name, averages by "name/key"."""
-        load_tensors({n: p for n, p in self.module.named_parameters() if p.requires_grad}, model)
-        names, kept = {id(p): name for name, p in self.module.named_parameters()}, states_by_name(averages)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {i: kept[names[id(p)]] for i, p in enumerate(params) if names[id(p)] in kept}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-
-    def fingerprint(self) -> str:
-        """Of the frozen parameters; see `frozen_fingerprint`."""
-        return frozen_fingerprint(self.module)
-
-# %% ../../nbs/520_run_engine.ipynb #63d669ef
-def states_by_name(averages: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """{"name/key": tensor} as {name: {key: tensor}}."""
-    out: dict[str, dict[str, Tensor]] = {}
-    for key, value in averages.items():
-        name, _, state = key.rpartition("/")
-        out.setdefault(name, {})[state] = value
-    return out
 
 # %% ../../nbs/520_run_engine.ipynb #0c0cfc34
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -386,41 +100,220 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
 
 _SWITCHES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU")
 
-# %% ../../nbs/520_run_engine.ipynb #62337374
-class _Ranks:
-    """Where an `Engine` computes, and who else does."""
+# %% ../../nbs/520_run_engine.ipynb #c5200002
+def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The loss of a micro-batch: weight · sum / denominator of the whole mini-batch, over all terms.
+
+    Args:
+        terms: of `method.loss`.
+        counts: the denominator of each term.
+        device: where the loss is.
+
+    Raises:
+        RunError: a term has no denominator.
+    """
+    if set(terms) - set(counts):
+        missing = sorted(set(terms) - set(counts))[0]
+        raise RunError(
+            f"the loss has a term {missing!r} but denominators() gave {sorted(counts)}: each term needs its count"
+        )
+    parts = []
+    for name, (term, weight) in terms.items():
+        count = counts[name].to(device)
+        parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+# %% ../../nbs/520_run_engine.ipynb #5bb647b8
+class StepReport(NamedTuple):
+    """What an update brings back to the host."""
+
+    grad_norm: float  # before clipping
+    applied: bool  # False: the update was skipped
+    loss: float  # summed over ranks
+    sums: list[float]  # the caller's vector, summed over ranks
+    problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
+
+
+class Engine:
+    """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
+
+    Args:
+        precision: where and in which format to compute; decided for this machine by default.
+    """
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision or decide_precision()
-        self.device = self.precision.device
-        self.accelerator: Any = None
         asked = asked_strategy()
         if asked in ("single", "ddp"):
-            if asked == "ddp":
-                self.accelerator = connect_plain(self.device)
-                self.device = self.accelerator.device
-            scaler = torch.amp.GradScaler(self.device.type) if self.precision.grad_scaler else None  # type: ignore[attr-defined]
-            self.strategy: Any = Replicated(self.device, self.accelerator, scaler)
+            accelerator = connect_plain(self.precision.device) if asked == "ddp" else None
+            device = accelerator.device if accelerator else self.precision.device
+            scaler = torch.amp.GradScaler(device.type) if self.precision.grad_scaler else None  # type: ignore[attr-defined]
+            self.strategy = Strategy(device, accelerator, scaler)
             self.strategy.name = asked
         else:
-            from rlhf_nb.run.strategies import connect
-
             self.strategy = connect(asked, self.precision)
-            self.accelerator, self.device = self.strategy.accelerator, self.strategy.device
-        self.scaler = self.strategy.scaler
-        self.rank: int = self.accelerator.process_index if self.accelerator else 0
-        self.world_size: int = self.accelerator.num_processes if self.accelerator else 1
+        self.accelerator, self.device, self.scaler = (
+            self.strategy.accelerator,
+            self.strategy.device,
+            self.strategy.scaler,
+        )
+        self.rank, self.world_size = self.strategy.rank, self.strategy.world
         self.is_main = self.rank == 0
         if self.world_size > 1:
             same_versions()
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.AdamW | None = None
-        self.settings: OptimizerSettings | None = None
+        self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
         self._wrapped: nn.Module | None = None
         self._watch: GradientWatch | None = None
-        self._crew: Crew | None = None
+        self._replicas: Replicas | None = None
+
+    def prepare(
+        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
+    ) -> nn.Module:  # fmt: skip
+        """Take charge of the one trainable module; returns what forward must go through.
+
+        Args:
+            module: moved to the engine's device.
+            settings: of the optimizer and its schedule.
+            total_steps: the schedule's end.
+            frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out over ranks,
+                so are theirs. Models that hold trained weights are left alone.
+        """
+        trained = {id(p) for p in module.parameters()}
+        frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
+        self.module = module.to(self.device)
+        self.settings, self.total_steps = settings, total_steps
+        self.optimizer = self.strategy.optimize(self.module, settings)
+        self.set_lr(0)
+        self._wrapped = self.strategy.wrap()
+        for model in frozen:
+            self.strategy.keep_frozen(model)
+        return self._wrapped
+
+    def generation_mode(self) -> AbstractContextManager[Any]:
+        """Around acting and measuring: each rank holds all parameters inside, gathered once, and may make as many forwards as it likes."""
+        return self.strategy.whole()
+
+    def set_lr(self, step: int) -> float:
+        """Set the learning rate of a step (steps already done), as scheduled times `lr_scale`, and return it."""
+        _, optimizer, s = self._prepared()
+        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps) * self.lr_scale
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _prepared(self) -> tuple[nn.Module, torch.optim.AdamW, OptimizerConfig]:
+        """Module, optimizer and its settings, which exist after `prepare`."""
+        if self.module is None or self.optimizer is None or self.settings is None:
+            raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
+        return self.module, self.optimizer, self.settings
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in the precision's format inside."""
+        if self.precision.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision.compute_dtype)
+
+    def accumulate(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
+        context = self.strategy.accumulate(module, last)
+        return one_forward() if self.strategy.lockstep else context
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to what is there."""
+        self.strategy.backward(loss)
+
+    def learn(self, method: Any, mini: Any, counts: Mapping[str, Tensor]) -> Iterable[tuple[Terms, Tensor]]:
+        """Forward and backward of a mini-batch in micro-batches, on this rank: one by one, or on several cores at once.
+
+        Args:
+            method: with `module`, `micro_batches`, `loss` and `cost`, as in `loop.BaseMethod`.
+            mini: this rank's rows.
+            counts: for each term of the loss its denominator, summed over ranks.
+
+        Returns:
+            Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
+        """
+        crew = self._replicas_of(method.module)
+        with split_among(crew.workers if crew else 1):
+            micros = method.micro_batches(mini)
+        if crew is None:
+            return self._one_by_one(method, micros, counts)
+
+        def alone(module: nn.Module, micro: Any) -> tuple[Terms, Tensor]:
+            through = method
+            if module is not method.module:
+                through = copy.copy(method)
+                through.module = module
+            [learnt] = self._one_by_one(through, [micro], counts)
+            return learnt
+
+        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+
+    def _one_by_one(
+        self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Terms, Tensor]]:
+        """Micro-batches one after the other; at the end the last one again, weighing nothing, while other ranks still compute."""
+        extra = self.behind(len(micros))
+        for i, micro in enumerate([*micros, *micros[-1:] * extra]):
+            with self.accumulate(method.module, last=i == len(micros) + extra - 1):
+                with self.autocast():
+                    terms = method.loss(micro)
+                loss = weigh(terms, counts, self.device)
+                self.backward(loss * (self.world_size if i < len(micros) else 0))  # ranks' gradients are averaged
+            if i < len(micros):
+                yield terms, loss
+
+    def _replicas_of(self, module: nn.Module) -> Replicas | None:
+        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
+        workers = workers_for(module) if self.strategy.name == "single" else 1
+        if workers < 2 or draws_numbers(module):
+            return None
+        if self._replicas is None or self._replicas.workers != workers or not self._replicas.fits(module):
+            self._replicas = Replicas(module, workers)
+        return self._replicas
+
+    def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:
+        """Clip, update and clear the gradients, unless something is not finite; the one host sync of an update.
+
+        Args:
+            loss: this rank's part of the loss (they are summed); a non-finite one also skips the update.
+            sums: any vector to be summed over ranks on the way.
+
+        Returns:
+            Norm before clipping, whether the update was applied, loss and sums over all ranks.
+        """
+        self._prepared()
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        parts = [x.detach().reshape(-1).to(self.device, wide) for x in (loss, sums) if x is not None]
+        vector = torch.cat(parts) if parts else torch.zeros(0, device=self.device, dtype=wide)
+        if self.world_size > 1 and vector.numel():
+            torch.distributed.all_reduce(vector)
+        norm, values, applied = self.strategy.step(vector, loss is not None)
+        total = values.pop(0) if loss is not None else 0.0
+        problem = "" if applied or self.strategy.overflow else self._blame(loss)
+        if applied and self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        return StepReport(norm, applied, total, values, problem)
+
+    def _blame(self, loss: Tensor | None) -> str:
+        """Why an update could not be applied: on which rank, in which parameter."""
+        here = self.strategy.problem
+        if self.world_size == 1:
+            return here
+        found = self._watch.found() if self._watch is not None else ""
+        self._watch = self._watch or GradientWatch(self._prepared()[0])
+        told = self.gather_object((loss is None or math.isfinite(float(loss)), found))
+        for rank, (sound, name) in enumerate(told):
+            if name:
+                return f"the first gradient that is not finite arose on rank {rank}, of {name}"
+            if not sound:
+                return f"the loss of rank {rank} is not finite"
+        return here
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """The module inside a wrapper for several ranks."""
@@ -429,10 +322,6 @@ class _Ranks:
         while isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
         return module
-
-# %% ../../nbs/520_run_engine.ipynb #f1646e26
-class _Talk(_Ranks):
-    """What ranks say to each other; nothing with one process."""
 
     def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
@@ -506,198 +395,28 @@ class _Talk(_Ranks):
         if self.world_size > 1:
             self.accelerator.wait_for_everyone()
 
-# %% ../../nbs/520_run_engine.ipynb #765e3145
-class _Trained(_Talk):
-    """The one trainable module of an `Engine` and its optimizer."""
-
-    def prepare(
-        self, module: nn.Module, settings: OptimizerSettings, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
-    ) -> nn.Module:  # fmt: skip
-        """Take charge of the one trainable module; returns what forward must go through.
-
-        Args:
-            module: moved to the engine's device.
-            settings: of the optimizer and its schedule.
-            total_steps: the schedule's end.
-            frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out over ranks,
-                so are theirs. Models that hold trained weights are left alone.
-        """
-        trained = {id(p) for p in module.parameters()}
-        frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
-        self.module = module.to(self.device)
-        self.settings, self.total_steps = settings, total_steps
-        self.optimizer = self.strategy.optimize(self.module, settings)
-        self.set_lr(0)
-        self._wrapped = self.strategy.wrap()
-        for model in frozen:
-            self.strategy.keep_frozen(model)
-        return self._wrapped
-
-    def generation_mode(self) -> AbstractContextManager[Any]:
-        """Around acting and measuring: each rank holds all parameters inside, gathered once, and may make as many forwards as it likes."""
-        context: AbstractContextManager[Any] = self.strategy.whole()
-        return context
-
-    def set_lr(self, step: int) -> float:
-        """Set the learning rate of a step (steps already done), as scheduled times `lr_scale`, and return it."""
-        optimizer, s = self._trained()
-        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps) * self.lr_scale
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def _trained(self) -> tuple[torch.optim.AdamW, OptimizerSettings]:
-        """The optimizer and its settings, which exist after `prepare`."""
-        if self.optimizer is None or self.settings is None:
-            raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
-        return self.optimizer, self.settings
-
-    def _whole(self) -> nn.Module:
-        """The prepared module without wrappers."""
-        if self.module is None:
-            raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
-        return self.module
-
-# %% ../../nbs/520_run_engine.ipynb #c82eb672
-class _Updates(_Trained):
-    """How an `Engine` makes an optimizer step."""
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in the precision's format inside."""
-        if self.precision.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision.compute_dtype)
-
-    def accumulate(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
-        context: AbstractContextManager[Any] = self.strategy.accumulate(module, last)
-        return one_forward() if self.strategy.lockstep else context
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to what is there."""
-        self.strategy.backward(loss)
-
-    def learn(self, method: Any, mini: Any, counts: Mapping[str, Tensor]) -> Iterable[tuple[Terms, Tensor]]:
-        """Forward and backward of a mini-batch in micro-batches, on this rank: one by one, or on several cores at once.
-
-        Args:
-            method: with `module`, `micro_batches`, `loss` and `cost`, as in `loop.BaseMethod`.
-            mini: this rank's rows.
-            counts: for each term of the loss its denominator, summed over ranks.
-
-        Returns:
-            Of each micro-batch: the terms of its loss, and its part of the weighted sum of means.
-        """
-        crew = self._crew_of(method.module)
-        with shared_among(crew.workers if crew else 1):
-            micros = method.micro_batches(mini)
-        if crew is None:
-            return self._one_by_one(method, micros, counts)
-
-        def alone(module: nn.Module, micro: Any) -> tuple[Terms, Tensor]:
-            through = method
-            if module is not method.module:
-                through = copy.copy(method)
-                through.module = module
-            [learnt] = self._one_by_one(through, [micro], counts)
-            return learnt
-
-        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
-
-    def _one_by_one(
-        self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Terms, Tensor]]:
-        """Micro-batches one after the other; at the end the last one again, weighing nothing, while other ranks still compute."""
-        extra = self.behind(len(micros))
-        for i, micro in enumerate([*micros, *micros[-1:] * extra]):
-            with self.accumulate(method.module, last=i == len(micros) + extra - 1):
-                with self.autocast():
-                    terms = method.loss(micro)
-                loss = weigh(terms, counts, self.device)
-                self.backward(loss * (self.world_size if i < len(micros) else 0))  # ranks' gradients are averaged
-            if i < len(micros):
-                yield terms, loss
-
-    def _crew_of(self, module: nn.Module) -> Crew | None:
-        """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
-        workers = workers_for(module) if self.strategy.name == "single" else 1
-        if workers < 2 or draws_numbers(module):
-            return None
-        if self._crew is None or self._crew.workers != workers or not self._crew.fits(module):
-            self._crew = Crew(module, workers)
-        return self._crew
-
-    def step(self, loss: Tensor | None = None, sums: Tensor | None = None) -> StepReport:
-        """Clip, update and clear the gradients, unless something is not finite; the one host sync of an update.
-
-        Args:
-            loss: this rank's part of the loss (they are summed); a non-finite one also skips the update.
-            sums: any vector to be summed over ranks on the way.
-
-        Returns:
-            Norm before clipping, whether the update was applied, loss and sums over all ranks.
-        """
-        self._trained()
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        parts = [x.detach().reshape(-1).to(self.device, wide) for x in (loss, sums) if x is not None]
-        vector = torch.cat(parts) if parts else torch.zeros(0, device=self.device, dtype=wide)
-        if self.world_size > 1 and vector.numel():
-            torch.distributed.all_reduce(vector)
-        norm, values, applied = self.strategy.step(vector, loss is not None)
-        total = values.pop(0) if loss is not None else 0.0
-        problem = "" if applied or self.strategy.overflow else self._blame(loss)
-        if applied and self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        return StepReport(norm, applied, total, values, problem)
-
-    def _blame(self, loss: Tensor | None) -> str:
-        """Why an update could not be applied: on which rank, in which parameter."""
-        here: str = self.strategy.problem
-        if self.world_size == 1:
-            return here
-        found = self._watch.found() if self._watch is not None else ""
-        self._watch = self._watch or GradientWatch(self._whole())
-        told = self.gather_object((loss is None or math.isfinite(float(loss)), found))
-        for rank, (sound, name) in enumerate(told):
-            if name:
-                return f"the first gradient that is not finite arose on rank {rank}, of {name}"
-            if not sound:
-                return f"the loss of rank {rank} is not finite"
-        return here
-
-# %% ../../nbs/520_run_engine.ipynb #5bb647b8
-class Engine(_Updates):
-    """Devices, ranks, number formats, the optimizer: everything the loop does not want to know.
-
-    Args:
-        precision: where and in which format to compute; decided for this machine by default.
-    """
-
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages.
 
         With several processes the tensors are this rank's parts, flat, and `slices` says where they lie:
         {group: {name: (shape of the whole, start)}}.
         """
-        self._trained()
+        module, _, _ = self._prepared()
         model: dict[str, Tensor] = {}
         averages: dict[str, Tensor] = {}
         slices: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-        for piece in self.strategy.pieces():
-            alone = self.world_size == 1 and self.strategy.name == "single"
-            view: Callable[[Tensor], Tensor] = (lambda x, s=piece.shape: x.view(s)) if alone else (lambda x: x)  # type: ignore[misc]
-            model[piece.name] = view(piece.tensor)
-            slices["model"][piece.name] = (list(piece.shape), piece.start)
-            for key, value in piece.states.items():
-                full = value.dim() > 0
-                averages[f"{piece.name}/{key}"] = view(value) if full else value
-                slices["optimizer"][f"{piece.name}/{key}"] = (
-                    list(piece.shape) if full else [],
-                    piece.start if full else 0,
+        alone = self.world_size == 1 and self.strategy.name == "single"
+        for shard in self.strategy.shards():
+            cut: Callable[[Tensor], Tensor] = (lambda x: x) if alone else shard.cut
+            model[shard.name] = cut(shard.tensor)
+            slices["model"][shard.name] = (list(shard.shape), shard.start)
+            for key, value in shard.states.items():
+                averages[f"{shard.name}/{key}"] = cut(value) if value.dim() else value
+                slices["optimizer"][f"{shard.name}/{key}"] = (
+                    (list(shard.shape), shard.start) if value.dim() else ([], 0)
                 )
         if self.is_main:
-            model |= dict(self._whole().named_buffers())
+            model |= dict(module.named_buffers())
         meta: dict[str, Any] = {"frozen": self.strategy.fingerprint(), "strategy": self.strategy.name}
         if self.world_size > 1:
             meta["slices"] = slices
@@ -711,8 +430,7 @@ class Engine(_Updates):
         Raises:
             CheckpointError: it belongs to another model.
         """
-        self._trained()
-        module = self._whole()
+        module, _, _ = self._prepared()
         if meta.get("frozen") != self.strategy.fingerprint():
             raise CheckpointError(
                 "the frozen weights differ from those the checkpoint was trained on top of, so going on would train another "
@@ -720,33 +438,12 @@ class Engine(_Updates):
             )
         buffers = dict(module.named_buffers())
         load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})
-        self.strategy.restore(
-            {k: tensors["model"][k] for k in tensors["model"] if k not in buffers}, tensors["optimizer"]
-        )
+        trained = {k: tensors["model"][k] for k in tensors["model"] if k not in buffers}
+        self.strategy.restore(trained, tensors["optimizer"])
         if self.scaler and "scaler" in meta:
             self.scaler.load_state_dict(meta["scaler"])
 
-# %% ../../nbs/520_run_engine.ipynb #0e38dd3c
-def connect_plain(device: torch.device) -> Any:
-    """An Accelerator for several ranks, after checking that it really connects them."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
 
-    accelerator = Accelerator(cpu=device.type == "cpu")
-    kind = accelerator.distributed_type
-    world = int(os.environ["WORLD_SIZE"])
-    if accelerator.num_processes != world or kind == DistributedType.NO:
-        raise RunError(
-            f"WORLD_SIZE is {world} but accelerate connected {accelerator.num_processes} process(es): each would train alone; "
-            "start with `accelerate launch` (and ACCELERATE_USE_CPU=true on CPUs)"
-        )
-    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise RunError(
-            f"accelerate connected the processes as {kind.value}, which this engine does not know: choose MULTI_GPU, DEEPSPEED or FSDP"
-        )
-    return accelerator
-
-# %% ../../nbs/520_run_engine.ipynb #1c0f3757
 def same_versions() -> None:
     """Make sure that all ranks compute with the same packages.
 
@@ -772,53 +469,3 @@ def same_versions() -> None:
                 f"rank 0 has {name} {found[0]} but rank {other} has {found[other]}: ranks with different packages compute different "
                 f"things or wait for each other for ever; install {name}=={found[0]} on every machine"
             )
-
-
-def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What changes while a module trains: parameters with `requires_grad` (tied ones once) and all buffers."""
-    named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    return named | dict(module.named_buffers())
-
-# %% ../../nbs/520_run_engine.ipynb #630b33d2
-def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) -> None:
-    """Compare the shapes of a module's tensors with saved ones.
-
-    Raises:
-        CheckpointError: a name or a shape does not fit.
-    """
-    missing, extra = sorted(set(into) - set(saved)), sorted(set(saved) - set(into))
-    if missing or extra:
-        which = f"it lacks {missing[0]}" if missing else f"it holds {extra[0]}, which this model does not train"
-        raise CheckpointError(
-            f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} too many)"
-        )
-    for name, shape in into.items():
-        found = list(saved[name].shape)
-        if list(shape) != found:
-            raise CheckpointError(
-                f"the checkpoint belongs to another model: {name} is {found} there and {list(shape)} here"
-            )
-
-
-def load_tensors(into: dict[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into those of a module.
-
-    Raises:
-        CheckpointError: a name or a shape does not fit; nothing has been changed then.
-    """
-    check_names({name: tensor.shape for name, tensor in into.items()}, saved)
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(saved[name])
-
-# %% ../../nbs/520_run_engine.ipynb #ea35631b
-def frozen_fingerprint(module: nn.Module) -> str:
-    """A short hash of the frozen parameters: names, shapes and sixteen numbers of each; "" when all train."""
-    digest, some = hashlib.sha256(), False
-    for name, p in module.named_parameters():
-        if not p.requires_grad:
-            some = True
-            flat = p.detach().reshape(-1)
-            picked = flat[:: max(1, flat.numel() // 16)][:16].float() if flat.numel() else flat
-            digest.update(f"{name}{tuple(p.shape)}".encode() + picked.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16] if some else ""

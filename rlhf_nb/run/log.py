@@ -127,11 +127,24 @@ class EventLog:
         return event
 
     def truncate_after(self, step: int) -> int:
-        """Drop what was written after `step` (and a torn last line); returns how many lines went."""
+        """Drop what was written after `step` (and a torn last line), so that the file is either the old or the new one.
+
+        Returns:
+            How many lines went.
+        """
         if self.path is None or not self.path.exists():
             return 0
         self.close()
-        return _cut_after(self.path, step)
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            aside = self.path.with_name(self.path.name + ".tmp")
+            with open(aside, "wb") as f:
+                f.writelines(kept)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(aside, self.path)
+        return len(lines) - len(kept)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -143,20 +156,6 @@ class EventLog:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-# %% ../../nbs/500_run_log.ipynb #a0a6a4f9
-def _cut_after(path: Path, step: int) -> int:
-    """Drop a log's lines after a step, so that the file is either the old or the new one; returns how many went."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
-    if len(kept) < len(lines):
-        aside = path.with_name(path.name + ".tmp")
-        with open(aside, "wb") as f:
-            f.writelines(kept)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
-    return len(lines) - len(kept)
 
 
 def _step_of(line: bytes) -> float:
@@ -332,7 +331,13 @@ class RunDir:
         config = plain(config)
         changes = config_changes(self.config(), config) if self.holds_run() else []
         if self.holds_run() and not (resume or overwrite):
-            raise RunError(_refusal(self.path, changes))
+            same = "the same configuration"
+            if changes:
+                same = f"another configuration ({'; '.join(changes[:3])}{'; ...' if len(changes) > 3 else ''})"
+            raise RunError(
+                f"{self.path} already holds a run with {same}, and two runs in one folder would mix their events: continue it with "
+                "resume, replace it with overwrite, or choose another output_dir"
+            )
         if overwrite and not resume:
             for path in (self.metrics_path, self.samples_path, self.control_path, *self.path.glob("*.rank*.jsonl")):
                 path.unlink(missing_ok=True)
@@ -341,27 +346,14 @@ class RunDir:
         try:
             for folder in (self.path, self.checkpoints, self.figures):
                 folder.mkdir(parents=True, exist_ok=True)
-            _write_yaml(self.config_path, config)
+            aside = self.config_path.with_name(self.config_path.name + ".tmp")
+            aside.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            os.replace(aside, self.config_path)
         except OSError as error:
             raise RunError(
                 f"cannot write to the run directory {self.path}: {error}; choose another output_dir"
             ) from error
         return changes
-
-# %% ../../nbs/500_run_log.ipynb #650e6878
-def _write_yaml(path: Path, config: dict[str, Any]) -> None:
-    """A YAML file that is either complete or not there."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(aside, path)
-
-
-def _refusal(path: Path, changes: list[str]) -> str:
-    """Why a folder is not written to."""
-    same = "with the same configuration"
-    if changes:
-        same = f"with another configuration ({'; '.join(changes[:3])}{'; ...' if len(changes) > 3 else ''})"
-    return f"{path} already holds a run {same}, and two runs in one folder would mix their events: continue it with resume, replace it with overwrite, or choose another output_dir"
 
 # %% ../../nbs/500_run_log.ipynb #9ebe0793
 def resident_mb() -> float:

@@ -21,9 +21,10 @@ from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .engine import Engine, StepReport, Terms
+from .hf_callbacks import as_callback
 from .log import EventLog, History, Meter, RunDir
 from .state import checkpoint_job, open_run
-from ..scoring.scores import work
+from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0
@@ -222,7 +223,7 @@ class Trainer:
         method.attach(self.engine, config)
         frozen = method.frozen_modules()
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen)
-        self.observers = Callbacks([*([Progress()] if config.console else []), Samples(), *callbacks])
+        self.observers = Callbacks([*([Progress()] if config.console else []), Samples(), *map(as_callback, callbacks)])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import CheckpointError, derive_seed, rng_state, seed_everything, set_rng_state
 from rlhf_nb.run.checkpoint import (
-    Part, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, save_checkpoint, save_part, snapshot, split_state,
+    Part, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from .log import FORMAT, EventLog, History, read_metrics
 
@@ -89,10 +89,7 @@ def checkpoint_job(run: Any) -> Callable[[], None]:
         for path in (run_dir.metrics_path, run_dir.samples_path) if engine.is_main else ():
             if path.exists():
                 fsync_path(path)
-        if part is None:
-            save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep)
-        else:
-            save_part(run_dir.checkpoints, step, tensors, meta, part, keep, ending=ending)
+        save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep, part, ending=ending)
 
     return job
 

@@ -9,32 +9,32 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config import OptimizerConfig
 from ..core import ConfigError, Precision, RunError
-from rlhf_nb.run.engine import (
-    OptimizerSettings, Piece, Strategy, build_optimizer, check_names, frozen_fingerprint, global_norm, states_by_name,
+from rlhf_nb.run.strategy import (
+    Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
 )  # fmt: skip
 
 _log = logging.getLogger("rlhf_nb.run.strategies")
 
 # %% auto #0
-__all__ = ['deepspeed_config', 'connect', 'importlib_spec', 'free_memory', 'streamed', 'FrozenShards', 'Zero', 'blocks_of',
-           'Sharded']
+__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero', 'blocks_of',
+           'Sharded', 'connect']
 
 # %% ../../nbs/530_run_strategies.ipynb #abc349f5
 def deepspeed_config(
-    stage: int,
-    clip: float | None,
-    given: Mapping[str, Any] | None = None,
-    offload: bool = False,
-    compute: torch.dtype = torch.float32,
+    stage: int, clip: float | None, given: Mapping[str, Any] | None = None, compute: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """DeepSpeed's settings for a run.
 
@@ -42,7 +42,6 @@ def deepspeed_config(
         stage: 1, 2 or 3.
         clip: norm to which gradients are cut; None: never.
         given: what a config file says; "auto" means nothing.
-        offload: keep averages (and under stage 3 weights) in main memory.
         compute: format of matrix products; without being told, DeepSpeed switches autocast off.
 
     Raises:
@@ -54,19 +53,12 @@ def deepspeed_config(
         raise ConfigError(
             f"the DeepSpeed file says stage {zero['stage']} but the run asks for ZeRO-{stage}: make them agree."
         )
-    if offload:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
-        if stage == 3:
-            zero.setdefault("offload_param", {"device": "cpu"})
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") in ("none", None):
             zero.pop(part, None)
     if compute != torch.float32:  # weights are gathered as they are kept, so that what is saved is what was trained
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": str(compute).removeprefix("torch."),
-            "lower_precision_safe_modules": [],
-        }
+        kind = str(compute).removeprefix("torch.")
+        config["torch_autocast"] = {"enabled": True, "dtype": kind, "lower_precision_safe_modules": []}
     return config | {
         "zero_optimization": zero | {"stage": stage},
         "train_micro_batch_size_per_gpu": 1,  # sizes are the loop's business; DeepSpeed wants to be told one
@@ -79,45 +71,9 @@ def deepspeed_config(
 
 
 _OURS = (
-    "fp16",
-    "bf16",
-    "optimizer",
-    "scheduler",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_clipping",
+    "fp16", "bf16", "optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping",
     "gradient_accumulation_steps",
-)
-
-# %% ../../nbs/530_run_strategies.ipynb #643019a6
-def connect(name: str, precision: Precision) -> Any:
-    """The strategy of a name, connected to the other ranks.
-
-    Args:
-        name: "zero1", "zero2", "zero3" or "fsdp2".
-        precision: of the run.
-
-    Raises:
-        RunError: the package is missing, ranks are not connected, or fp16 was asked for.
-    """
-    if precision.grad_scaler:
-        raise RunError(
-            f"fp16 needs loss scaling, which is not built for {name}: use precision=fp32 (or bf16 where the device has it), or strategy ddp"
-        )
-    if name == "fsdp2":
-        return Sharded(precision.device)
-    if importlib_spec("deepspeed") is None:
-        raise RunError(
-            f"{name} needs DeepSpeed, which is not installed: pip install 'rlhf_nb[deepspeed]', or choose fsdp2 or ddp"
-        )
-    return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)
-
-
-def importlib_spec(name: str) -> Any:
-    """Where a package is; None when it is not installed."""
-    from importlib.util import find_spec
-
-    return find_spec(name)
+)  # fmt: skip
 
 # %% ../../nbs/530_run_strategies.ipynb #cb313df9
 def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
@@ -128,13 +84,8 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
     if own.endswith("_offload"):
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
         os.environ.setdefault("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu" if name == "zero3" else "none")
-    for key, value in (
-        ("RANK", "0"),
-        ("LOCAL_RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "0"),
-    ):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in alone.items():
         os.environ.setdefault(key, value)  # one process alone: weights in main memory
     on_cpu = device.type == "cpu"
     if on_cpu:
@@ -156,80 +107,40 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
             f"{accelerator.distributed_type.value}: each would train alone. Start with `accelerate launch` and distributed_type DEEPSPEED"
         )
     given = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
-    path = os.environ.get(
-        "RLHF_NB_DEEPSPEED"
-    )  # zero_optimization's entries as JSON: what accelerate has no variable for
-    if path:
-        given["zero_optimization"] = {**(given.get("zero_optimization") or {}), **json.loads(path)}
+    further = os.environ.get("RLHF_NB_DEEPSPEED")  # entries of zero_optimization: accelerate has no variable for them
+    if further:
+        given["zero_optimization"] = {**(given.get("zero_optimization") or {}), **json.loads(further)}
     return accelerator, given
 
-# %% ../../nbs/530_run_strategies.ipynb #3f50addd
-class _ZeroSteps(Strategy):
-    """How DeepSpeed makes an update.
+
+_ZERO_12 = (
+    "cpu_offload", "reset_cpu_buffers", "averaged_gradients", "all_grad_tensors", "single_partition_of_fp32_groups", "update_lp_params",
+)  # fmt: skip
+_ZERO_3 = (
+    "_overflow_clean_up", "parameter_offload", "grad_position", "get_param_id", "fp32_partitioned_groups_flat", "persistent_parameters",
+    "fp16_groups", "_reassign_or_swap_out_partitioned_parameters",
+)  # fmt: skip
+_OFFLOAD = ("forward_hooks", "backward_hooks", "module", "_register_deepspeed_module")
+_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
+
+
+def check_insides(owner: Any, names: tuple[str, ...], package: str) -> None:
+    """Look for attributes that no release of a package promises.
 
     Args:
-        stage: 1, 2 or 3.
-        accelerator: connects the ranks.
-        given: settings of the user.
-        compute: format of matrix products.
+        owner: an object of the package.
+        names: of attributes that are used.
+        package: for the message.
+
+    Raises:
+        RunError: one is gone.
     """
-
-    def __init__(
-        self, stage: int, accelerator: Any, given: Mapping[str, Any] | None = None, compute: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__(accelerator.device, accelerator)
-        self.stage, self.given, self.compute, self.name = stage, given, compute, f"zero{stage}"
-        self.lockstep = stage > 1
-        self.frozen, self.frozen_models = "", list[FrozenShards]()
-        self.ds: Any = None
-
-    def wrap(self) -> nn.Module:
-        """DeepSpeed's engine; the module's parameters are cut into shards from here on."""
-        import deepspeed
-
-        self.frozen = frozen_fingerprint(self.module)  # later nobody has them whole
-        config = deepspeed_config(self.stage, self.clip, self.given, compute=self.compute)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.ds = deepspeed.initialize(
-                model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
-            )[0]
-        wrapped: nn.Module = self.ds
-        return wrapped
-
-    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """An update ends with the last micro-batch."""
-        self.ds.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to what is there."""
-        self.ds.backward(loss)
-
-    def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
-        """Clip and update, unless something is not finite; see `Replicated.step`."""
-        values = vector.tolist()
-        if guarded and not math.isfinite(values[0]):
-            self._drop()
-            self.problem = "the loss is not finite"
-            return math.nan, values, False
-        self.ds.step()
-        applied = bool(self.ds.was_step_applied())
-        self.problem = "" if applied else "a gradient is not finite"
-        return float(self.ds.get_global_grad_norm()), values, applied
-
-    def _drop(self) -> None:
-        """Forget the gradients of an update that must not be made."""
-        optimizer = self.ds.optimizer
-        if self.stage == 3:
-            optimizer._overflow_clean_up(1.0)
-            return
-        optimizer.zero_grad(set_to_none=True)
-        if optimizer.cpu_offload:
-            optimizer.reset_cpu_buffers()
-        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            for key in kept:
-                kept[key] = None
+    gone = [name for name in names if not hasattr(owner, name)]
+    if gone:
+        raise RunError(
+            f"{package} {version(package)} has no {type(owner).__name__}.{gone[0]}, which sharing weights out is built on: install a "
+            f"release that rlhf_nb allows (pip install 'rlhf_nb[deepspeed]'), or use strategy ddp"
+        )
 
 # %% ../../nbs/530_run_strategies.ipynb #fdfdf6d9
 def free_memory(device: torch.device, local_ranks: int = 1) -> int:
@@ -244,15 +155,6 @@ def free_memory(device: torch.device, local_ranks: int = 1) -> int:
         return 1 << 62
 
 
-def _unhook(offload: Any) -> None:
-    """Take DeepSpeed's hooks off the module."""
-    for p in offload.module.parameters():
-        p.ds_active_sub_modules.clear()
-    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-        hook.remove()
-    offload.forward_hooks, offload.backward_hooks = [], []
-
-# %% ../../nbs/530_run_strategies.ipynb #700c5f38
 @contextmanager
 def streamed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, each layer's weights visit the device only while the layer computes.
@@ -329,11 +231,117 @@ class FrozenShards:
         finally:
             self._let_go()
 
-# %% ../../nbs/530_run_strategies.ipynb #a763865e
-class _ZeroWhole(_ZeroSteps):
-    """How parameters come together under stage 3."""
+# %% ../../nbs/530_run_strategies.ipynb #c5300003
+class SharedOut(Strategy, ABC):
+    """What ZeRO and FSDP2 have in common: frozen models are shared out too, and whole exactly while the trained one is."""
+
+    cuts_weights = True  # whether a rank holds only a part of them
+
+    def __init__(self, accelerator: Any) -> None:
+        super().__init__(accelerator.device, accelerator)
+        self.frozen, self.frozen_models, self._inside = "", list[FrozenShards](), False
+
+    def fingerprint(self) -> str:
+        """Of the frozen parameters, taken before they were cut."""
+        return self.frozen
+
+    def keep_frozen(self, module: nn.Module) -> None:
+        """Share the weights of a frozen model out over ranks, where the trained ones are too."""
+        if self.cuts_weights and self.world > 1:
+            self.frozen_models.append(FrozenShards(module, self.device, self.rank, self.world))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, each rank holds all parameters, and no hook is in the way."""
+        if self._inside or not self.cuts_weights:
+            yield
+            return
+        self._inside = True
+        try:
+            with self._gathered() as on_host, ExitStack() as stack:
+                for model in self.frozen_models:
+                    stack.enter_context(model.whole(on_host))
+                yield
+        finally:
+            self._inside = False
+
+    @abstractmethod
+    def _gathered(self) -> AbstractContextManager[bool]:
+        """Inside, the trained module is whole; gives whether in main memory."""
+
+# %% ../../nbs/530_run_strategies.ipynb #3f50addd
+class Zero(SharedOut):
+    """ZeRO-1, 2 or 3 through DeepSpeed.
+
+    Args:
+        stage: 1, 2 or 3.
+        accelerator: connects the ranks.
+        given: settings of the user.
+        compute: format of matrix products.
+    """
 
     gather = os.environ.get("RLHF_NB_GATHER", "auto")  # "device", "host", or "auto": on the device where they fit
+
+    def __init__(
+        self, stage: int, accelerator: Any, given: Mapping[str, Any] | None = None, compute: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(accelerator)
+        self.stage, self.given, self.compute, self.name = stage, given, compute, f"zero{stage}"
+        self.lockstep, self.cuts_weights = stage > 1, stage == 3
+        self.ds: Any = None
+
+    def wrap(self) -> nn.Module:
+        """DeepSpeed's engine; the module's parameters are cut into shards from here on."""
+        import deepspeed
+
+        self.frozen = frozen_fingerprint(self.module)  # later nobody has them whole
+        config = deepspeed_config(self.stage, self.clip, self.given, compute=self.compute)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.ds = deepspeed.initialize(
+                model=self.module, optimizer=self.optimizer, config=config, dist_init_required=False
+            )[0]
+        some = next(p for p in self.module.parameters() if p.requires_grad)
+        check_insides(self.ds.optimizer, _ZERO_3 if self.stage == 3 else _ZERO_12, "deepspeed")
+        check_insides(some, ("ds_numel", "ds_active_sub_modules") if self.stage == 3 else ("_hp_mapping",), "deepspeed")
+        if self.stage == 3:
+            check_insides(self.ds.optimizer.parameter_offload, _OFFLOAD, "deepspeed")
+        wrapped: nn.Module = self.ds
+        return wrapped
+
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """An update ends with the last micro-batch."""
+        self.ds.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to what is there."""
+        self.ds.backward(loss)
+
+    def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
+        """Clip and update, unless something is not finite; see `Strategy.step`."""
+        values = vector.tolist()
+        if guarded and not math.isfinite(values[0]):
+            self._drop()
+            self.problem = "the loss is not finite"
+            return math.nan, values, False
+        self.ds.step()
+        applied = bool(self.ds.was_step_applied())
+        self.problem = "" if applied else "a gradient is not finite"
+        return float(self.ds.get_global_grad_norm()), values, applied
+
+    def _drop(self) -> None:
+        """Forget the gradients of an update that must not be made."""
+        optimizer = self.ds.optimizer
+        if self.stage == 3:
+            optimizer._overflow_clean_up(1.0)
+            return
+        optimizer.zero_grad(set_to_none=True)
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for key in kept:
+                kept[key] = None
 
     def place(self) -> str:
         """Where gathered parameters go, "device" or "host": decided once for all ranks by the one with least room."""
@@ -342,41 +350,29 @@ class _ZeroWhole(_ZeroSteps):
         params: list[Any] = list(self.module.parameters())
         need = sum(p.ds_numel * p.element_size() for p in params if not getattr(p, "ds_persist", False))
         need += sum(f.nbytes() for f in self.frozen_models)
-        local = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes)) if self.device.type == "cpu" else 1
-        )
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if self.device.type == "cpu" else 1
         short = torch.tensor(float(need > 0.8 * free_memory(self.device, local)), device=self.device)
         torch.distributed.all_reduce(short)
         return "host" if float(short) else "device"
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, each rank holds all parameters; DeepSpeed looks away."""
-        if self.stage < 3 or self._inside:
-            yield
-            return
+    def _gathered(self) -> Iterator[bool]:
+        """DeepSpeed gathers, and looks away."""
         import deepspeed
 
-        params, offload, on_host = (
-            list(self.module.parameters()),
-            self.ds.optimizer.parameter_offload,
-            self.place() == "host",
-        )
+        params, on_host = list(self.module.parameters()), self.place() == "host"
+        offload = self.ds.optimizer.parameter_offload
         with deepspeed.zero.GatheredParameters([] if on_host else params):
-            _unhook(offload)
-            self._inside = True
+            for p in offload.module.parameters():
+                p.ds_active_sub_modules.clear()
+            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
             try:
-                with ExitStack() as stack:
-                    for model in self.frozen_models:
-                        stack.enter_context(model.whole(on_host))
-                    if on_host:
-                        stack.enter_context(self._in_main_memory(params))
-                    yield
+                with self._in_main_memory(params) if on_host else nullcontext():
+                    yield on_host
             finally:
-                self._inside = False
                 offload._register_deepspeed_module(offload.module)
-
-    _inside = False
 
     @contextmanager
     def _in_main_memory(self, params: list[Any]) -> Iterator[None]:
@@ -401,16 +397,12 @@ class _ZeroWhole(_ZeroSteps):
             for p, data in zip(params, before, strict=True):
                 p.data = data
 
-# %% ../../nbs/530_run_strategies.ipynb #ac43ee96
-class Zero(_ZeroWhole):
-    """ZeRO-1, 2 or 3 through DeepSpeed."""
-
     def _place(self, p: Any) -> tuple[Any, int, int, int] | None:
         """(flat float32 tensor, offset in it, start in the parameter, length) of this rank's part; None without one."""
         optimizer = self.ds.optimizer
         if self.stage == 3:
             group, offset, length = optimizer.grad_position[optimizer.get_param_id(p)]
-            start = min(self.accelerator.process_index * length, p.ds_numel)
+            start = min(self.rank * length, p.ds_numel)
             length = min(length, p.ds_numel - start)
             return (optimizer.fp32_partitioned_groups_flat[group], offset, start, length) if length else None
         found = p._hp_mapping
@@ -419,42 +411,27 @@ class Zero(_ZeroWhole):
         flat = optimizer.single_partition_of_fp32_groups[found.param_group_index]
         return flat, found.hp_fragment_address.start, found.lp_fragment_address.start, found.lp_fragment_address.numel
 
-    def _shapes(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
-        """Each trained parameter, and the shape of the whole."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each trained parameter, whole."""
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
-        return {n: (p, tuple(getattr(p, "ds_shape", p.shape))) for n, p in named}
+        return {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in named}
 
-    def pieces(self) -> Iterator[Piece]:
-        """This rank's part of every parameter it has one of."""
-        for name, (p, shape) in self._shapes().items():
-            place = self._place(p)
+    def shards(self, restoring: bool = False) -> Iterator[Shard]:
+        """This rank's part of every parameter it has one of, in float32."""
+        named = dict(self.module.named_parameters())
+        for name, shape in self.shapes().items():
+            place = self._place(named[name])
             if place is not None:
                 flat, offset, start, length = place
-                kept = self.ds.optimizer.optimizer.state.get(flat, {})
-                states = {k: v.narrow(0, offset, length) if v.dim() else v for k, v in kept.items()}
-                yield Piece(name, shape, start, flat.data.narrow(0, offset, length), states)
+                cut: Callable[[Tensor], Tensor] = lambda x, a=offset, n=length: x.narrow(0, a, n)  # type: ignore[misc]
+                states = self.ds.optimizer.optimizer.state[flat]
+                yield Shard(name, shape, start, flat.data, states, cut)
 
-    @torch.no_grad()
     def restore(self, model: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
         """Put back whole tensors: parameters by name, averages by "name/key"."""
-        shapes, kept = self._shapes(), states_by_name(averages)
-        check_names({name: shape for name, (_, shape) in shapes.items()}, model)
-        optimizer = self.ds.optimizer
-        for name, (p, _) in shapes.items():
-            place = self._place(p)
-            if place is None:
-                continue
-            flat, offset, start, length = place
-            flat.data.narrow(0, offset, length).copy_(model[name].reshape(-1)[start : start + length])
-            states = optimizer.optimizer.state[flat] if kept.get(name) else {}
-            for key, value in kept.get(name, {}).items():
-                if key == "step":
-                    states[key] = value.reshape(()).clone()
-                else:
-                    states.setdefault(key, torch.zeros_like(flat.data)).narrow(0, offset, length).copy_(
-                        value.reshape(-1)[start : start + length]
-                    )
-        self._refresh()
+        super().restore(model, averages)
+        with torch.no_grad():
+            self._refresh()
 
     def _refresh(self) -> None:
         """What forward reads, from the float32 parts."""
@@ -470,17 +447,6 @@ class Zero(_ZeroWhole):
         if small:
             small[0].all_gather(small)
 
-    def fingerprint(self) -> str:
-        """Of the frozen parameters, taken before they were cut."""
-        return self.frozen
-
-    def keep_frozen(self, module: nn.Module) -> None:
-        """Share the weights of a frozen model out over ranks, where the trained ones are too."""
-        if self.stage == 3 and self.accelerator.num_processes > 1:
-            self.frozen_models.append(
-                FrozenShards(module, self.device, self.accelerator.process_index, self.accelerator.num_processes)
-            )
-
 # %% ../../nbs/530_run_strategies.ipynb #b595ede3
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: what is gathered and let go as a unit."""
@@ -493,9 +459,9 @@ def _local(x: Tensor) -> Tensor:
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
-# %% ../../nbs/530_run_strategies.ipynb #f976657c
-class _ShardedSteps(Strategy):
-    """How FSDP2 makes an update.
+
+class Sharded(SharedOut):
+    """FSDP2: every weight split over ranks along its first dimension.
 
     Args:
         device: of this rank.
@@ -505,20 +471,17 @@ class _ShardedSteps(Strategy):
     lockstep = True
 
     def __init__(self, device: torch.device) -> None:
-        from rlhf_nb.run.engine import connect_plain
+        super().__init__(connect_plain(device))
 
-        accelerator = connect_plain(device)
-        super().__init__(accelerator.device, accelerator)
-        self.frozen, self.frozen_models = "", list[FrozenShards]()
-
-    def optimize(self, module: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    def optimize(self, module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
         """Split the module over ranks; returns the optimizer of the parts."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        check_insides(module, _MODULE, "torch")
         build_optimizer(module, settings)  # half-precision trainables become float32 before they are split
         self.module, self.clip, self.frozen = module, settings.max_grad_norm, frozen_fingerprint(module)
-        mesh = init_device_mesh(self.device.type, (self.accelerator.num_processes,))
+        mesh = init_device_mesh(self.device.type, (self.world,))
         for block in blocks_of(module):
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
@@ -540,7 +503,7 @@ class _ShardedSteps(Strategy):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, vector: Tensor, guarded: bool) -> tuple[float, list[float], bool]:
-        """Clip and update, unless something is not finite; see `Replicated.step`."""
+        """Clip and update, unless something is not finite; see `Strategy.step`."""
         grads = [_local(p.grad) for p in self.module.parameters() if p.requires_grad and p.grad is not None]
         square = global_norm(grads).reshape(1).to(vector).square()
         torch.distributed.all_reduce(square)
@@ -548,87 +511,62 @@ class _ShardedSteps(Strategy):
         applied = math.isfinite(norm) and (not guarded or math.isfinite(values[0]))
         self.problem = "" if applied else "a gradient or the loss is not finite"
         if applied:
-            if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_(grads, self.clip / norm)
+            clip_by(grads, norm, self.clip)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, values, applied
 
-# %% ../../nbs/530_run_strategies.ipynb #f2c44b81
-class Sharded(_ShardedSteps):
-    """FSDP2: every weight split over ranks along its first dimension."""
-
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, each rank holds all parameters, and no hook is in the way."""
+    def _gathered(self) -> Iterator[bool]:
+        """Weights gathered, and the hooks set aside that would cut them up again."""
         from torch.distributed.fsdp import FSDPModule
 
         units: list[Any] = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in units]
         saving = [(m, m._state_dict_pre_hooks) for m in self.module.modules() if m._state_dict_pre_hooks]
-        if self._inside:
-            yield
-            return
         for m in units:
             m.unshard()
             m._forward_pre_hooks, m._forward_hooks = type(m._forward_pre_hooks)(), type(m._forward_hooks)()
-        for m, before in saving:  # they would cut everything up again for state_dict()
+        for m, before in saving:
             m._state_dict_pre_hooks = type(before)()
-        self._inside = True
         try:
-            with ExitStack() as stack:
-                for model in self.frozen_models:
-                    stack.enter_context(model.whole())
-                yield
+            yield False
         finally:
-            self._inside = False
             for m, before in saving:
                 m._state_dict_pre_hooks = before
             for m, before, after in hooks:
                 m._forward_pre_hooks, m._forward_hooks = before, after
                 m.reshard()
 
-    _inside = False
-
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self, restoring: bool = False) -> Iterator[Shard]:
         """This rank's rows of every trained parameter."""
         for name, p in self.module.named_parameters():
             if p.requires_grad:
-                states = {
-                    k: _local(v).reshape(-1) if v.dim() else v for k, v in self.optimizer.state.get(p, {}).items()
-                }
-                yield Piece(name, tuple(p.shape), self._start(p), _local(p.data).reshape(-1), states)
+                rows = -(-p.shape[0] // self.world)
+                start = int(min(rows * self.rank, p.shape[0]) * (p.numel() // max(1, p.shape[0])))
+                yield Shard(
+                    name, tuple(p.shape), start, p.data, self.optimizer.state[p], lambda x: _local(x).reshape(-1)
+                )
 
-    def _start(self, p: Tensor) -> int:
-        """Where this rank's rows begin in the flattened parameter."""
-        rows = -(-p.shape[0] // self.accelerator.num_processes)
-        return int(min(rows * self.accelerator.process_index, p.shape[0]) * (p.numel() // max(1, p.shape[0])))
+# %% ../../nbs/530_run_strategies.ipynb #643019a6
+def connect(name: str, precision: Precision) -> Strategy:
+    """The strategy of a name, connected to the other ranks.
 
-    @torch.no_grad()
-    def restore(self, model: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
-        """Put back whole tensors: parameters by name, averages by "name/key"."""
-        named, kept = {n: p for n, p in self.module.named_parameters() if p.requires_grad}, states_by_name(averages)
-        check_names({n: p.shape for n, p in named.items()}, model)
+    Args:
+        name: "zero1", "zero2", "zero3" or "fsdp2".
+        precision: of the run.
 
-        def put(into: Tensor, p: Tensor, whole: Tensor) -> None:
-            part = _local(into)
-            part.copy_(whole.reshape(-1)[self._start(p) : self._start(p) + part.numel()].view(part.shape))
-
-        for name, p in named.items():
-            put(p.data, p, model[name])
-            for key, value in kept.get(name, {}).items():
-                if key == "step":
-                    self.optimizer.state[p][key] = value.reshape(()).clone()
-                else:
-                    state = self.optimizer.state[p].setdefault(key, torch.zeros_like(p.data))
-                    put(state, p, value)
-
-    def fingerprint(self) -> str:
-        """Of the frozen parameters, taken before they were split."""
-        return self.frozen
-
-    def keep_frozen(self, module: nn.Module) -> None:
-        """Share the weights of a frozen model out over ranks."""
-        self.frozen_models.append(
-            FrozenShards(module, self.device, self.accelerator.process_index, self.accelerator.num_processes)
+    Raises:
+        RunError: the package is missing, ranks are not connected, or fp16 was asked for.
+    """
+    if precision.grad_scaler:
+        raise RunError(
+            f"fp16 needs loss scaling, which is not built for {name}: use precision=fp32 (or bf16 where the device has it), or strategy ddp"
         )
+    if name == "fsdp2":
+        return Sharded(precision.device)
+    if find_spec("deepspeed") is None:
+        raise RunError(
+            f"{name} needs DeepSpeed, which is not installed: pip install 'rlhf_nb[deepspeed]', or choose fsdp2 or ddp"
+        )
+    return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)

@@ -3,7 +3,6 @@
 # %% ../../nbs/710_scale_topology.ipynb #2ab456c2
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'USABLE',
-           'ASSUMPTIONS', 'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows',
-           'layer_activations', 'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights',
-           'roles_of', 'Split', 'weight_terms', 'update_terms', 'Budget', 'predict', 'Plan', 'plan', 'smallest_group',
-           'sent_per_step', 'table', 'job_of']
+__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'Shape',
+           'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
+           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'weight_terms',
+           'update_terms', 'Budget', 'predict', 'job_of']
 
 # %% ../../nbs/710_scale_topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ class Job:
 
 # %% ../../nbs/710_scale_topology.ipynb #21bcd523
 def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
-    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.scores.pack` would.
+    """(tokens of one row of a forward, completions in it), sharing prompts where `scoring.trees.pack` would.
 
     Args:
         job: lengths and method.
@@ -286,7 +284,7 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/710_scale_topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.scores`
+KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
 
 
 def head_memory(shape: Shape, job: Job, targets: int) -> float:
@@ -408,14 +406,14 @@ class Split:
             raise ConfigError(
                 f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0, 1, 2 or 3."
             )
-        if self.offload not in ("none", "optimizer", "all"):
+        least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
+        if least is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
-        if self.offload == "all" and self.stage != 3:
+        if self.stage < least:
+            what = "the optimizer's numbers" if least == 1 else "weights, too,"
             raise ConfigError(
-                f"offload='all' moves weights to the host, which only stage 3 can; stage is {self.stage}."
+                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is {self.stage}."
             )
-        if self.offload == "optimizer" and self.stage == 0:
-            raise ConfigError("offload='optimizer' needs stage 1, 2 or 3: stage 0 has no one to move it.")
 
     def part(self, from_stage: int) -> float:
         """The share of a GPU of what is split from this stage on."""
@@ -428,23 +426,19 @@ def weight_terms(roles: Sequence[Weights], job: Job, split: Split) -> Iterator[T
     shown = "" if split.stage < 3 else f" / {split.gpus}"
     for role, trained, frozen in roles:
         size = (trained * f.weight + frozen * f.frozen) * split.part(3)
-        parts = " + ".join(f"{n / 1e6:,.1f}M × {b:g}" for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
+        parts = " + ".join(_product(n, b) for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
         yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
     moved, each = split.offload != "none", f.stepped(split.stage)
-    share = (
-        "on the host" if moved else f"{trained / 1e6:,.1f}M × {each:g}" + (f" / {split.gpus}" if split.stage else "")
-    )
+    share = "on the host" if moved else _product(trained, each) + (f" / {split.gpus}" if split.stage else "")
     yield Term("optimizer", "Adam's numbers", 0.0 if moved else trained * each * split.part(1), share)
-    if f.cast:
-        largest = trained if split.stage < 3 else 0
-        yield Term(
-            "activations",
-            "half-precision copies",
-            largest * f.cast,
-            f"{largest / 1e6:,.1f}M × {f.cast:g}",
-            ("backward",),
-        )
+    cast = trained if split.stage < 3 else 0
+    yield Term("activations", "half-precision copies", cast * f.cast, _product(cast, f.cast), ("backward",))
+
+
+def _product(numbers: float, width: float) -> str:
+    """A formula: millions of numbers, times bytes of each."""
+    return f"{numbers / 1e6:,.1f}M × {width:g}"
 
 # %% ../../nbs/710_scale_topology.ipynb #a8489ede
 def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
@@ -463,9 +457,9 @@ def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split)
         yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
     head = 0 if job.lora or job.info.leaves == "reward" else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
-    text = f"{trained / 1e6:,.1f}M × {f.grad:g}" + (f" / {split.gpus}" if split.stage >= 2 else "")
+    text = _product(trained, f.grad) + (f" / {split.gpus}" if split.stage >= 2 else "")
     yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))
-    yield Term("gradients", "of the head", head * f.grad, f"{head / 1e6:,.1f}M × {f.grad:g}", ("backward",))
+    yield Term("gradients", "of the head", head * f.grad, _product(head, f.grad), ("backward",))
     yield Term("gradients", "all", sizes["stepping"], "what the optimizer is given", ("step",))
     yield Term("gradients", "ZeRO-3's buffer", sizes["buffer"], text)
     yield from _gathered(shape, roles, job, split)
@@ -488,7 +482,7 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
     if (
         split.stage == 3 and not job.checkpointing
-    ):  # layers of transformers, under hooks, also keep norms before their weight
+    ):  # transformers' layers, under hooks, also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
@@ -511,8 +505,7 @@ def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) ->
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
         yield Term("policy", "layers at work", now, "two layers, and what is needed again soon", when)
         if job.info.online and split.gather:
-            whole = shape.total * each
-            yield Term("policy", "gathered to sample", whole, f"{shape.total / 1e6:,.1f}M × {each:g}", ("sampling",))
+            yield Term("policy", "gathered to sample", shape.total * each, _product(shape.total, each), ("sampling",))
 
 # %% ../../nbs/710_scale_topology.ipynb #1dfb0b56
 class Budget(NamedTuple):
@@ -583,217 +576,6 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     f, trained, frozen = job.format, sum(w.trained for w in roles), sum(w.frozen for w in roles)
     moved = trained * (f.stepped(split.stage) + f.grad)
     return (moved + (trained * f.weight + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
-
-# %% ../../nbs/710_scale_topology.ipynb #a587bfae
-USABLE = 0.9
-ASSUMPTIONS = (
-    "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
-    "a tenth of the memory is lost to fragmentation",
-    "every forward is as full as token_budget allows, every row as long as prompt + completion",
-    "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('per token') it fetches layers for every token",
-    "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs and several machines are arithmetic",
-)
-
-
-class Plan(NamedTuple):
-    """What is recommended, and its account."""
-
-    split: Split
-    job: Job  # with token_budget and checkpointing as recommended
-    budget: Budget
-    memory: float  # bytes of a GPU
-    tokens: int  # in one forward
-    rows: int  # completions in one forward: the micro-batch
-
-    def __str__(self) -> str:
-        """One line."""
-        s, offload = (
-            self.split,
-            {"none": "", "optimizer": ", optimizer on the host", "all": ", weights and optimizer on the host"},
-        )
-        how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
-        again = ", layers recomputed" if self.job.checkpointing else ""
-        again += "" if s.gather or s.stage < 3 or not self.job.info.online else ", weights fetched for every token"
-        return (
-            f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a forward; "
-            f"peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: {self.budget.fullest}"
-        )
-
-# %% ../../nbs/710_scale_topology.ipynb #ce29c7ec
-def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
-    """(how to share, recompute layers), the fastest first."""
-    overhead = (1.0 if gpus == 1 else 1.5) * 2**30
-    both = (True, False) if job.info.online else (True,)
-    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3) if gpus > 1 else (0,)
-    for again in sorted({job.checkpointing, True}):
-        yield from ((Split(gpus, s, "none", overhead), again) for s in stages)
-    yield Split(gpus, 2, "optimizer", overhead), True
-    for gather in both:
-        if gpus > 1:
-            yield Split(gpus, 3, "none", overhead, gather=gather), True
-            yield Split(gpus, 3, "optimizer", overhead, gather=gather), True
-        yield Split(gpus, 3, "all", overhead, gather=gather), True
-
-
-def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
-    """The first way that fits, with the largest forward that it allows."""
-    row = row_tokens(job, shape.hidden)[0]
-    for least in (max(row, job.token_budget // 4), row):
-        for split, again in _ways(job, gpus):
-            tokens = job.token_budget
-            while True:
-                smaller = dataclasses.replace(job, token_budget=tokens, checkpointing=again)
-                found = predict(shape, smaller, split)
-                if found.peak <= USABLE * memory and (host is None or found.host <= host):
-                    return Plan(split, smaller, found, memory, *forward_rows(smaller, shape, gpus)[:2])
-                if tokens <= least:
-                    break
-                tokens = max(tokens // 2, least)
-    return None
-
-
-def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float | None = None) -> Plan:
-    """The least splitting that fits, and the largest forward with it.
-
-    Args:
-        model: a Shape, a transformers config, a directory or a hub name.
-        job: method and batch; `token_budget` is the most that is wanted.
-        gpus: how many.
-        memory: GiB of each.
-        host: GiB of the host's memory for each GPU, for offloading; None: enough.
-
-    Raises:
-        ConfigError: fewer rows than GPUs; or nothing fits, and then it says what would.
-    """
-    shape = shape_of(model)
-    if gpus < 1 or memory <= 0:
-        raise ConfigError(f"gpus is {gpus} and memory {memory}: need at least one GPU with some memory.")
-    if min(job.mini_batch, job.rollout_batch or job.mini_batch) < gpus:
-        raise ConfigError(
-            f"mini_batch is {job.mini_batch} (rollout_batch {job.rollout_batch or job.mini_batch}) for {gpus} GPUs: batches are global, so some "
-            f"GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer GPUs."
-        )
-    found = _first_fit(shape, job, gpus, memory * 2**30, None if host is None else host * 2**30)
-    if found is None:
-        raise ConfigError(_too_large(shape, job, gpus, memory, host))
-    return found
-
-# %% ../../nbs/710_scale_topology.ipynb #58d24015
-def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> str:
-    """Why nothing fits, and what would."""
-    limit, offered = memory * 2**30, None if host is None else host * 2**30
-    tiny = dataclasses.replace(job, token_budget=1, checkpointing=True)
-    smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
-    role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
-    remedies = []
-    shared = {"critic": "critic adapter", "reward model": "reward adapter"}
-    one = tuple(shared.get(held, held) for held in job.models)
-    options: list[tuple[str, dict[str, Any]]] = [("adapters (lora=16)", {"lora": 16})] if job.lora is None else []
-    if "critic" in job.models:
-        options.append(("one backbone for all roles (critic='hydra', lora=16)", {"holds": one, "lora": 16}))
-    for text, change in options:
-        if _first_fit(shape, dataclasses.replace(job, **change), gpus, limit, offered):
-            remedies.append(text)
-    more = gpus
-    while more < 1 << 14:
-        more *= 2
-        wide = dataclasses.replace(
-            job,
-            mini_batch=max(job.mini_batch, more),
-            rollout_batch=max(job.rollout_batch, more if job.info.online else 0),
-        )
-        if _first_fit(shape, wide, more, limit, offered):
-            remedies.append(f"{more} GPUs")
-            break
-    would = "; ".join(remedies) if remedies else "a smaller model, or GPUs with more memory"
-    return (
-        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even split, recomputed and offloaded: "
-        f"{smallest.peak / 2**30:.0f} GiB would be needed on each GPU without offloading, most of it for {role}. What would fit: {would}."
-    )
-
-# %% ../../nbs/710_scale_topology.ipynb #53155e53
-def smallest_group(model: Any, found: Plan) -> int:
-    """GPUs that can hold one copy of everything between them, at the plan's stage.
-
-    Args:
-        model: the plan's.
-        found: a plan.
-    """
-    shape, s = shape_of(model), found.split
-    if s.stage == 0:
-        return 1
-    group = 1
-    while group < s.gpus:
-        job = dataclasses.replace(found.job, mini_batch=max(1, found.job.mini_batch * group // s.gpus))
-        job = dataclasses.replace(
-            job, rollout_batch=(found.job.rollout_batch or found.job.mini_batch) * group // s.gpus
-        )
-        if predict(shape, job, dataclasses.replace(s, gpus=group)).peak <= USABLE * found.memory:
-            return group
-        group *= 2
-    return s.gpus
-
-
-def sent_per_step(model: Any, found: Plan) -> float:
-    """Bytes that each GPU sends for one optimizer step, in the ring algorithms' count.
-
-    Args:
-        model: the plan's.
-        found: a plan.
-    """
-    shape, s, job = shape_of(model), found.split, found.job
-    if s.gpus == 1:
-        return 0.0
-    roles = roles_of(shape, job)
-    trained, share = sum(w.trained for w in roles), (s.gpus - 1) / s.gpus
-    if s.stage < 3:
-        return 2 * trained * job.format.grad * share  # an all-reduce, or a reduce-scatter and a gather of weights
-    tokens, _, _ = forward_rows(job, shape, s.gpus)
-    n, k = row_tokens(job, shape.hidden)
-    forwards = math.ceil(math.ceil(job.mini_batch / s.gpus / k) * n / tokens)
-    whole = sum(
-        w.trained * job.format.weight + w.frozen * job.format.frozen for w in roles if w.role in ("policy", "value")
-    )
-    return (2 * forwards * whole + trained * job.format.grad) * share
-
-# %% ../../nbs/710_scale_topology.ipynb #5fad65e3
-def table(
-    model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None
-) -> str:
-    """Plans for several numbers of GPUs, with the assumptions, as Markdown.
-
-    Args:
-        model: a Shape, a transformers config, a directory or a hub name.
-        job: method and batch; batches smaller than the number of GPUs are raised to it.
-        gpus: how many.
-        memory: GiB of each.
-        host: as in `plan`.
-    """
-    shape = shape_of(model)
-    lines = [
-        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, {memory:g} GiB a GPU", "",
-        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a step, GiB | one copy on |",
-        "|---:|---|---|---|---:|---:|---|---:|---:|",
-    ]  # fmt: skip
-    for n in gpus:
-        mini = math.ceil(job.mini_batch / n) * n
-        wide = dataclasses.replace(
-            job, mini_batch=mini, rollout_batch=math.ceil((job.rollout_batch or mini) / mini) * mini
-        )
-        found = _first_fit(shape, wide, n, memory * 2**30, None if host is None else host * 2**30)
-        if found is None:
-            lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
-            continue
-        roles = found.budget.by_role()
-        most = max(roles, key=lambda r: roles[r])
-        lines.append(
-            f"| {n:,} | {found.split.stage}{'' if found.split.gather else ', per token'} | {'' if found.split.offload == 'none' else found.split.offload} | {'yes' if found.job.checkpointing else ''} "
-            f"| {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} "
-            f"| {smallest_group(shape, found):,} |"
-        )
-    return "\n".join([*lines, "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
 
 # %% ../../nbs/710_scale_topology.ipynb #66e896ae
 def job_of(config: Any, precision: Precision) -> Job:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..config import DataConfig, PathText
 from ..core import ConfigError
 from ..data.sources import collate_preferences, tokenize_preferences
-from ..scoring.scores import TOKEN_BUDGET, completion_logps
+from ..scoring.trees import TOKEN_BUDGET
+from ..scoring.scores import completion_logps
 from ..losses.kto import RunningMean
 from rlhf_nb.losses.preference import (
     Entry,

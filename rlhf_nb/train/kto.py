@@ -17,7 +17,7 @@ from ..config import DataConfig, PathText
 from ..core import DataError
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
-from ..scoring.scores import plan
+from ..scoring.trees import plan
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
 from ..models.load import evaluating

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..judges.judge import as_duel
 from ..losses.preference import PairLogps, preference_loss
-from ..scoring.scores import plan
+from ..scoring.trees import plan
 from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod

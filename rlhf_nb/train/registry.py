@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from ..config import StrictConfig
 from ..core import ConfigError, suggest
+from .words import speak_trl
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
 T_ = TypeVar("T_", bound=Callable[..., Any])
@@ -68,6 +69,7 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[T
 
     def add(trainer: T_) -> T_:
         add_method(MethodInfo(name, config, trainer, **facts))
+        speak_trl(trainer, config)
         return trainer
 
     return add

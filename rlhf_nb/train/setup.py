@@ -22,7 +22,8 @@ from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
-from ..scoring.scores import TokenScores, completion_logps, plan
+from ..scoring.scores import TokenScores, completion_logps
+from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
