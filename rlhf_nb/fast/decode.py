@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import Blocks, Projection, rotary_table, row_attention
+from .blocks import Blocks
+from .linear import Projection, rotary_table
+from .attention import row_attention
 from .graph import Replay
 from .prompts import SHARE_BYTES, SharedPrompts
 from .slots import Slots
