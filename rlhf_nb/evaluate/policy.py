@@ -66,14 +66,12 @@ def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[flo
     a, b = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (scores_a, scores_b))
     if a.shape != b.shape or a.dim() != 1:
         raise DataError(
-            f"scores_a has shape {list(a.shape)} and scores_b {list(b.shape)}: a win rate compares two answers to each prompt, so both need one score per prompt, in the same order."
+            f"{list(a.shape)} and {list(b.shape)} scores: a win rate needs one of each side per prompt, in order."
         )
     both = ~(a.isnan() | b.isnan())
     n = int(both.sum())
     if n == 0:
-        raise DataError(
-            f"None of {len(a)} pairs has two scores, so there is nothing to compare: look at what the reward function returns."
-        )
+        raise DataError(f"none of {len(a)} pairs has two scores: look at what the reward function returns.")
     wins, losses = int((a > b)[both].sum()), int((a < b)[both].sum())
     rate = (wins + 0.5 * (n - wins - losses)) / n
     return WinRate(rate, *wilson_interval(rate, n, z), wins, n - wins - losses, losses)
@@ -90,7 +88,7 @@ class PolicyEval:
 
     @property
     def texts(self) -> list[str]:
-        """The answers."""
+        """What was answered, [B]."""
         return self.rollout.texts
 
     @property
@@ -110,7 +108,7 @@ class PolicyEval:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean of each reward."""
+        """Mean over answers of each reward; those without an opinion (NaN) don't count."""
         return {k: float(v.nanmean()) for k, v in self.scores.items()}
 
     @property
@@ -177,9 +175,7 @@ def evaluate(
         RewardError: a reward function failed or returned something that is not a number per answer.
     """
     if not rewards and reference is None:
-        raise ConfigError(
-            "evaluate was given neither rewards nor a reference, so there is nothing to measure: pass rewards={'gold': fn} or a reference."
-        )
+        raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
     sampling = sampling or SamplingConfig()
     sampler = make_sampler(sampling, batch_size)
     rollout = sampler.generate(
@@ -274,15 +270,13 @@ def before_after(
     """
     if before.prompts != after.prompts:
         raise DataError(
-            f"The two evaluations answered different prompts ({len(before.prompts)} and {len(after.prompts)} of them), so their answers can't be shown side by side: evaluate both on the same batch."
+            f"{len(before.prompts)} and {len(after.prompts)} answers, to different prompts: evaluate both on the same batch."
         )
     if pick not in ("spread", "gain", "first"):
         raise ConfigError(f"pick is {pick!r}: use 'spread', 'gain' or 'first'.")
     shared = [k for k in before.scores if k in after.scores]
     if score is not None and score not in shared:
-        raise ConfigError(
-            f"score {score!r} is not among the rewards both evaluations have: {', '.join(shared) or 'none'}."
-        )
+        raise ConfigError(f"score {score!r} is none of the rewards that both have: {', '.join(shared) or 'none'}.")
     score = score or (shared[0] if shared else None)
     rows, count = list(range(len(before.prompts))), min(n, len(before.prompts))
     if score is not None and pick != "first":

@@ -54,12 +54,10 @@ class Constitution(StrictConfig):
 
     @model_validator(mode="after")
     def _names(self) -> Constitution:
-        """Names tell principles apart."""
+        """Refuse two principles of one name: a trail names what was drawn."""
         twice = [name for name, n in Counter(p.name for p in self.principles).items() if n > 1]
         if twice:
-            raise ValueError(
-                f"two principles are called {twice[0]!r}: a trail could not say which was drawn. Rename one."
-            )
+            raise ValueError(f"two principles are called {twice[0]!r}: a trail could not tell them apart. Rename one.")
         return self
 
 # %% ../../nbs/475_judges_constitution.ipynb #49ac9296
@@ -281,7 +279,7 @@ def ai_preferences(
     both = sorted(first.keys() & second.keys())
     if not both:
         raise DataError(
-            f"none of {len(rows)} prompts got two answers: does the model write anything, and is its window wide enough?"
+            f"none of {len(rows)} prompts got two answers: does the model write, and do they fit its window?"
         )
     drawn = [drawn_principle(c, seed, first_row + i) for i in both]
     made = label_pairs(

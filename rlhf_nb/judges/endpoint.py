@@ -37,22 +37,16 @@ class EndpointConfig(StrictConfig):
     url: str = Field(description="base address of a server with OpenAI's interface, http://localhost:8000/v1")
     model: str = Field(min_length=1, description="name of the model there")
     key_env: str | None = Field(default=None, description="NAME of the environment variable with the key; null: no key")
-    logprobs: bool = Field(
-        default=True, description="ask for probabilities; a server without them is then read as text"
-    )
+    logprobs: bool = Field(default=True, description="ask for probabilities; a server without them is read as text")
     top_logprobs: int = Field(default=20, ge=1, description="likeliest tokens to ask for")
     temperature: float = Field(default=0.0, ge=0, description="of the reply")
     max_tokens: int = Field(default=16, ge=1, description="longest reply")
-    cache: PathText | None = Field(
-        default=None, description="JSONL file of answers, kept between runs; null: memory only"
-    )
+    cache: PathText | None = Field(default=None, description="JSONL file of answers, for later runs; null: memory only")
     extra: dict[str, Any] = Field(default_factory=dict, description="further fields of the request")
     concurrency: int = Field(default=8, ge=1, description="requests in flight")
     timeout: float = Field(default=60.0, gt=0, description="seconds for one request")
     attempts: int = Field(default=5, ge=1, description="tries of a request that fails")
-    backoff: float = Field(
-        default=0.5, ge=0, description="seconds before the second try; doubled before each further one"
-    )
+    backoff: float = Field(default=0.5, ge=0, description="seconds before the second try; doubled for each further one")
     backoff_max: float = Field(default=30.0, ge=0, description="longest wait between tries")
     budget: float = Field(default=1800.0, gt=0, description="seconds for one call of compare or rate, waits included")
     max_requests: int | None = Field(default=None, ge=1, description="requests in this judge's life; null: no limit")
@@ -60,12 +54,10 @@ class EndpointConfig(StrictConfig):
     @field_validator("url")
     @classmethod
     def _address(cls, url: str) -> str:
-        """An http address with a host."""
+        """Refuse what no request could be sent to."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ValueError(
-                "expected an address like http://localhost:8000/v1, with http or https and a host, no password."
-            )
+            raise ValueError("expected an address like http://localhost:8000/v1: http or https, a host, no password.")
         return url.rstrip("/")
 
     @field_validator("key_env")
@@ -155,9 +147,7 @@ def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float
     if isinstance(reply, dict) and "error" in reply and not reply.get("choices"):
         raise _TryAgain(f"the server reports {str(reply['error'])[:200]}")
     if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
-        raise _GiveUp(
-            f"the answer {str(reply)[:80]} has no choices, so {address} is not an address with OpenAI's interface."
-        )
+        raise _GiveUp(f"{str(reply)[:80]} has no choices, so {address} is not an address with OpenAI's interface.")
     return reply["choices"][0]
 
 # %% ../../nbs/474_judges_endpoint.ipynb #d92f29ed
@@ -224,9 +214,7 @@ class AnswerCache:
                     lines = f.read().split("\n")
             except OSError as e:
                 where = str(self.path)
-                raise ConfigError(
-                    f"cache: {where!r} can't be used ({e}): name a file in a folder you can write to."
-                ) from e
+                raise ConfigError(f"cache: {where!r} can't be used ({e}): name a file that you can write to.") from e
         self._torn = bool(lines[-1])  # the last line is "" unless it is torn
         for line in filter(None, lines):
             try:
@@ -241,7 +229,7 @@ class AnswerCache:
         return blake2b(json.dumps(what, sort_keys=True, ensure_ascii=False).encode(), digest_size=16).hexdigest()
 
     def put(self, key: str, probs: list[float]) -> None:
-        """Keep an answer."""
+        """Keep an answer: in memory, and on the disk when this returns (where there is a file)."""
         with self._lock:
             self.found[key] = probs
             if self.path is not None:
@@ -269,9 +257,7 @@ class _Call:
         if self.over.is_set():
             raise _GiveUp("the call has ended.")
         if time.monotonic() >= self.deadline:
-            raise _GiveUp(
-                f"its budget of {self.seconds:g} s is used up. Raise budget or concurrency, or ask for fewer rows."
-            )
+            raise _GiveUp(f"its budget of {self.seconds:g} s is used up. Raise budget or concurrency, or ask less.")
 
     def wait(self, seconds: float) -> None:
         """Sleep, but no longer than there is something to wait for."""
@@ -363,7 +349,7 @@ class EndpointJudge(TemplateJudge):
 
     @property
     def counts(self) -> dict[str, int]:
-        """What has happened so far."""
+        """How often what has happened so far, by name; see the class."""
         return dict(self._client.counts)
 
     def reply_probs(self, questions: list[str], labels: tuple[str, ...]) -> list[list[float] | None]:

@@ -47,9 +47,7 @@ def _aligned(**columns: Sequence[Any] | None) -> int:
     sizes = {name: len(x) for name, x in columns.items() if x is not None}
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{n} {name}" for name, n in sizes.items())
-        raise DataError(
-            f"a judge was given {said}: every row needs one of each, or answers are judged for other prompts."
-        )
+        raise DataError(f"a judge was given {said}: every row needs one of each.")
     return next(iter(sizes.values()))
 
 
@@ -236,9 +234,7 @@ class JudgeTemplate(StrictConfig):
     compare: str = Field(default=_COMPARE, description="gaps: prompt, first, second; criterion, label_a, label_b")
     rate: str = Field(default=_RATE, description="gaps: prompt, answer; criterion, lowest, highest")
     system: str | None = Field(default=None, description="system message in a chat; null: none")
-    criterion: str = Field(
-        default="that it is helpful, honest and harmless", description="by what to judge, unless a row says"
-    )
+    criterion: str = Field(default="that it is helpful, honest and harmless", description="by what to judge by default")
     empty: str = Field(default="(no answer)", description="what is shown for an empty answer")
     remind: str = Field(default="Reply with one of these only: {labels}.", description="after an unusable reply")
 
@@ -300,9 +296,7 @@ class TemplateJudge(BothOrders):
     def _criteria(criteria: Criteria, n: int, text: str) -> Sequence[str | None]:
         """A criterion per row, refused where the template would not show it."""
         if criteria is not None and "{criterion}" not in text:
-            raise ConfigError(
-                "criteria were given, but the judge's template has no {criterion}: they would change nothing."
-            )
+            raise ConfigError("criteria were given, but the template has no {criterion}: they would change nothing.")
         return [None] * n if criteria is None else criteria
 
     def ask_once(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria) -> Opinions:
@@ -371,13 +365,9 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
     _aligned(probabilities=said, gold=gold)
     known = [(p, g) for p, g in zip(said, gold, strict=True) if p is not None and g != 0.5]
     if not all(0 <= p <= 1 and 0 <= g <= 1 for p, g in known):
-        raise DataError(
-            "a judge's probability or a gold label lies outside [0, 1]: both say how likely the first is better."
-        )
+        raise DataError("a probability or a label lies outside [0, 1]: both say how likely the first is better.")
     if not known:
-        raise DataError(
-            f"none of {len(said)} pairs has an opinion of the judge and a label, so nothing can be compared."
-        )
+        raise DataError(f"none of {len(said)} pairs has an opinion and a label: there is nothing to compare.")
     p, truth = torch.tensor(known, dtype=torch.float64).unbind(1)
     truth, says = (truth > 0.5).double(), 0.5 * (1 + (p - 0.5).sign())
     n, right = len(p), float((says * truth + (1 - says) * (1 - truth)).mean())
@@ -514,9 +504,7 @@ def label_pairs(
     Source: Lee et al., arXiv 2309.00267, section 2.
     """
     if not 0.5 <= min_confidence < 1:
-        raise ConfigError(
-            f"min_confidence is {min_confidence}; it must lie in [0.5, 1): the winner's probability is at least 0.5."
-        )
+        raise ConfigError(f"min_confidence is {min_confidence}; a winner's probability lies in [0.5, 1).")
     more = dict(columns or {})
     _aligned(prompts=prompts, answers_a=answers_a, answers_b=answers_b, criteria=criteria, **more)
     for what, column in (("prompt", prompts), ("first answer", answers_a), ("second answer", answers_b)):

@@ -43,9 +43,7 @@ def label_ids(tokenizer: Any, labels: Sequence[str], chat: bool, glue: str = " "
         ids = [row[:-1] for row in ids]  # a shared ending says nothing
     for i, row in enumerate(ids):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in row:
-            raise ModelError(
-                f"label {labels[i]!r} holds a word that the tokenizer doesn't know: use labels of its vocabulary."
-            )
+            raise ModelError(f"label {labels[i]!r} holds a word that the tokenizer doesn't know: use others.")
         for j, other in enumerate(ids):
             if i != j and other[: len(row)] == row:
                 raise ModelError(
@@ -96,9 +94,7 @@ class ModelJudge(TemplateJudge):
             return []
         logps = self.label_logps(questions, labels)
         if not bool(logps.isfinite().all()):
-            raise ModelError(
-                "the judge's log-probabilities are not finite: its weights or activations hold NaN or Inf."
-            )
+            raise ModelError("the judge's log-probs are not finite: its weights or activations hold NaN or Inf.")
         self.stats = {"label_mass": float(logps.exp().sum(1).mean())}
         return [list(map(float, row)) for row in logps.softmax(1).tolist()]
 

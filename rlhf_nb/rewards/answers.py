@@ -39,9 +39,7 @@ def completion_text(completion: Any) -> str:
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if isinstance(content, str):
         return content
-    raise RewardError(
-        f"a completion is {completion!r:.200}: expected a string, or messages whose last one has a text as `content`."
-    )
+    raise RewardError(f"a completion is {completion!r:.80}: expected a string, or messages with a `content`.")
 
 
 def after_thinking(text: str) -> str:
@@ -100,9 +98,7 @@ class AnswerReward(ABC):
             )
         answers: Sequence[Any] = columns[column]
         if len(answers) != n:
-            raise RewardError(
-                f"reward {name!r}: {n} completions but {len(answers)} entries in column {column!r}: give one each."
-            )
+            raise RewardError(f"reward {name!r}: {n} completions, {len(answers)} entries in column {column!r}.")
         parsed: list[Any] = []
         bad: list[str] = []
         for row, answer in enumerate(answers):
@@ -253,9 +249,7 @@ class Number(AnswerReward):
     ) -> None:  # fmt: skip
         super().__init__(name, answer_column)
         if not (0 <= tolerance < math.inf and 0 <= relative < 1):
-            raise ConfigError(
-                f"tolerance = {tolerance} must be ≥ 0 and relative = {relative} in [0, 1): else every number is right."
-            )
+            raise ConfigError(f"tolerance = {tolerance} must be ≥ 0 and relative = {relative} in [0, 1).")
         self.tolerance, self.relative, self.strict, self.percent = tolerance, relative, strict, percent
 
     def parse_answer(self, answer: Any) -> Fraction:

@@ -223,9 +223,7 @@ class Rewards:
                 )
         for what, given in (("weights", weights), ("names", names)):
             if given is not None and len(given) != len(self.fns):
-                raise ConfigError(
-                    f"{len(given)} {what} were given for {len(self.fns)} reward functions: one each is needed."
-                )
+                raise ConfigError(f"{len(given)} {what} for {len(self.fns)} reward functions: one each is needed.")
         self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) for w in self.weights):
             raise ConfigError(f"reward weights are {self.weights}: each must be a finite number.")
@@ -334,9 +332,7 @@ class RewardModelFn:
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if not hasattr(model, "score"):
-            raise ConfigError(
-                f"{type(model).__name__} has no score(completions): give a RewardModel, or a function to Rewards."
-            )
+            raise ConfigError(f"{type(model).__name__} has no score(completions): give a RewardModel.")
         self.model, self.name, self.token_budget, self._device = model, name, token_budget, device
 
     def score_rollout(self, rollout: Completions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -373,9 +369,7 @@ class Ensemble:
             hint = f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'."
             raise ConfigError(f"ensemble mode {mode!r} doesn't exist. {hint}")
         if len(members) < 2:
-            raise ConfigError(
-                f"an ensemble of {len(members)} can't disagree with itself: give at least two members, or use RewardModelFn."
-            )
+            raise ConfigError(f"an ensemble of {len(members)} can't disagree: give at least two members.")
         if not lam >= 0:
             raise ConfigError(f"lam is {lam}: it must be ≥ 0 (a negative one rewards what the members disagree on).")
         self.members = [
@@ -427,9 +421,7 @@ def apply_eos_penalty(
     Source: the EOS trick of arXiv 1909.08593, item 7 in arXiv 2403.17031.
     """
     if scores.shape != finished.shape:
-        raise RewardError(
-            f"scores have shape {list(scores.shape)} but finished has {list(finished.shape)}: one entry per completion in both."
-        )
+        raise RewardError(f"scores have shape {list(scores.shape)}, finished {list(finished.shape)}: both [B].")
     if penalty is None:
         return scores
     if mode == "subtract":

@@ -68,7 +68,7 @@ class ThinkFormat(TextReward):
 
 # %% ../../nbs/445_rewards_formats.ipynb #6fd43b68
 def _no_constant(name: str) -> Any:
-    """NaN and Infinity are no JSON."""
+    """Refuse NaN and Infinity, which Python reads and JSON doesn't know."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -216,9 +216,7 @@ class Length(TextReward):
         if self.unit != "tokens":
             return super().__call__(prompts, completions)
         if completion_ids is None:
-            raise RewardError(
-                f"reward {self.name!r} counts tokens, but got no completion_ids: pass them, or unit='words'."
-            )
+            raise RewardError(f"reward {self.name!r} counts tokens: pass completion_ids, or use unit='words'.")
         return [float(self.shape(len(ids))) for ids in completion_ids]
 
     def score(self, text: str) -> float:

@@ -142,7 +142,7 @@ class Axes:
         return self.x
 
     def limits_y(self, name: str, low: float, high: float) -> tuple[float, float]:
-        """The same for a panel's values."""
+        """Limits of a panel's values that hold the data, widening rarely and then by a quarter."""
         before = self.y.get(name)
         if before is not None:
             if before[0] <= low and high <= before[1]:
@@ -214,7 +214,7 @@ class _Plot:
         self.w, self.h = (width - _LEFT - _RIGHT) * _UNIT, (height - _TOP - _BOTTOM) * _UNIT
 
     def px(self, x: Any) -> Any:
-        """Horizontal coordinates."""
+        """Steps to horizontal coordinates."""
         return (x - self.x[0]) / max(self.x[1] - self.x[0], 1e-12) * self.w
 
     def py(self, y: Any) -> Any:
@@ -352,7 +352,7 @@ def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float =
 
 
 def _draw_still(panel: Panel, axis: Any) -> None:
-    """One panel with matplotlib."""
+    """Draw one panel with matplotlib, as `line_chart` draws it."""
     low, high = Axes().limits_y("", *_span(panel))
     for band in panel.bands:
         axis.axhspan(max(band.low, -1e300), min(band.high, 1e300), color=color_of(band.color), alpha=0.12, lw=0)

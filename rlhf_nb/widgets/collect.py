@@ -185,9 +185,7 @@ def unsureness(margins: Tensor, how: str = "auto") -> Tensor:
     if how not in ("std", "bald", "margin"):
         raise ConfigError(f"how: {how!r} is unknown: use 'auto', 'std', 'bald' or 'margin'.")
     if how != "margin" and len(m) < 2:
-        raise ConfigError(
-            f"how = {how!r} measures disagreement, and one model has none: train an ensemble (ensemble_size=3), or use 'margin'."
-        )
+        raise ConfigError(f"how = {how!r}: one model can't disagree. Train with ensemble_size=3, or use 'margin'.")
     if how == "margin":
         return -m.mean(0).abs()
     p = m.sigmoid()
@@ -248,9 +246,7 @@ def _model_margins(model: Any, pairs: Sequence[Pair], tokenizer: Any) -> Tensor:
     texts = ({"prompt": p.prompt, "chosen": p.first, "rejected": p.second} for p in pairs)
     rows = tokenize_preferences(texts, tokenizer, warn=False)
     if len(rows) != len(pairs):
-        raise DataError(
-            f"{len(pairs) - len(rows)} of {len(pairs)} pairs have an empty answer or two equal ones: leave them out."
-        )
+        raise DataError(f"{len(pairs) - len(rows)} pairs have an empty answer or two equal ones: leave them out.")
     tokens = collate_preferences(rows, tokenizer.pad_token_id).completions(tokenizer.pad_token_id)
     with eval_mode(model):
         scores: Tensor = model.score(tokens.to(model.device))
@@ -258,7 +254,7 @@ def _model_margins(model: Any, pairs: Sequence[Pair], tokenizer: Any) -> Tensor:
 
 # %% ../../nbs/850_widgets_collect.ipynb #fa3ffc67
 def _answer_html(name: str, text: str, opened: bool) -> str:
-    """One side of the comparison."""
+    """The table cell of one answer, under its letter; a long one stays closed."""
     body = escape(text.strip()) if opened else "<i>closed: long; press o to open both</i>"
     style = "width:50%;vertical-align:top;text-align:left;padding:8px 12px;border:1px solid rgba(128,128,128,.4)"
     head = f'<div style="opacity:.6;font-size:85%">{name}</div>'
@@ -276,7 +272,7 @@ def pair_html(queue: LabelQueue) -> str:
 
 
 def progress_html(queue: LabelQueue) -> str:
-    """How far this person is."""
+    """How many of the pairs this person has labelled, in words and as a bar."""
     share = queue.done / len(queue.pairs)
     bar = f'<div style="height:4px;background:rgba(128,128,128,.25)"><div style="height:4px;width:{share:.1%};background:#0072B2"></div></div>'
     return f"<div>{escape(queue.store.annotator)}: {queue.done} of {len(queue.pairs)} pairs</div>{bar}"
@@ -442,7 +438,7 @@ class PreferenceCollector:
                 self.press(text[-1:])
 
     def write_note(self, text: str) -> None:
-        """A remark on the current pair."""
+        """Store a remark on the current pair, and show what became of it."""
         with self._lock:
             self.queue.message = self.queue.add_note(text)
             self.refresh()

@@ -116,13 +116,13 @@ class _Poke(Callback):
         self.board, self._last = board, 0.0
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> None:
-        """At most ten times a second."""
+        """Let waiting clicks through, ten times a second at most."""
         if time.monotonic() - self._last > 0.1:
             self._last = time.monotonic()
             self.board.pump.poll()
 
     def on_wait(self, run: RunView) -> None:
-        """While the run is paused."""
+        """Let waiting clicks through while the run is paused: one of them is to resume."""
         self.board.pump.poll()
 
 
@@ -240,7 +240,7 @@ class Dashboard:
         self._thread.start()
 
     def _keep_drawing(self) -> None:
-        """The thread's work."""
+        """Draw until `close`, with a pause that keeps to the share of a core."""
         pause = 0.0
         while not self._halt.wait(pause):
             begin = time.thread_time()
@@ -253,7 +253,7 @@ class Dashboard:
             pause = min(max(self.EVERY, cost / self.SHARE), 5.0)
 
     def draw(self, force: bool = False) -> None:
-        """Bring the widgets up to date."""
+        """Put what is new into the widgets; a slider whose request was refused jumps back."""
         found, knobs = self.refresh(force), self.knobs
         if found is None or knobs is None:
             return

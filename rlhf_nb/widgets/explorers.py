@@ -368,7 +368,7 @@ class Explorers:
         self.first = first
 
     def table(self) -> str:
-        """What there is, as HTML."""
+        """The explorers with their titles and knobs, as an HTML table."""
         turned = {k: ", ".join(n for n, knob in e.knobs.items() if not knob.upright) for k, e in EXPLORERS.items()}
         return table_html([{"explorer": k, "about": e.title, "knobs": turned[k]} for k, e in EXPLORERS.items()])
 

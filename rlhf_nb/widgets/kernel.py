@@ -78,6 +78,10 @@ def pump_kind() -> str:
     return "subshell" if version >= (7, 4) and threads is not None else "front end"
 
 # %% ../../nbs/804_widgets_kernel.ipynb #1434daf4
+# Around private parts of ipykernel: where one has moved, clicks wait until the cell ends, and the run goes on.
+_PRIVATE = suppress(Exception)
+
+
 class Pump:
     """Lets widget events through while a cell is busy; see the table above. Whatever fails in it is given up quietly."""
 
@@ -88,7 +92,7 @@ class Pump:
         """Begin; `widgets` are those that a person can use."""
         if self.kind != "subshell":
             return
-        with suppress(Exception):  # private parts of ipykernel
+        with _PRIVATE:
             self._subshell = str(self._in_channel("_create_subshell"))
             for widget in widgets:
                 widget.comm._reply_subshell_for = lambda data, default: default or self._subshell
@@ -100,7 +104,7 @@ class Pump:
         found: list[Any] = []
 
         def call() -> None:
-            with suppress(Exception):
+            with _PRIVATE:
                 found.append(getattr(channel.manager, name)(*args))
             done.set()
 
@@ -111,10 +115,10 @@ class Pump:
     def stop(self) -> None:
         """End; the widgets' messages go where they went before."""
         for comm in self._routed:
-            with suppress(Exception):
+            with _PRIVATE:
                 del comm._reply_subshell_for
         if self._subshell:
-            with suppress(Exception):
+            with _PRIVATE:
                 self._in_channel("_delete_subshell", self._subshell)
         self._routed, self._subshell = [], ""
 
@@ -122,7 +126,7 @@ class Pump:
         """Handle waiting widget messages now (ipykernel 6, in the main thread); returns how many."""
         if self.kind != "poll" or threading.current_thread() is not threading.main_thread():
             return 0
-        with suppress(Exception):
+        with _PRIVATE:
             return _poll_old_kernel(_kernel())
         return 0
 

@@ -157,13 +157,9 @@ def _append_line(path: Path, event: Mapping[str, Any]) -> None:
             written = f.write(line)
             os.fsync(f.fileno())
     except OSError as error:
-        raise RunError(
-            f"the label was not stored, {path} cannot be written: {error}. Free some space, then press again."
-        ) from error
+        raise RunError(f"the label was not stored in {path}: {error}. Free some space, then press again.") from error
     if written != len(line):
-        raise RunError(
-            f"the label was stored only in part ({written} of {len(line)} bytes of {path}): the disk is full. Press again when it is not."
-        )
+        raise RunError(f"{written} of {len(line)} bytes fitted into {path}: the disk is full. Press again later.")
 
 # %% ../../nbs/846_widgets_labels.ipynb #df8ff93b
 class LabelStore:
@@ -179,9 +175,7 @@ class LabelStore:
 
     def __init__(self, path: str | Path, annotator: str = "me") -> None:
         if not annotator.strip():
-            raise ConfigError(
-                "annotator is empty: a name (or a number) tells whose labels these are, and agreement needs it."
-            )
+            raise ConfigError("annotator is empty: a name tells whose labels these are, and agreement needs it.")
         given = Path(path)
         self.path = given / "labels.jsonl" if given.is_dir() or not given.suffix else given
         self.annotator, self.torn, self._offset = annotator, 0, 0
@@ -197,9 +191,7 @@ class LabelStore:
         with open(self.path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if size < self._offset:
-                raise RunError(
-                    f"{self.path} became shorter than what was read of it: somebody cut or replaced it. Open it anew."
-                )
+                raise RunError(f"{self.path} became shorter: somebody cut or replaced it. Open it anew.")
             f.seek(self._offset)
             data = f.read(size - self._offset)
         whole = data[: data.rfind(b"\n") + 1]
@@ -210,9 +202,7 @@ class LabelStore:
                 self._take(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError):
                 self.torn += 1
-                warnings.warn(
-                    f"{self.path}: a line is torn or not a label and was left out: {line[:60]!r}", stacklevel=3
-                )
+                warnings.warn(f"{self.path}: a line is torn or no label and was left out: {line[:60]!r}", stacklevel=3)
         return len(lines)
 
     def _take(self, e: dict[str, Any]) -> None:

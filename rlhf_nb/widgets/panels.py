@@ -104,7 +104,7 @@ def _best(reader: RunReader, keys: Sequence[str]) -> str | None:
 
 
 def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
-    """One panel."""
+    """A spec filled with the runs' curves, their budget and what happened to them."""
     panel, config = Panel(spec.title, log=spec.log, low=spec.low, high=spec.high), readers[0].config
     several = len(readers) > 1
     for j, reader in enumerate(readers):

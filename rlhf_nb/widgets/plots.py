@@ -69,7 +69,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Picture:
-    """What an explorer shows."""
+    """What an explorer shows: plots side by side, a sentence, a table of facts."""
 
     plots: Sequence[Plot]
     says: str  # what to see, in a sentence
@@ -80,7 +80,7 @@ _W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 400, 250, 46, 44, 10, 34
 
 
 def _marks_svg(c: Curve, px: Callable[[float], float], py: Callable[[float], float], number: int, of: int) -> str:
-    """One curve."""
+    """One curve as SVG: a line, dots, or the `number`-th of `of` groups of bars."""
     color, points = color_of(c.color), [(px(x), py(y)) for x, y in zip(c.x, c.y) if math.isfinite(y)]
     if c.kind == "dots":
         return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in points)

@@ -265,7 +265,7 @@ class Tail:
         self.offset, self.inode, self.mark, self.zeros = 0, 0, b"", 0
 
     def rewind(self) -> None:
-        """Begin again."""
+        """Read from the file's beginning the next time."""
         self.offset, self.inode, self.mark = 0, 0, b""
 
     def replaced(self) -> bool:
@@ -588,9 +588,7 @@ class RunReader:
         """What is unusual about the log itself, in words; empty when nothing is."""
         parts = [f"{self.damaged} line(s) of the log are damaged and were left out"] if self.damaged else []
         if isinstance(self.format, int) and self.format > FORMAT:
-            parts.append(
-                f"the log is of a newer version (format {self.format}, this reads {FORMAT}): something may be missing"
-            )
+            parts.append(f"the log has format {self.format}, this reads {FORMAT}: something may be missing")
         return "; ".join(parts)
 
 # %% ../../nbs/800_widgets_reader.ipynb #51338b02
@@ -623,14 +621,12 @@ def open_runs(runs: Any, points: int = 2000) -> list[RunReader]:
 
 
 def _open_run(run: Any, points: int, label: str | None = None) -> RunReader:
-    """One reader."""
+    """A reader of whatever stands for a run."""
     if isinstance(run, RunReader):
         run.label = label or run.label
         return run
     run = getattr(run, "run_dir", run)
     run = run.path if isinstance(run, RunDir) else run
     if not isinstance(run, (str, Path)):
-        raise RunError(
-            f"{type(run).__name__} is no run: give the path of a run directory, a trainer, or a list of these"
-        )
+        raise RunError(f"{type(run).__name__} is no run: give a run directory's path, a trainer, or a list of these")
     return RunReader(run, points, label)

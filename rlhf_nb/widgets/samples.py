@@ -109,7 +109,7 @@ def select_samples(
 
 
 def _cut(text: str, width: int) -> str:
-    """The beginning of a text."""
+    """A text of at most `width` characters; … stands for the rest."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -128,7 +128,7 @@ def sample_table(rows: Sequence[Row], width: int = 160) -> list[Row]:
 
 # %% ../../nbs/830_widgets_samples.ipynb #a2f0579e
 class Measure(NamedTuple):
-    """A number per token."""
+    """A number that each token has: its name, its key, whether it has a sign, what it says."""
 
     name: str
     key: str  # on the keyboard
@@ -214,9 +214,7 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
     """The measure asked for (or the first there is), and all there are."""
     there = token_measures(row)
     if not there:
-        raise DataError(
-            "this sample holds no per-token numbers (old_logps, ref_logps, values, advantages), so there is nothing to colour."
-        )
+        raise DataError("this sample holds no per-token numbers (old_logps, values, ...): nothing to colour.")
     name = by or next(iter(there))
     if name not in there:
         known = [m.name for m in MEASURES]
@@ -288,9 +286,7 @@ def tokens_png(
         line += 2
     figure = Figure(figsize=(width * 0.085, 0.24 * line), dpi=80)
     figure.patch.set_alpha(0)
-    ax = figure.add_axes(
-        (0, 0, 1, 1)
-    )  # fixed-width columns; dark text on light boxes, which both themes leave readable
+    ax = figure.add_axes((0, 0, 1, 1))  # dark text on light boxes: readable on both themes
     ax.set(xlim=(0, width), ylim=(line, 0))
     ax.axis("off")
     for x, y, text, s in boxes:
@@ -345,9 +341,7 @@ def weights_at(run: str | Path, step: int, model: Any) -> Any:
     folder = root / f"step-{step:010d}"
     if not folder.is_dir():
         there = ", ".join(str(int(p.name[5:])) for p in sorted(root.glob("step-*"))) if root.is_dir() else ""
-        raise RunError(
-            f"{run} has no checkpoint of step {step}; it has {there or 'none'}. keep_checkpoints says how many are kept."
-        )
+        raise RunError(f"{run} has no checkpoint of step {step} but of {there or 'none'}; see keep_checkpoints.")
     saved, copied = load_checkpoint(folder)[0]["model"], copy.deepcopy(model)
     wanted = dict(copied.named_parameters())
     for prefix in ("policy.", "model.", ""):
@@ -539,7 +533,7 @@ def _number(x: float) -> str:
 
 
 class _Browser:
-    """The widgets of `Samples`."""
+    """The widgets of `Samples`: filters above, the rows to the left, the chosen one to the right."""
 
     def __init__(self, book: Samples) -> None:
         import ipywidgets as w
@@ -605,7 +599,7 @@ class _Browser:
             self.measure.value = name
 
     def show(self) -> None:
-        """The chosen row."""
+        """Show the chosen row, with the measures that it has."""
         if self.list.index is None or self.list.index >= len(self.rows):
             self.detail.value = "" if self.rows else "no sample fits"
             return
