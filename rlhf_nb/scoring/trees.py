@@ -220,7 +220,7 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     if kind not in TREE_FAMILIES:
         return f"{kind} isn't among the families checked for tree masks"
-    reason = changed(decoder, MOVERS)
+    reason = decoder.__dict__.get("_rlhf_nb_plain") or changed(decoder, MOVERS)
     if reason is not None:
         return reason
     if attention not in ("sdpa", "eager"):
