@@ -31,6 +31,9 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Tokenizer:
     pad_token_id, eos_token_id = 0, 1
 
+    def __len__(self) -> int:
+        return 60
+
     def save_pretrained(self, *_: Any) -> None: ...
 
 
@@ -72,12 +75,12 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float],
 
 def test_a_crew_trains_as_one_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     losses, weights, trainer = trained(tmp_path / "two", monkeypatch)
-    assert trainer.engine._crew is not None and trainer.engine._crew.workers == 2
+    assert trainer.engine._replicas is not None and trainer.engine._replicas.workers == 2
     again, same, _ = trained(tmp_path / "again", monkeypatch)
     assert losses == again and all(torch.equal(weights[k], same[k]) for k in weights)
     torch.set_num_threads(1)
     alone, expected, trainer = trained(tmp_path / "one", monkeypatch)
-    assert trainer.engine._crew is None
+    assert trainer.engine._replicas is None
     assert losses == pytest.approx(alone, rel=1e-5)
     for k in weights:
         torch.testing.assert_close(weights[k], expected[k], rtol=1e-4, atol=1e-5)

@@ -262,12 +262,7 @@ def _same_kind(prompt: Text, completion: Text) -> tuple[Text, Text]:
         completion = [{"role": "assistant", "content": completion.strip()}]
     elif isinstance(prompt, str) and isinstance(completion, list):
         prompt = [{"role": "user", "content": prompt}]
-    if (
-        isinstance(prompt, list)
-        and isinstance(completion, list)
-        and completion[: len(prompt)] == prompt
-        and len(completion) > len(prompt)
-    ):
+    if isinstance(prompt, list) and completion[: len(prompt)] == prompt and len(completion) > len(prompt):
         completion = completion[len(prompt) :]  # the completion held the whole dialogue
     return prompt, completion
 
@@ -339,11 +334,8 @@ def _normal(row: Row, fmt: str, where: str) -> Row:
     if fmt == "stepwise":
         return _stepwise(row, where)
     if fmt == "messages":
-        return {
-            "messages": parse_hh(row["messages"])
-            if is_hh(row["messages"])
-            else check_messages(row["messages"], f"{where}, messages")
-        }
+        talk = row["messages"]
+        return {"messages": parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")}
     if fmt == "text":
         text = _turns(row["text"], f"{where}, text")
         return {"text": text} if isinstance(text, str) else {"messages": text}
@@ -388,11 +380,8 @@ def to_format(row: Row, to: str | None = None, where: str = "row") -> Row:
         found = {"prompt": found["prompt"], "completion": found["chosen"]}
     elif to == "prompt":
         found = {"prompt": _question(found, where)}
-    used = (
-        {*found}
-        if to == "prompt" and row.get("prompt") is not None
-        else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
-    )
+    beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
+    used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
     return {**found, **{k: v for k, v in row.items() if k not in used}}
 
 

@@ -47,9 +47,8 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
     for row in rows:
         total += 1
         used = [c for c in (columns or known) if c in row] or list(row)
-        key = hashlib.blake2b(
-            json.dumps({c: row[c] for c in used}, sort_keys=True, default=str).encode(), digest_size=16
-        ).digest()
+        text = json.dumps({c: row[c] for c in used}, sort_keys=True, default=str)
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if key not in seen:
             seen.add(key)
             kept.append(row)
@@ -134,30 +133,20 @@ class LengthReport:
             advice.append(f"max_prompt_length={self.prompt[99]}")
         if self.max_length is not None and self.total[99] > self.max_length:
             advice.append(f"max_length={self.total[99]}")
-        return (
-            f"set {' and '.join(advice)} to fit 99 % of the rows, or drop long rows with filter_lengths"
-            if advice
-            else "nothing to do"
-        )
+        if not advice:
+            return "nothing to do"
+        return f"set {' and '.join(advice)} to fit 99 % of the rows, or drop long rows with filter_lengths"
 
     def text(self) -> str:
         """A small table and a sentence."""
-        lines = [
-            f"{self.rows} rows; tokens".ljust(22)
-            + "".join(f"{'max' if p == 100 else f'{p} %':>8}" for p in PERCENTILES)
-        ]
+        head = "".join(f"{'max' if p == 100 else f'{p} %':>8}" for p in PERCENTILES)
+        lines = [f"{self.rows} rows; tokens".ljust(22) + head]
         for name, found in (("prompt", self.prompt), ("completion", self.completion), ("together", self.total)):
             lines.append(f"  {name}".ljust(22) + "".join(f"{found[p]:>8}" for p in PERCENTILES))
-        limits = [
-            f"{k}={v}"
-            for k, v in (("max_prompt_length", self.max_prompt_length), ("max_length", self.max_length))
-            if v is not None
-        ]
+        limits = [f"{k}={v}" for k in ("max_prompt_length", "max_length") if (v := getattr(self, k)) is not None]
         if limits:
-            lines.append(
-                f"  {', '.join(limits)}: {self.cut} rows are cut ({self.cut_fraction:.1%})"
-                + (f"; {self.remedy}." if self.cut else ".")
-            )
+            advice = f"; {self.remedy}." if self.cut else "."
+            lines.append(f"  {', '.join(limits)}: {self.cut} rows are cut ({self.cut_fraction:.1%}){advice}")
         return "\n".join(lines)
 
 # %% ../../nbs/220_data_sources.ipynb #2442ed9a
@@ -265,11 +254,10 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[
         else:
             out[i] = _all_tokens([], row.ids)
     pairs = [
-        i for i, r in enumerate(rows) if "prompt" in r and "completion" in r and "messages" not in r and "text" not in r
+        i for i, r in enumerate(rows) if {"prompt", "completion"} <= r.keys() and not {"messages", "text"} & r.keys()
     ]
-    for i, found in zip(
-        pairs, encode_pairs(tok, [rows[i]["prompt"] for i in pairs], [rows[i]["completion"] for i in pairs])
-    ):
+    sides = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
+    for i, found in zip(pairs, encode_pairs(tok, *sides)):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
     return out
 
@@ -322,14 +310,8 @@ def tokenize_sft(
         if not any(mask[: len(tail)]):
             lost["no answer inside max_length"] += 1
             continue
-        out.append(
-            {
-                "prompt_ids": head,
-                "completion_ids": tail,
-                "completion_mask": mask[: len(tail)],
-                "lengths": [len(prompt), len(completion)],
-            }
-        )
+        found = {"prompt_ids": head, "completion_ids": tail, "completion_mask": mask[: len(tail)]}
+        out.append({**found, "lengths": [len(prompt), len(completion)]})
     if warn:
         _tell(out, lost, total, (max_length, max_prompt_length))
     return out
@@ -379,16 +361,12 @@ def tokenize_preferences(
     for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
-            lost[
-                "no difference inside max_length"
-                if len(a) < len(chosen) or len(b) < len(rejected)
-                else "identical chosen and rejected"
-            ] += 1
+            was_cut = len(a) < len(chosen) or len(b) < len(rejected)
+            lost["no difference inside max_length" if was_cut else "identical chosen and rejected"] += 1
             continue
         lengths = [len(prompt), max(len(chosen), len(rejected))]
-        out.append(
-            {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, "margin": row.get("margin"), "lengths": lengths}
-        )
+        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, "margin": row.get("margin")}
+        out.append({**found, "lengths": lengths})
     if warn:
         _tell(out, lost, total, (max_length, max_prompt_length))
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..core import DataError
 from .formats import ASSISTANT, HUMAN, Message, Text
@@ -80,12 +80,19 @@ def make_chat_template(user: str = HUMAN, assistant: str = ASSISTANT, system: st
 
 
 DEFAULT_CHAT_TEMPLATE = make_chat_template()
-TEMPLATES = (
-    DEFAULT_CHAT_TEMPLATE,
-    make_chat_template("Visitor:", "\nPip:"),
-)  # tried in turn: the second fits the toy world's words
+# tried in turn: the second fits the toy world's words
+TEMPLATES = (DEFAULT_CHAT_TEMPLATE, make_chat_template("Visitor:", "\nPip:"))
 
 # %% ../../nbs/210_data_templates.ipynb #6ff1e1bd
+def _eos(tok: Any) -> int:
+    """The EOS id."""
+    if tok.eos_token_id is None:
+        raise DataError(
+            "The tokenizer has no EOS token, so a model could not learn where an answer ends; set tokenizer.eos_token."
+        )
+    return int(tok.eos_token_id)
+
+
 def set_chat_template(tok: Any, template: str | None = None) -> Any:
     """Give a tokenizer a chat template, in place.
 
@@ -99,10 +106,7 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     Raises:
         DataError: there is no EOS, or no default template's words are in the vocabulary.
     """
-    if tok.eos_token_id is None:
-        raise DataError(
-            "The tokenizer has no EOS token, so a model could not learn where an answer ends; set tokenizer.eos_token."
-        )
+    _eos(tok)
     if template is not None:
         tok.chat_template = template
     elif not tok.chat_template:
@@ -218,13 +222,7 @@ def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool]) -> list[list
 
     def ids(batch: list[str]) -> list[list[int]]:
         unique = {text: n for n, text in enumerate(dict.fromkeys(batch))}
-        found = tok(
-            list(unique),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        found = tok(list(unique), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [found["input_ids"][unique[text]] for text in batch]
 
     alone, mark, behind = ids(["a", "\n", "\na"])
@@ -240,15 +238,6 @@ def _bos(tok: Any) -> list[int]:
     bos, found = tok.bos_token_id, tok("a")["input_ids"]
     plain = tok("a", add_special_tokens=False)["input_ids"]
     return [bos] if bos is not None and found[:1] == [bos] and plain[:1] != [bos] else []
-
-
-def _eos(tok: Any) -> int:
-    """The EOS id."""
-    if tok.eos_token_id is None:
-        raise DataError(
-            "The tokenizer has no EOS token, so a model could not learn where an answer ends; set tokenizer.eos_token."
-        )
-    return int(tok.eos_token_id)
 
 
 def encode_texts(tok: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -337,21 +326,12 @@ def encode_prompts(tok: Any, prompts: Sequence[Text]) -> list[list[int]]:
     out: list[list[int]] = [[] for _ in prompts]
     chats = [i for i, p in enumerate(prompts) if isinstance(p, list) and p]
     texts = [i for i, p in enumerate(prompts) if isinstance(p, str) and p]
-    for i, row in zip(chats, encode_dialogues(tok, [_messages(prompts[i]) for i in chats], ask=True)):
+    for i, row in zip(chats, encode_dialogues(tok, [cast(list[Message], prompts[i]) for i in chats], ask=True)):
         out[i] = row.ids
     for i, ids in zip(texts, encode_texts(tok, [str(prompts[i]) for i in texts])):
         out[i] = ids
     start = tok.bos_token_id if tok.bos_token_id is not None else tok.eos_token_id
     return [ids or [start] for ids in out]
-
-
-def _messages(text: Text) -> list[Message]:
-    """A text that is known to be messages."""
-    if isinstance(text, str):
-        raise DataError(
-            f"The prompt is messages but the completion {text[:40]!r} is a string; both must be of one kind (to_format sees to it)."
-        )
-    return text
 
 
 def is_blank(completion: Text) -> bool:

@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from .support import enabled
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,7 +34,7 @@ def workers_for(model: nn.Module, threads: int | None = None) -> int:
         threads: cores that may be used; None: PyTorch's number of threads.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    if threads < 2:
+    if threads < 2 or not enabled():
         return 1
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
@@ -87,7 +90,7 @@ def spread(run: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
                     results[i] = run(items[i])
 
     n = min(workers, len(items))
-    others: list[Future[None]] = [_threads(n - 1).submit(work) for _ in range(n - 1)]
+    others: list[Future[None]] = [_threads(n - 1).submit(copy_context().run, work) for _ in range(n - 1)]
     try:
         work()
     finally:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LoraSettings
-from ..core import ModelError, suggest
+from ..core import ModelError, did_you_mean
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values, sequence_scores
 from ..scoring.head import split_head
@@ -33,7 +33,7 @@ from ..types import Completions
 Mode = Literal["separate", "shared", "hydra"]
 
 # %% auto #0
-__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'save_policy_value', 'separate', 'shared', 'hydra',
+__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra',
            'enable_gradient_checkpointing']
 
 # %% ../../nbs/320_models_adapters.ipynb #585484d9
@@ -47,22 +47,11 @@ def _linear_names(model: nn.Module) -> dict[str, str]:
 def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
     """Raise ModelError for a target module that the model doesn't have."""
     known = _linear_names(model)
-    for target in (
-        [targets]
-        if isinstance(targets, str) and targets != "all-linear"
-        else targets
-        if isinstance(targets, list)
-        else []
-    ):
-        if not any(
-            full == target or full.removesuffix(".base_layer").endswith("." + target)
-            for full in (n for n, _ in model.named_modules())
-        ):
-            near = suggest(target, known)
-            raise ModelError(
-                f"lora.target_modules: the model has no layer {target!r}. "
-                + (f"Did you mean {near!r}?" if near else f"It has: {', '.join(known)}.")
-            )
+    layers = [name.removesuffix(".base_layer") for name, _ in model.named_modules()]
+    for target in [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets:
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            hint = did_you_mean(target, known, f"It has: {', '.join(known)}.")
+            raise ModelError(f"lora.target_modules: the model has no layer {target!r}. {hint}")
 
 # %% ../../nbs/320_models_adapters.ipynb #47c15f40
 def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *, seed: int = 0) -> Any:
@@ -92,14 +81,8 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=settings.target_modules,  # type: ignore[arg-type]
         task_type="CAUSAL_LM", fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )  # fmt: skip
-    return insert_adapter(
-        model,
-        config,
-        adapter_name,
-        seed,
-        get_peft_model,
-        prepare_model_for_kbit_training if settings.quantize_4bit else None,
-    )
+    prepare = prepare_model_for_kbit_training if settings.quantize_4bit else None
+    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare)
 
 # %% ../../nbs/320_models_adapters.ipynb #176387fa
 def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None) -> Any:
@@ -136,11 +119,8 @@ class Reference:
     def __init__(self, model: Any, *, copy_model: bool = True, dtype: torch.dtype | None = None) -> None:
         self.adapters_off = bool(adapter_names(model))
         if self.adapters_off:
-            spoken = {
-                k.split(".lora_B.")[1].split(".")[0]
-                for k, p in model.named_parameters()
-                if ".lora_B." in k and bool((p != 0).any())
-            }
+            parts = {k.split(".lora_B.")[1]: p for k, p in model.named_parameters() if ".lora_B." in k}
+            spoken = {name.split(".")[0] for name, p in parts.items() if bool((p != 0).any())}
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the policy starts from, and KL would be measured against "
@@ -322,8 +302,22 @@ class PolicyValue(nn.Module):
     def save(
         self, directory: str | Path, tokenizer: Any = None, *, merge: bool | None = None, verify: bool = True
     ) -> Path:
-        """Save the policy in a directory and the critic in its `critic/`: see `save_policy_value`."""
-        return save_policy_value(self, directory, tokenizer, merge=merge, verify=verify)
+        """Save the policy in a directory and the critic in its `critic/`, both readable by plain transformers or peft.
+
+        Args:
+            directory: where to.
+            tokenizer: saved beside both.
+            merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again by its name.
+            verify: reload and compare before the files take their place.
+        """
+        name, critic = self.policy_adapter, self.value
+        if merge is None:
+            merge = name is None or not _can_be_found(self.policy.peft_config[name].base_model_name_or_path)
+        save_model(self.policy, tokenizer, directory, merge=merge, adapter=name, verify=verify)
+        lora = critic.lora_config
+        alone = merge or lora is None or not _can_be_found(lora.base_model_name_or_path)
+        critic.save(Path(directory) / "critic", tokenizer, merge=alone, verify=verify)
+        return Path(directory)
 
 # %% ../../nbs/320_models_adapters.ipynb #d46885c6
 def _can_be_found(name: str | None) -> bool:
@@ -335,38 +329,6 @@ def _can_be_found(name: str | None) -> bool:
     except ModelError:
         return False
     return True
-
-
-def save_policy_value(
-    module: PolicyValue,
-    directory: str | Path,
-    tokenizer: Any = None,
-    *,
-    merge: bool | None = None,
-    verify: bool = True,
-) -> Path:
-    """Save the policy in a directory and the critic in its `critic/`, both readable by plain transformers or peft.
-
-    Args:
-        module: policy and critic.
-        directory: where to.
-        tokenizer: saved beside both.
-        merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again by its name.
-        verify: reload and compare before the files take their place.
-    """
-    if merge is None:
-        merge = module.policy_adapter is None or not _can_be_found(
-            module.policy.peft_config[module.policy_adapter].base_model_name_or_path
-        )
-    save_model(module.policy, tokenizer, directory, merge=merge, adapter=module.policy_adapter, verify=verify)
-    value = module.value
-    value.save(
-        Path(directory) / "critic",
-        tokenizer,
-        merge=merge or value.lora_config is None or not _can_be_found(value.lora_config.base_model_name_or_path),
-        verify=verify,
-    )
-    return Path(directory)
 
 # %% ../../nbs/320_models_adapters.ipynb #5e690211
 def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference | None = None) -> PolicyValue:

@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import ModelError, suggest
+from ..core import ModelError, did_you_mean
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
 from rlhf_nb.models.load import (
     adapter_names,
     check_loaded,
+    check_whole,
     compare_outputs,
     disable_dropout,
     evaluating,
@@ -81,11 +82,8 @@ class ScalarHead(nn.Module):
     ) -> None:
         super().__init__()
         if kind not in ("linear", "mlp"):
-            near = suggest(kind, ["linear", "mlp"])
-            raise ModelError(
-                f"head kind {kind!r} doesn't exist. "
-                + (f"Did you mean {near!r}?" if near else "Use 'linear' or 'mlp'.")
-            )
+            hint = did_you_mean(kind, ["linear", "mlp"], "Use 'linear' or 'mlp'.")
+            raise ModelError(f"head kind {kind!r} doesn't exist. {hint}")
         if kind == "linear" and hidden is not None:
             raise ModelError(
                 f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
@@ -335,14 +333,9 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
         )
     config.pad_token_id, config.num_labels = pad, 1
     config.problem_type = "regression"
-    config.reward_bias = float(model.bias)
-    config.reward_role = model.role
-    config.reward_head = {
-        "kind": model.head.kind,
-        "hidden": model.head.hidden,
-        "dropout": model.head.dropout,
-        "pooling": getattr(model, "pooling", "last"),
-    }
+    config.reward_bias, config.reward_role, head = float(model.bias), model.role, model.head
+    pooling = getattr(model, "pooling", "last")
+    config.reward_head = {"kind": head.kind, "hidden": head.hidden, "dropout": head.dropout, "pooling": pooling}
     return config
 
 
@@ -389,9 +382,8 @@ def save_scalar(
             weights = merged_weights(model.decoder, model.adapter)
             if _like_a_classifier(model):
                 shell = _classifier_shell(config)
-                named = {f"{shell.base_model_prefix}.{k}": v for k, v in weights.items()} | {
-                    "score.weight": model.head.last.weight.detach()
-                }
+                named = {f"{shell.base_model_prefix}.{k}": v for k, v in weights.items()}
+                named["score.weight"] = model.head.last.weight.detach()
                 save_weights(type(shell), config, named, folder)
             else:
                 save_weights(type(model.decoder), config, weights, folder)
@@ -403,11 +395,8 @@ def save_scalar(
 
 def _save_head(model: ScalarModel, folder: Path) -> None:
     """Write a head that plain transformers has no name for, and a note about it."""
-    save_file(
-        {k: v.detach().cpu().contiguous() for k, v in model.head.state_dict().items()},
-        folder / "reward_head.safetensors",
-        metadata={"format": "pt"},
-    )
+    weights = {k: v.detach().cpu().contiguous() for k, v in model.head.state_dict().items()}
+    save_file(weights, folder / "reward_head.safetensors", metadata={"format": "pt"})
     pooling = getattr(model, "pooling", "one value before every token")
     (folder / "REWARD_MODEL.md").write_text(
         _NOTE.format(role=model.role, kind=model.head.kind, pooling=pooling, cls=type(model).__name__), encoding="utf-8"
@@ -458,15 +447,9 @@ def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
     settings.inference_mode = True
     simple = _like_a_classifier(model)
     prefix = f"{_classifier_shell(config).base_model_prefix}." if simple else ""
-    weights = {
-        f"base_model.model.{prefix}{k}": v.cpu().contiguous()
-        for k, v in lora_state(model.decoder, str(model.adapter)).items()
-    }
-    empty = [k for k, v in weights.items() if v.numel() == 0]
-    if empty or not weights:
-        raise ModelError(
-            f"adapter {model.adapter!r} has {len(empty)} empty tensors of {len(weights)}: its weights are sharded elsewhere; gather them before saving."
-        )
+    state = lora_state(model.decoder, str(model.adapter))
+    weights = {f"base_model.model.{prefix}{k}": v.cpu().contiguous() for k, v in state.items()}
+    check_whole(str(model.adapter), weights)
     settings.target_modules = sorted({k.removeprefix("base_model.model.").split(".lora_")[0] for k in weights})
     settings.task_type, settings.modules_to_save = ("SEQ_CLS", ["score"]) if simple else ("FEATURE_EXTRACTION", None)
     if simple:
@@ -498,10 +481,8 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
         else:
             again = type(model).load(folder, dtype=dtype)
             with evaluating(again):
-                found, expected = (
-                    again.to(ids.device).number(again.decoder(input_ids=ids).last_hidden_state),
-                    model.number(states),
-                )
+                found = again.to(ids.device).number(again.decoder(input_ids=ids).last_hidden_state)
+                expected = model.number(states)
     compare_outputs(found, expected, f"{model.role} model", shown)
 
 # %% ../../nbs/310_models_heads.ipynb #4deef412
@@ -574,12 +555,8 @@ def load_scalar(
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {
-        "dtype": dtype,
-        "attn_implementation": attn_implementation,
-        "use_safetensors": True,
-        "output_loading_info": True,
-    } | options
+    options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True, **options}
+    options.setdefault("output_loading_info", True)
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():
         config = load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where))
@@ -623,9 +600,8 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
             f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
-    config = (
-        json.loads((folder / "config.json").read_text(encoding="utf-8")) if (folder / "config.json").exists() else {}
-    )
+    about_file = folder / "config.json"
+    config = json.loads(about_file.read_text(encoding="utf-8")) if about_file.exists() else {}
     about = config.get("reward_head") or {}
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)
@@ -636,14 +612,8 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
     settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
     first = min(k for k in head_state if k.endswith("weight"))
-    width = head_state[first].shape[1]
-    return ScalarAdapter(
-        settings,
-        state,
-        _head_like(about, width, head_state),
-        float(config.get("reward_bias", 0.0)),
-        about.get("pooling", "last"),
-    )
+    head = _head_like(about, head_state[first].shape[1], head_state)
+    return ScalarAdapter(settings, state, head, float(config.get("reward_bias", 0.0)), about.get("pooling", "last"))
 
 # %% ../../nbs/310_models_heads.ipynb #165e2174
 def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]) -> tuple[Any, ScalarAdapter]:

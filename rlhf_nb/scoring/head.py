@@ -67,6 +67,7 @@ def gradients_in_place(allowed: bool = True) -> Iterator[None]:
         allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and other
             processes would not receive it. Weights with hooks are left to autograd anyway.
     """
+    allowed = allowed and enabled()
     with _InPlace.lock:
         _InPlace.allowed += allowed
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core import ConfigError, DataError, ModelError
 from ..fast.attention import branches_pay
 from ..fast.blocks import decode_states
-from ..fast.support import can_run, decoder_of, split, unwrapped
+from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
 from rlhf_nb.scoring.head import (
     CHUNK_LOGITS,
@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 
 # %% auto #0
 __all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'sequence_scores']
+           'sequence_scores', 'score']
 
 # %% ../../nbs/180_scoring_scores.ipynb #769b0853
 def hidden_states(
@@ -380,3 +380,38 @@ def sequence_scores(
         raise DataError("the batch has no rows: there is nothing to score.")
     order, scores = (torch.cat(x) for x in zip(*found, strict=True))
     return scores.new_zeros(len(scores)).index_put((order,), scores)
+
+# %% ../../nbs/180_scoring_scores.ipynb #ff1a6ad4
+def score(
+    model: Any,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    *,
+    temperature: float = 1.0,
+    token_budget: int = TOKEN_BUDGET,
+    share_prompts: Share = True,
+    fast: bool = True,
+) -> list[Tensor]:
+    """Log-probs of completions, by the path that the trainers take.
+
+    Args:
+        model: causal language model of transformers, with or without PEFT adapters.
+        prompts: token ids of each prompt, at least one.
+        completions: token ids of each completion.
+        temperature: divides the logits.
+        token_budget: tokens of one forward pass at most.
+        share_prompts: as in `completion_logps`; neighbours with equal prompts share.
+        fast: False takes no fast path (notebook 150).
+
+    Returns:
+        For each completion a tensor with as many log-probs as it has tokens, with gradient where it is enabled.
+
+    Raises:
+        DataError, ModelError, ConfigError: as `completion_logps`.
+    """
+    c = Completions.from_lists(prompts, completions).to(next(model.parameters()).device)
+    with use_fast(fast and enabled()):
+        logps = completion_logps(
+            model, c, temperature=temperature, token_budget=token_budget, targets="all", share_prompts=share_prompts
+        ).logps
+    return [row[:n] for row, n in zip(logps, c.completion_lens.tolist(), strict=True)]
