@@ -24,9 +24,8 @@ from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 torch.set_num_threads(1)
 
 RATIOS = torch.tensor([[0.5, 0.75, 1.25, 1.5]], dtype=torch.float64)
-ADVANTAGES = torch.tensor(
-    [[-1.0, -1.0, 1.0, 1.0]], dtype=torch.float64
-)  # falling is clipped where A < 0, rising where A > 0
+# a fall is clipped where the advantage is below 0, a rise where it is above
+ADVANTAGES = torch.tensor([[-1.0, -2.0, 1.0, 3.0]], dtype=torch.float64)
 MASK = torch.ones(1, 4, dtype=torch.bool)
 
 
