@@ -152,7 +152,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Trainer._mini_batches", "every inner epoch has the same order", '"mini_batches", self.step, epoch)', '"mini_batches", self.step)'),
     ("Trainer.update", "stops when the method says go on", "if not method.keep_updating", "if method.keep_updating"),
     ("Trainer.update", "skipped updates count", "done, self.bad_in_a_row = done + 1, 0", "done, self.bad_in_a_row = done + 1, self.bad_in_a_row"),
-    ("Trainer.next_batch", "every rank learns from the same rows", "[self.engine.rank :: world]", "[:: world]", "nb, test_processes"),
+    ("Trainer.next_batch", "every rank learns from the same rows", "[self.engine.rank :: world]", "[:: world]", "test_loop::test_two_ranks_are_one"),
     ("Trainer.evaluate", "evaluation uses up random numbers", "set_rng_state(state)", "pass"),
     ("add_pairs", "the last update alone", "(total[k][0] + v, total[k][1] + n)", "(v, n)"),
     ("means", "sums are not divided", "total / count for", "total for"),
