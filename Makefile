@@ -9,15 +9,28 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all export lint setup clean
+.PHONY: demo test test-all mutants compat lock export lint setup clean
 
 setup: $(STAMP)
 
-$(STAMP): setup.py settings.ini constraints.txt
+# Python 3.11 on Linux x86-64 installs torch, then exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
+LOCKED := $(shell $(PYTHON) -c "import platform, sys; print(int(sys.version_info[:2] == (3, 11) and sys.platform == 'linux' and platform.machine() == 'x86_64'))")
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+$(STAMP): setup.py settings.ini constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(PIP) install --upgrade pip
+ifeq ($(LOCKED),1)
+	$(PIP) install --no-deps -c constraints.txt torch
+	$(PIP) install --no-deps --require-hashes -r requirements.lock
+	$(PIP) install --no-deps -e .
+endif
+	$(PIP) install -c constraints.txt -e ".[test]"
+	$(PIP) check
 	touch $(STAMP)
+
+lock: $(STAMP)  ## requirements.lock from what is installed
+	$(BIN)/python .ci/lock.py
 
 demo: $(STAMP)  ## SFT, a reward model and PPO on the toy world: offline, on a CPU, in minutes
 	$(BIN)/rlhf-nb demo
@@ -26,11 +39,17 @@ test: $(STAMP)  ## all fast tests: repository checks, every notebook, tests/
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
 $(BROWSER): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
+	$(PIP) install -c constraints.txt -e ".[browser]"
 	touch $(BROWSER)
 
 test-all: $(BROWSER)  ## the slow suites as well; those in a browser where Chromium is installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+mutants: $(STAMP)  ## wrong changes of the code, each of which a test must notice; slow; writes docs/mutants.md
+	$(BIN)/python tests/mutants.py --write
+
+compat: $(STAMP)  ## core tests on the oldest and newest allowed packages and other Pythons; slow; writes docs/compat.md
+	$(BIN)/python .ci/compat.py --write
 
 export: $(STAMP)  ## notebooks -> package and README
 	$(BIN)/nbdev_clean

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
     from .scale.launch import launch
+    from .scoring.scores import score
     from .train.dpo import DPOConfig, DPOTrainer
     from .train.grpo import GRPOConfig, GRPOTrainer
     from .train.kto import KTOConfig, KTOTrainer
@@ -48,6 +49,7 @@ _HOMES = {
     "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
     "scale.launch": "launch",
+    "scoring.scores": "score",
     "train.dpo": "DPOConfig DPOTrainer",
     "train.grpo": "GRPOConfig GRPOTrainer",
     "train.kto": "KTOConfig KTOTrainer",

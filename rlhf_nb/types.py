@@ -17,8 +17,8 @@ from torch import Tensor
 from .core import DataError, RunError
 
 # %% auto #0
-__all__ = ['Index', 'B_', 'TokenLists', 'C_', 'Q_', 'P_', 'R_', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid',
-           'PromptBatch', 'PreferenceBatch', 'Rollout', 'LossSum']
+__all__ = ['Index', 'TokenLists', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
+           'Rollout', 'LossSum']
 
 # %% ../nbs/020_types.ipynb #17c752e3
 def say_shape(x: Any) -> str:
@@ -127,12 +127,12 @@ class Batch:
         shown = ", ".join(f"{k}={say_shape(v)}" for k, v in self.columns_dict().items() if v is not None and v != {})
         return f"{type(self).__name__}({shown})"
 
-    def __getitem__(self: B_, index: Index) -> B_:
+    def __getitem__(self: _B, index: Index) -> _B:
         """Rows as a batch of the same type; an int gives a batch of one row. Slices are views, the rest copies."""
         rows = _row_index(index, len(self))
         return type(self)(**{k: _take(v, rows) for k, v in self.columns_dict().items()})
 
-    def __iter__(self: B_) -> Iterator[B_]:
+    def __iter__(self: _B) -> Iterator[_B]:
         """Batches of one row."""
         return (self[i] for i in range(len(self)))
 
@@ -140,11 +140,11 @@ class Batch:
         """Of each row, how many tokens its prompt has, then each of its answers; empty where rows hold none."""
         return []
 
-    def to(self: B_, device: torch.device | str) -> B_:
+    def to(self: _B, device: torch.device | str) -> _B:
         """The same batch with its tensors on another device."""
         return type(self)(**{k: _move(v, device) for k, v in self.columns_dict().items()})
 
-    def check(self: B_) -> B_:
+    def check(self: _B) -> _B:
         """Raise DataError if the columns don't belong together; return self, so that calls can be chained."""
         leaves = list(_leaves(self.columns_dict()))
         for name, value in leaves:
@@ -156,7 +156,7 @@ class Batch:
         return self
 
     @classmethod
-    def cat(cls: type[B_], parts: Sequence[B_], pad_id: int = 0) -> B_:
+    def cat(cls: type[_B], parts: Sequence[_B], pad_id: int = 0) -> _B:
         """Batches one after the other; prompts are padded anew on the left, everything else on the right.
 
         Args:
@@ -170,7 +170,7 @@ class Batch:
         return cls(**{n: _join(n, columns[n], n in cls._left, pad_id if n in cls._ids else 0) for n in names})
 
 
-B_ = TypeVar("B_", bound=Batch)
+_B = TypeVar("_B", bound=Batch)
 
 # %% ../nbs/020_types.ipynb #9ce6a6cf
 TokenLists = Sequence[Sequence[int]]  # one list of whole numbers per row
@@ -284,7 +284,7 @@ class Completions(Batch):
         places = torch.arange(self.completion_ids.shape[1], device=self.completion_ids.device)
         return places < self.completion_lens[:, None]
 
-    def check(self: C_) -> C_:
+    def check(self: _C) -> _C:
         """Raise DataError if shapes, types, padding sides, lengths or masks don't fit together; return self."""
         _check_prompts(self)
         _check_ids(self, "completion_ids")
@@ -293,7 +293,7 @@ class Completions(Batch):
         _check_counted(self)
         return super().check()
 
-    def trim(self: C_) -> C_:
+    def trim(self: _C) -> _C:
         """Drop the padding that no row needs (after taking a few rows, say); the tokens stay the same."""
         p = int(self.prompt_lens.max()) if len(self) else 0
         c = int(self.completion_lens.max()) if len(self) else 0
@@ -329,7 +329,7 @@ class Completions(Batch):
         return Completions(prompt_ids, prompt_mask, ids, lens, mask).check()
 
 # %% ../nbs/020_types.ipynb #63eedf6b
-C_ = TypeVar("C_", bound=Completions)
+_C = TypeVar("_C", bound=Completions)
 
 
 def _check_counted(c: Completions) -> None:
@@ -382,7 +382,7 @@ class PromptBatch(Batch):
         """int64[B], tokens of each prompt."""
         return self.prompt_mask.sum(1)
 
-    def check(self: Q_) -> Q_:
+    def check(self: _Q) -> _Q:
         """Raise DataError if the columns don't belong together; return self."""
         _check_prompts(self)
         _like(self, "uid", torch.int64, "prompt_ids", dims=1)
@@ -410,7 +410,7 @@ class PromptBatch(Batch):
         return PromptBatch(ids, mask, uid, shown, dict(columns or {})).check()
 
 
-Q_ = TypeVar("Q_", bound=PromptBatch)
+_Q = TypeVar("_Q", bound=PromptBatch)
 
 # %% ../nbs/020_types.ipynb #58b3f027
 def _alternate(first: Tensor, second: Tensor, fill: int) -> Tensor:
@@ -437,7 +437,7 @@ class PreferenceBatch(Batch):
         lens = (self.prompt_mask.sum(1), self.chosen_lens, self.rejected_lens)
         return list(zip(*(x.tolist() for x in lens)))
 
-    def check(self: P_) -> P_:
+    def check(self: _P) -> _P:
         """Raise DataError if the columns don't belong together; return self."""
         _check_prompts(self)
         for side in ("chosen", "rejected"):
@@ -483,7 +483,7 @@ class PreferenceBatch(Batch):
         return Completions(prompt_ids, prompt_mask, ids, lens, real)
 
 
-P_ = TypeVar("P_", bound=PreferenceBatch)
+_P = TypeVar("_P", bound=PreferenceBatch)
 
 # %% ../nbs/020_types.ipynb #916c68d4
 @dataclass(eq=False, repr=False)
@@ -505,7 +505,7 @@ class Rollout(Completions):
     scores: Tensor | None = None  # float[B], from the reward functions
     reward_parts: dict[str, Tensor] = field(default_factory=dict)  # float[B] each, by name of the function
 
-    def check(self: R_) -> R_:
+    def check(self: _R) -> _R:
         """Raise DataError if the columns don't belong together; return self."""
         super().check()
         _like(self, "uid", torch.int64, "prompt_ids", dims=1)
@@ -527,7 +527,7 @@ class Rollout(Completions):
         return cast(Tensor, value)
 
 
-R_ = TypeVar("R_", bound=Rollout)
+_R = TypeVar("_R", bound=Rollout)
 _FILLED_BY = {
     "rollout_logps": "sampling does it",
     "old_logps": "score the rollout under the policy first",

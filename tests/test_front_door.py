@@ -24,6 +24,17 @@ def test_every_name_can_be_imported() -> None:
         assert {f"{method}Trainer", f"{method}Config"} <= set(rlhf_nb.__all__)
 
 
+def test_the_machine_room_in_four_lines() -> None:
+    """Load, draw, score: what the sampler says of its tokens is what the scorer says."""
+    model, tokenizer = rlhf_nb.load_model(device="cpu")
+    prompts = [tokenizer("Visitor: Where do owls live?\nPip:")["input_ids"]] * 2
+    completions, drawn = rlhf_nb.draw(model, prompts, max_new_tokens=5, seed=0)
+    scored = rlhf_nb.score(model, prompts, completions)
+    for ids, a, b in zip(completions, drawn, scored):
+        assert len(ids) == len(a) == len(b)
+        assert (a - b).abs().max() < 1e-4
+
+
 def test_type_checkers_see_the_same_names() -> None:
     """The imports for type checkers and the table for the interpreter name the same things at the same places."""
     block = next(n for n in ast.parse(SOURCE).body if isinstance(n, ast.If))

@@ -195,3 +195,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
         registry.get("focall")
     with pytest.raises(ConfigError, match="belongs to no method"):
         registry.of(LossSum)
+
+
+def test_a_command_that_is_not_there_is_named_with_one_that_is() -> None:
+    found = CliRunner().invoke(app, ["focall"])
+    assert found.exit_code == 2 and "Did you mean 'focal'" in found.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 import transformers
 
 from rlhf_nb.config import SamplingConfig
-from rlhf_nb.core import ConfigError
+from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.fast import decode
 from rlhf_nb.fast.prompts import SharedPrompts
 from rlhf_nb.fast.slots import Slots
-from rlhf_nb.rollout.sampler import sample_tokens
+from rlhf_nb.fast.support import use_fast
+from rlhf_nb.rollout.sampler import as_rollout, draw, sample_tokens
+from rlhf_nb.scoring.scores import completion_logps
 from rlhf_nb.types import PromptBatch
 
 torch.set_num_threads(1)
@@ -95,6 +98,9 @@ def test_few_slots_give_the_same_samples(name: str, eos: list[int], num_samples:
         for fixed in (False, True):
             same(wanted, sample_tokens(model, batch, how, **go, batch_size=size, fixed_shapes=fixed))
     same(wanted, sample_tokens(model, batch, how, **go, cache_bytes=1))
+    with use_fast(False):
+        same(wanted, sample_tokens(model, batch, how, **go))
+        same(wanted, sample_tokens(model, batch, how, **go, batch_size=10))
     greedy = sample_tokens(model, batch, how, **go, greedy=True)
     same(greedy, sample_tokens(model, batch, how, **go, greedy=True, batch_size=5))
 
@@ -223,5 +229,211 @@ def test_ours_or_generate_by_name() -> None:
     class Own(transformers.LlamaForCausalLM):
         """A subclass may change anything."""
 
-    with pytest.raises(ConfigError, match=r"sampler=ours.*Own is not one of"):
+    with pytest.raises(ConfigError, match=r"sampler=ours.*Own"):
         sample_tokens(Own(model.config).double(), batch, SamplingConfig(max_new_tokens=9, sampler="ours"), **go)
+
+
+def test_the_switch_turns_our_decoder_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, how = family("llama"), prompts(6), SamplingConfig(max_new_tokens=9)
+    go = {"eos": ENDS, "pad": PAD, "seed": 2}
+    wanted = sample_tokens(model, batch, how, **go)
+    monkeypatch.setattr(decode, "decode", lambda *a, **k: pytest.fail("our decoder ran"))
+    monkeypatch.setenv("RLHF_NB_FAST", "0")
+    same(wanted, sample_tokens(model, batch, how, **go))
+    with pytest.raises(ConfigError, match=r"sampler=ours.*switched off"):
+        sample_tokens(model, batch, SamplingConfig(max_new_tokens=9, sampler="ours"), **go)
+
+
+# --- models that our decoder must leave alone ------------------------------------------------------------------------------
+
+
+def louder(module: Any) -> None:
+    """Another forward on an instance."""
+    plain = module.forward
+    module.forward = lambda *a, **k: 1.1 * plain(*a, **k)
+
+
+def hook_on_model(model: Any) -> None:
+    def tilt(module: Any, given: Any, out: Any) -> Any:
+        out.logits = out.logits * 0.9
+        return out
+
+    model.register_forward_hook(tilt)
+
+
+class Doubled(torch.nn.Module):
+    """A layer in a wrapper that does more."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.2 * self.inner(x)
+
+
+def other_heads(model: Any) -> None:
+    """A layer with heads of its own size."""
+    c = model.config
+    own = transformers.LlamaConfig(**{**c.to_dict(), "head_dim": 16})
+    own._attn_implementation = "sdpa"
+    torch.manual_seed(4)
+    model.model.layers[1].self_attn = type(model.model.layers[1].self_attn)(own, 1).to(model.dtype)
+    model.model.layers[1].self_attn.forward = wide_rotary(model.model.layers[1].self_attn, own)
+
+
+def wide_rotary(attention: Any, config: Any) -> Any:
+    """Its forward with rotary angles for its own heads."""
+    plain, rotary = attention.forward, transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+
+    def forward(
+        hidden_states: torch.Tensor, position_embeddings: Any = None, position_ids: Any = None, **how: Any
+    ) -> Any:
+        return plain(hidden_states, position_embeddings=rotary(hidden_states, position_ids), **how)
+
+    return forward
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook on an mlp": lambda m: m.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 1.3),
+    "hook on the model": hook_on_model,
+    "hook on the head": lambda m: m.lm_head.register_forward_hook(lambda module, given, out: out * 0.9),
+    "forward of an mlp": lambda m: louder(m.model.layers[1].mlp),
+    "forward of the head": lambda m: louder(m.lm_head),
+    "mlp in a wrapper": lambda m: setattr(m.model.layers[0], "mlp", Doubled(m.model.layers[0].mlp)),
+    "other heads in a layer": other_heads,
+    "eager attention": lambda m: m.set_attn_implementation("eager"),
+}
+
+
+def agrees(model: Any, name: str, dtype: torch.dtype, scorer: bool = True) -> None:
+    """Sampler, model and scorer give the same log-probs; answers don't depend on the batch."""
+    g = torch.Generator().manual_seed(0)
+    batch = PromptBatch.from_lists([torch.randint(3, 60, (n,), generator=g).tolist() for n in (3, 9, 5, 9)])
+    how, go = SamplingConfig(max_new_tokens=8, temperature=0.9), {"eos": [EOS], "pad": PAD, "seed": 1}
+    with pytest.raises(ConfigError, match="sampler=ours"):
+        sample_tokens(model, batch, how.model_copy(update={"sampler": "ours"}), **go)
+    found = ids, logps, lens, finished = sample_tokens(model, batch, how, **go, num_samples=2)
+    bound = 1e-4 if dtype == torch.float32 else 1e-6
+    for i in range(4):
+        one = sample_tokens(model, batch[i : i + 1], how, **go, num_samples=2)
+        width = one[0].shape[1]
+        assert torch.equal(one[0], ids[2 * i : 2 * i + 2, :width]) and torch.equal(one[2], lens[2 * i : 2 * i + 2]), (
+            name
+        )
+        for row in (2 * i, 2 * i + 1):
+            prompt, answer = batch.prompt_ids[i][batch.prompt_mask[i]], ids[row, : lens[row]]
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+            plain = (logits / 0.9).log_softmax(-1).gather(1, answer[:, None])[:, 0]
+            torch.testing.assert_close(
+                logps[row, : lens[row]], plain.float(), rtol=0, atol=bound, msg=f"{name}, the model"
+            )
+    if scorer:
+        r = as_rollout(batch, 2, found[0], lens, finished, logps, tok)
+        again = completion_logps(model, r, temperature=0.9).logps.detach()
+        torch.testing.assert_close(again.float(), logps, rtol=0, atol=bound, msg=lambda m: f"{name}, the scorer: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_changed_models_are_sampled_as_they_are(change: str, dtype: torch.dtype) -> None:
+    model = family("llama").to(dtype)
+    CHANGES[change](model)
+    agrees(model, change, dtype)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(tok), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "rwkv": {"attention_hidden_size": 32, "context_length": 128},
+    "jamba": {
+        "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_other_architectures(kind: str, dtype: torch.dtype) -> None:
+    """Those without attention, too; RWKV's states get mixed up in a batch of `generate`, so its rows go alone."""
+    if (kind, dtype) == ("jamba", torch.float64):
+        pytest.skip("transformers' experts have no float64")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SHAPE, **OTHERS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    agrees(model, kind, dtype)
+
+
+def test_a_model_whose_generate_says_something_else_is_refused() -> None:
+    config = transformers.XLMConfig(
+        vocab_size=len(tok),
+        emb_dim=32,
+        n_layers=2,
+        n_heads=4,
+        causal=True,
+        pad_token_id=PAD,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.XLMWithLMHeadModel(config).eval()
+    with pytest.raises(ModelError, match="generate doesn't say what XLMWithLMHeadModel says"):
+        sample_tokens(model, prompts(3), SamplingConfig(max_new_tokens=4), eos=[EOS], pad=PAD, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_change_with_the_length(kind: str) -> None:
+    """Rows within the limit are right; rows that would cross it are refused."""
+    rope: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+    }
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    config = transformers.LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 96}, rope_parameters=rope, initializer_range=0.2
+    )
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    agrees(model, kind, torch.float64)
+    batch = PromptBatch.from_lists([[5] * 4, [6] * 20])
+    with pytest.raises(
+        DataError, match=rf"rotary positions \({kind}\) change when a row grows beyond 24 tokens.*make 28"
+    ):
+        sample_tokens(model, batch, SamplingConfig(max_new_tokens=8), eos=[EOS], pad=PAD, seed=0)
+
+
+def test_a_hook_on_a_wrapper_is_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(family("llama"), LoraConfig(r=2, target_modules="all-linear"))
+    model.register_forward_hook(lambda module, given, out: out)
+    with pytest.raises(ModelError, match="has hooks, which transformers' generate passes by"):
+        sample_tokens(model, prompts(2), SamplingConfig(max_new_tokens=4), eos=[EOS], pad=PAD, seed=0)
+
+
+def test_draw_takes_and_gives_lists_of_ids() -> None:
+    model = family("llama")
+    given = [[5, 6, 7], [8, 9], [5, 6, 7]]
+    ids, logps = draw(model, given, 6, seed=3, temperature=0.7)
+    assert ids[0] != ids[2] and all(1 <= len(a) <= 6 and len(a) == len(x) for a, x in zip(ids, logps))
+    for prompt, answer, said in zip(given, ids, logps):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        plain = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(said, plain.float(), rtol=0, atol=1e-6)
+    assert draw(model, given[:1], 6, seed=3, temperature=0.7)[0] == ids[:1]
+    assert draw(model, given, 6, seed=3, greedy=True)[0] == draw(model, given, 6, seed=4, greedy=True)[0]
+    with pytest.raises(DataError, match="empty"):
+        draw(model, [[5], []], 6, seed=3)

@@ -123,7 +123,11 @@ class Commands(typer.core.TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Methods first, as a pipeline runs them."""
-        return [*(m.command or m.name for m in methods().values()), *super().list_commands(ctx)]
+        try:
+            return [*(m.command or m.name for m in methods().values()), *super().list_commands(ctx)]
+        except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
+            ctx.fail(str(e))
+            raise
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """A command by its name; None: there is none."""
@@ -132,7 +136,8 @@ class Commands(typer.core.TyperGroup):
             try:
                 method = get(name)
             except ConfigError:
-                return None
+                near = suggest(name, self.list_commands(ctx))
+                ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
             one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
             one.command(name, help=method.about)(_training(method.name))
             found = typer.main.get_command(one)
@@ -316,13 +321,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
     for stage, p in policies.items():
         wins = p.get(f"win_rate_{judges[0]}")
         cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]
-        table.add_row(
-            stage,
-            *cells,
-            f"{p['kl']:.2f}" if "kl" in p else "–",
-            "–" if wins is None else f"{wins:.0%}",
-            f"{p['length']:.0f}",
-        )
+        more = [f"{p['kl']:.2f}" if "kl" in p else "–", "–" if wins is None else f"{wins:.0%}", f"{p['length']:.0f}"]
+        table.add_row(stage, *cells, *more)
     return table
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ..run.callbacks import short_number
 from ..core import RunError
 from ..widgets.charts import line_chart, thin, to_png
 from ..widgets.health import health_of
+from ..widgets.html import escape
 from ..widgets.panels import LAYOUT, control_text, group_panels, lights_html, runs_html
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 

@@ -65,9 +65,7 @@ def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[flo
     """
     a, b = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (scores_a, scores_b))
     if a.shape != b.shape or a.dim() != 1:
-        raise DataError(
-            f"{list(a.shape)} and {list(b.shape)} scores: a win rate needs one of each side per prompt, in order."
-        )
+        raise DataError(f"{list(a.shape)} and {list(b.shape)} scores: a win rate needs one pair per prompt.")
     both = ~(a.isnan() | b.isnan())
     n = int(both.sum())
     if n == 0:
@@ -270,7 +268,7 @@ def before_after(
     """
     if before.prompts != after.prompts:
         raise DataError(
-            f"{len(before.prompts)} and {len(after.prompts)} answers, to different prompts: evaluate both on the same batch."
+            f"{len(before.prompts)} and {len(after.prompts)} answers to different prompts: evaluate one batch."
         )
     if pick not in ("spread", "gain", "first"):
         raise ConfigError(f"pick is {pick!r}: use 'spread', 'gain' or 'first'.")

@@ -237,9 +237,8 @@ def critique_and_revise(
             step = {"principle": drawn[i].name, "answer": answers[i], "critique": critiques[i], "revision": text}
             trails[i].append(step)
         answers = revisions
-    made = [
-        {**rows[i], "completion": _as_completion(prompts[i], answers[i]), "trail": trails[i]} for i in sorted(answers)
-    ]
+    last = {i: _as_completion(prompts[i], answers[i]) for i in sorted(answers)}
+    made = [{**rows[i], "completion": text, "trail": trails[i]} for i, text in last.items()]
     unchanged = sum(trails[i][0]["answer"] == answers[i] for i in answers)
     stats = {"rows": len(made), "dropped": len(rows) - len(made), "unchanged": unchanged}
     return Revised(made, {k: float(n) for k, n in stats.items()})
@@ -278,9 +277,7 @@ def ai_preferences(
     )
     both = sorted(first.keys() & second.keys())
     if not both:
-        raise DataError(
-            f"none of {len(rows)} prompts got two answers: does the model write, and do they fit its window?"
-        )
+        raise DataError(f"none of {len(rows)} prompts got two answers: do they fit the model's window?")
     drawn = [drawn_principle(c, seed, first_row + i) for i in both]
     made = label_pairs(
         judge, [prompts[i] for i in both], [first[i] for i in both], [second[i] for i in both],

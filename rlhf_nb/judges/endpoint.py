@@ -313,9 +313,7 @@ class _Client:
                 failed += 1
                 self.count("failures")
                 if failed >= c.attempts:
-                    raise _GiveUp(
-                        f"{failed} tries failed, the last with {e}. Is the server up, at this address?"
-                    ) from e
+                    raise _GiveUp(f"{failed} tries failed, the last with {e}. Is the server up at this address?") from e
                 chance = self._random.uniform(0, min(c.backoff * 2 ** (failed - 1), c.backoff_max))
                 call.wait(max(min(e.wait, c.backoff_max), chance))
 

@@ -15,8 +15,8 @@ from ..core import CheckpointError, ConfigError, DataError, did_you_mean
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['UNPAIRED', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean', 'suggest_weights', 'check_unpaired',
-           'unpaired_loss']
+__all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean', 'suggest_weights',
+           'check_unpaired', 'unpaired_loss']
 
 # %% ../../nbs/135_losses_kto.ipynb #66937bd1
 def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tensor:
@@ -35,20 +35,14 @@ def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tens
     return torch.where(labels, 1.0, -1.0).to(log_ratios.dtype)
 
 
-def _weighted(losses: Tensor, labels: Tensor, desirable: float, undesirable: float) -> Tensor:
-    """Every loss times the weight of its side."""
-    return torch.where(labels, desirable * losses, undesirable * losses)
+def weigh_sides(
+    losses: Tensor, labels: Tensor, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> Tensor:
+    """Every answer's loss times the weight of its side: λ_D where the label is True, else λ_U; see `suggest_weights`."""
+    return torch.where(labels, desirable_weight * losses, undesirable_weight * losses)
 
 # %% ../../nbs/135_losses_kto.ipynb #45a5b3bf
-def kto(
-    log_ratios: Tensor,
-    labels: Tensor,
-    kl: Tensor | float,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor | float, *, beta: float) -> Tensor:
     """1 − σ(±β(log π/π_ref − kl)): the value that people see in an answer, with gains and losses that level off.
 
     Args:
@@ -56,11 +50,9 @@ def kto(
         labels: bool[B], True = desirable.
         kl: scalar ≥ 0 without gradient, the reference point: how far the policy moved on an average answer.
         beta: > 0; larger levels off sooner (more risk averse in gains).
-        desirable_weight: λ_D > 0.
-        undesirable_weight: λ_U > 0; see `suggest_weights`.
 
     Returns:
-        [B], each between 0 and its weight; half the weight at the reference point.
+        [B], each between 0 and 1; one half at the reference point.
 
     Raises:
         DataError: shapes differ, labels aren't booleans, kl has a gradient.
@@ -68,18 +60,10 @@ def kto(
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.
     """
     side = _sides(log_ratios, labels, kl)
-    return _weighted(torch.sigmoid(-beta * side * (log_ratios - kl)), labels, desirable_weight, undesirable_weight)
+    return torch.sigmoid(-beta * side * (log_ratios - kl))
 
 # %% ../../nbs/135_losses_kto.ipynb #69ae1754
-def apo_zero_unpaired(
-    log_ratios: Tensor,
-    labels: Tensor,
-    baseline: Tensor | float = 0.0,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def apo_zero_unpaired(log_ratios: Tensor, labels: Tensor, baseline: Tensor | float = 0.0, *, beta: float) -> Tensor:
     """KTO with its reference point at 0: needs no estimate of the KL.
 
     Args:
@@ -87,28 +71,16 @@ def apo_zero_unpaired(
         labels: bool[B], True = desirable.
         baseline: ignored; there so that all losses here are called alike.
         beta: > 0.
-        desirable_weight: > 0.
-        undesirable_weight: > 0.
 
     Returns:
-        [B], each between 0 and its weight.
+        [B], each between 0 and 1.
 
     Source: D'Oosterlinck et al., arXiv 2408.06266, eq. 7, one answer at a time.
     """
-    return kto(
-        log_ratios, labels, 0.0, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
-    )
+    return kto(log_ratios, labels, 0.0, beta=beta)
 
 # %% ../../nbs/135_losses_kto.ipynb #134f1058
-def bco(
-    log_ratios: Tensor,
-    labels: Tensor,
-    delta: Tensor | float,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def bco(log_ratios: Tensor, labels: Tensor, delta: Tensor | float, *, beta: float) -> Tensor:
     """−log σ(±(β log π/π_ref − delta)): logistic regression of the label on the implicit reward.
 
     Args:
@@ -116,16 +88,14 @@ def bco(
         labels: bool[B], True = desirable.
         delta: scalar without gradient, in units of reward: the running mean of β · log-ratios.
         beta: > 0.
-        desirable_weight: > 0.
-        undesirable_weight: > 0.
 
     Returns:
-        [B], loss of every answer; its weight times log 2 at the threshold.
+        [B], loss of every answer; log 2 at the threshold.
 
     Source: Jung et al., arXiv 2404.04656, section 4.
     """
     side = _sides(log_ratios, labels, delta)
-    return _weighted(-F.logsigmoid(side * (beta * log_ratios - delta)), labels, desirable_weight, undesirable_weight)
+    return -F.logsigmoid(side * (beta * log_ratios - delta))
 
 # %% ../../nbs/135_losses_kto.ipynb #914083d9
 def mismatched_kl(log_ratios: Tensor) -> Tensor:
@@ -300,6 +270,6 @@ def unpaired_loss(
     if logps.shape != ref_logps.shape:
         raise DataError(f"logps {list(logps.shape)} and ref_logps {list(ref_logps.shape)} must have one entry per row.")
     ratios = logps - ref_logps.detach()
-    each = UNPAIRED[loss](ratios, labels, baseline, beta=beta, **weights)
+    each = weigh_sides(UNPAIRED[loss](ratios, labels, baseline, beta=beta), labels, **weights)
     stats = _unpaired_stats(beta * ratios.detach(), logps.detach(), labels, baseline, desirable_share)
     return LossSum(each.sum(), torch.full((), each.numel(), device=each.device), stats)

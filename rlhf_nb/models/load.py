@@ -25,22 +25,17 @@ from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['M_', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
-           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
-           'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
+__all__ = ['is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
+           'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
+           'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs',
+           'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
     path = Path(name).expanduser()
-    return (
-        name.startswith((".", "~", os.sep))
-        or "\\" in name
-        or name.count("/") > 1
-        or path.exists()
-        or (path.parent != Path(".") and path.parent.is_dir())
-    )
+    written = name.startswith((".", "~", os.sep)) or "\\" in name or name.count("/") > 1
+    return written or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
 
 
 def _no_such_path(path: Path, what: str) -> ModelError:
@@ -123,11 +118,9 @@ def ensure_pad(tokenizer: Any) -> str:
         )
     if tokenizer.pad_token is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return ""
-    why = (
-        "it had no PAD token"
-        if tokenizer.pad_token is None
-        else f"its PAD was its EOS ({eos!r}), which hides the EOS from losses that mask PAD"
-    )
+    why = "it had no PAD token"
+    if tokenizer.pad_token is not None:
+        why = f"its PAD was its EOS ({eos!r}), which hides the EOS from losses that mask PAD"
     vocabulary = tokenizer.get_vocab()
     for token in _PADS:
         if token in vocabulary and vocabulary[token] not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
@@ -252,7 +245,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     return tokenizer
 
 # %% ../../nbs/300_models_load.ipynb #a93d529a
-M_ = TypeVar("M_", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
@@ -261,9 +254,8 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
     seen: set[int] = set()
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        owners: list[tuple[Any, list[str]]] = [
-            (module, names + [k for k in vars(module) if k.endswith(("dropout", "dropout_p", "pdrop"))])
-        ]
+        names += [k for k in vars(module) if k.endswith(("dropout", "dropout_p", "pdrop"))]
+        owners: list[tuple[Any, list[str]]] = [(module, names)]
         config = getattr(module, "config", None)
         if hasattr(config, "to_dict") and id(config) not in seen:
             seen.add(id(config))
@@ -276,7 +268,7 @@ def dropout_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
     return found
 
 
-def disable_dropout(model: M_) -> M_:
+def disable_dropout(model: _M) -> _M:
     """Set every dropout rate of a model to 0: modules (LoRA's included), numbers kept on modules, and the config.
 
     Args:

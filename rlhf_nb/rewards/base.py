@@ -302,7 +302,7 @@ class Rewards:
             problem = e
             if isinstance(e, _WrongForm) and self.on_error == "raise":
                 raise RewardError(
-                    f"reward function {name!r} {e}: it must return one number (or None) per completion."
+                    f"reward function {name!r} {e}: one number (or None) per completion is needed."
                 ) from e
             values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise")
         if bad and self.on_error == "raise":
@@ -426,9 +426,7 @@ def apply_eos_penalty(
         return scores
     if mode == "subtract":
         if penalty < 0:
-            raise ConfigError(
-                f"EOS penalty {penalty} would be subtracted, so it would reward answers that don't end: give a number ≥ 0."
-            )
+            raise ConfigError(f"EOS penalty {penalty} would reward answers that don't end: give a number ≥ 0.")
         return torch.where(finished.bool(), scores, scores - penalty)
     if mode != "fixed":
         raise ConfigError(f"EOS penalty mode {mode!r} doesn't exist: use 'fixed' or 'subtract'.")
@@ -465,9 +463,8 @@ class RunningNormalizer:
         """
         x = scores.detach().double().flatten().cpu()
         if not bool(torch.isfinite(x).all()):
-            raise RewardError(
-                f"{int((~torch.isfinite(x)).sum())} of {len(x)} scores are not finite: the normaliser would never recover from them."
-            )
+            bad = int((~torch.isfinite(x)).sum())
+            raise RewardError(f"{bad} of {len(x)} scores are not finite: the normaliser would never recover.")
         if len(x):
             mean, total = float(x.mean()), self.count + len(x)
             delta = mean - self.mean

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, ModelError
+from ..fast.support import unwrapped
 from rlhf_nb.rollout.sampler import (
-    as_rollout, bare_model, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
+    as_rollout, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
 )  # fmt: skip
 from ..types import PromptBatch, Rollout
 
@@ -122,7 +123,7 @@ class TransformersContinuous:
                 raise ConfigError(
                     f"{self.name} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto."
                 )
-        bare: Any = bare_model(model)
+        bare: Any = unwrapped(model)
         rows, eos, pad = len(prompts) * num_samples, eos_ids(bare, tokenizer), pad_id(tokenizer)
         each = math.ceil(check_request(bare, prompts, sampling, num_samples) / self.page_size) + 1
         pages = self.cache_bytes // (cache_bytes_per_token(bare) * self.page_size)  # at least for one row

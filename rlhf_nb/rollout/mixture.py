@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from ..models.adapters import Reference
+from ..fast.support import unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
-from .sampler import as_rollout, bare_model, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
+from .sampler import as_rollout, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -21,7 +22,7 @@ __all__ = ['sample_mixture']
 # %% ../../nbs/435_rollout_mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
     """[B, V], what a model says after the tokens it has seen and `ids`; its cache is kept in `state`."""
-    model = bare_model(model)
+    model = unwrapped(model)
     only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     places = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     seen: dict[str, Any] = {"past_key_values": state.get("cache"), "use_cache": True, **only}
@@ -50,7 +51,7 @@ def sample_mixture(
 
     Source: Munos et al., arXiv 2312.00886, section 7.
     """
-    bare: Any = bare_model(policy)
+    bare: Any = unwrapped(policy)
     device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
     prompts = prompts.to(device)
     draws = uniforms(seed, step, prompts.uid, earlier(prompts).to(device), new)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ..core import ConfigError, suggest
+from .launch import accelerate_settings
 
 # %% auto #0
 __all__ = ['accelerate_configs', 'accelerate_config', 'slurm_script', 'kubernetes_manifest']
@@ -40,10 +41,8 @@ def accelerate_config(name: str, processes: int | None = None, machines: int | N
     known = accelerate_configs()
     if name not in known:
         near = suggest(name, known)
-        raise ConfigError(
-            f"there is no accelerate config {name!r}. "
-            + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}.")
-        )
+        hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}."
+        raise ConfigError(f"there is no accelerate config {name!r}. {hint}")
     text = files("rlhf_nb").joinpath(*_FOLDER, f"{name}.yaml").read_text(encoding="utf-8")
     for key, value in (("num_processes", processes), ("num_machines", machines)):
         if value is not None:
@@ -55,7 +54,6 @@ def accelerate_config(name: str, processes: int | None = None, machines: int | N
     return text
 
 # %% ../../nbs/720_scale_cluster.ipynb #4592d14c
-_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
 _TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}")
 
@@ -68,12 +66,7 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
         )
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"nodes is {nodes} and GPUs per node {gpus}: at least one of each is needed.")
-    if strategy not in _STRATEGIES:
-        near = suggest(strategy, _STRATEGIES)
-        raise ConfigError(
-            f"strategy {strategy!r} doesn't exist. "
-            + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(_STRATEGIES)}.")
-        )
+    accelerate_settings(gpus, strategy, cpu=False)  # refuses one that doesn't exist
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"the job's name is {name!r}: use up to 50 small letters, digits and '-', with a letter or digit at both ends."
@@ -217,11 +210,8 @@ def kubernetes_manifest(
     if not image or not claim:
         raise ConfigError("an image with the package and the claim of a shared volume are needed: image=..., claim=...")
     _quantities(memory=memory, shm=shm)
-    variables = {
-        "RLHF_NB_STRATEGY": strategy,
-        "OMP_NUM_THREADS": str(cpus_per_gpu),
-        **{_variable(k): str(v) for k, v in (environment or {}).items()},
-    }
+    variables = {"RLHF_NB_STRATEGY": strategy, "OMP_NUM_THREADS": str(cpus_per_gpu)}
+    variables |= {_variable(k): str(v) for k, v in (environment or {}).items()}
     size = {"cpu": str(cpus_per_gpu * gpus_per_node), "memory": memory, "nvidia.com/gpu": str(gpus_per_node)}
     container = {
         "name": "node", "image": image, "command": ["torchrun", "-m", "rlhf_nb", *words],
@@ -229,10 +219,8 @@ def kubernetes_manifest(
         "volumeMounts": [{"name": "shared", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}],
     }  # fmt: skip
     runtime = _runtime(container, claim, shm, nodes, gpus_per_node, restarts)
-    job = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
-        "trainer": {"numNodes": nodes},
-    }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+    job = {"runtimeRef": reference, "trainer": {"numNodes": nodes}}
     head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "metadata": {"name": name, "namespace": namespace}}
     parts = [head | {"kind": "TrainingRuntime", "spec": runtime}, head | {"kind": "TrainJob", "spec": job}]
     return yaml.dump_all(parts, Dumper=_Plain, sort_keys=False, width=10**6)
@@ -265,13 +253,9 @@ def _runtime(container: dict[str, Any], claim: str, shm: str, nodes: int, gpus: 
         "volumes": volumes,
         "containers": [container],
     }
-    node = {
-        "name": "node",
-        "template": {
-            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": {"backoffLimit": 0, "template": {"spec": pod}},
-        },
-    }
+    labels = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    job = {"backoffLimit": 0, "template": {"spec": pod}}
+    node = {"name": "node", "template": {"metadata": labels, "spec": job}}
     return {
         "mlPolicy": {"numNodes": nodes, "torch": {"numProcPerNode": gpus}},
         "template": {"spec": {"failurePolicy": {"maxRestarts": restarts}, "replicatedJobs": [node]}},

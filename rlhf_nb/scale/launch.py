@@ -347,8 +347,10 @@ def _steps(run: Path) -> dict[int, tuple[int, float]]:
 
 def _stuck(attempt: Attempt, run: Path, begun: float, hang: float) -> str | None:
     """Which rank holds everything up, in words; None while things move."""
-    now = time.time()
-    for rank, told in attempt.ranks().items():
+    now, ranks = time.time(), attempt.ranks()
+    if ranks and set(ranks) <= attempt.done():  # the agent takes some seconds to end
+        return None
+    for rank, told in ranks.items():
         silent = now - float(told["time"])
         if silent > max(10.0, min(hang, 60.0)) and _lives(told):
             return f"rank {rank} has not said that it lives for {silent:.0f} s: it is stopped, or its machine is"

@@ -39,6 +39,7 @@ def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) ->
     ids.view(-1)[at] = c.completion_ids[real]
     branch.view(-1)[at] = (torch.arange(len(tree), device=device) - head[tree] + 1)[:, None].expand_as(real)[real]
     position.view(-1)[at] -= before[:, None].expand_as(real)[real]
+    position.masked_fill_(~inside, 0)  # padding is no long row: some rotary angles depend on the largest position
     look = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
     look &= torch.ones(width, width, dtype=torch.bool, device=device).tril_()
     layout = {"input_ids": ids, "position_ids": position, "token_mask": inside, "tree": tree, "branch": branch}

@@ -17,16 +17,8 @@ from ..data.sources import collate_preferences, tokenize_preferences
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..losses.kto import RunningMean
-from rlhf_nb.losses.preference import (
-    Entry,
-    PairLogps,
-    PairOptions,
-    check_losses,
-    desensitize,
-    nll,
-    preference_loss,
-    wpo_weights,
-)
+from ..losses.preference import Entry, PairLogps, PairOptions, check_losses
+from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
 from ..models.adapters import Reference
 from ..models.load import evaluating
 from .registry import register
@@ -124,12 +116,7 @@ class ReferencedPairs(PreferenceBatch):
 class DPO(OfflineMethod):
     """The DPO family as a method of the loop.
 
-    Args:
-        model: causal language model; only parameters that require gradients are trained.
-        tokenizer: pads.
-        config: of the run.
-        reference: frozen model; None: rows carry its log-probs, or no loss needs them.
-        held_out: tokenized pairs that `evaluate` measures.
+    Args as in `OfflineMethod`.
 
     Source: Rafailov et al., arXiv 2305.18290; for each loss see `losses.preference.LOSSES`.
     """
@@ -144,11 +131,8 @@ class DPO(OfflineMethod):
         self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
     ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, config, reference, held_out)
-        entries = config.entries
-        weights = config.losses
-        self.nll_coef = (
-            sum(weights[n] * e.nll for n, e in entries.items()) if config.nll_coef is None else config.nll_coef
-        )
+        entries, usual = config.entries, sum(config.losses[n] * e.nll for n, e in config.entries.items())
+        self.nll_coef = usual if config.nll_coef is None else config.nll_coef
         self.whole_batch = any(e.whole_batch for e in entries.values())
         self.delta = RunningMean(0.99) if "bco_pair" in entries else None
 

@@ -27,7 +27,7 @@ from .setup import Row, in_kind, toy_presets
 from ..types import Completions, LossSum
 
 # %% auto #0
-__all__ = ['KTOConfig', 'partners', 'check_labels', 'LabelledAnswers', 'KTO', 'tokenize_labelled', 'KTOTrainer']
+__all__ = ['KTOConfig', 'partners', 'check_labels', 'tokenize_labelled', 'LabelledAnswers', 'KTO', 'KTOTrainer']
 
 # %% ../../nbs/625_train_kto.ipynb #cc3e8421
 class KTOConfig(OfflineConfig):
@@ -65,11 +65,6 @@ class KTOConfig(OfflineConfig):
             )
         return self
 
-    @property
-    def decay(self) -> float:
-        """Memory of the baseline."""
-        return self.baseline_decay if self.baseline_decay is not None else 0.99 if self.loss == "bco" else 0.0
-
 # %% ../../nbs/625_train_kto.ipynb #b0a054cc
 def partners(rows: Sequence[Row], seed: int) -> list[Row]:
     """Each tokenized row with another row's answer, `other_ids`, that belongs to a different prompt.
@@ -83,18 +78,17 @@ def partners(rows: Sequence[Row], seed: int) -> list[Row]:
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
+    twice = order + order
     out: list[Row] = list(rows)
     for place, i in enumerate(order):
-        mine = rows[i]["prompt_ids"]
-        at = next(
-            (k for k in range(1, len(order)) if rows[order[(place + k) % len(order)]]["prompt_ids"] != mine), None
-        )
-        if at is None:
+        others = (rows[j] for j in twice[place + 1 : place + len(order)])
+        other = next((r for r in others if r["prompt_ids"] != rows[i]["prompt_ids"]), None)
+        if other is None:
             raise DataError(
                 f"all {len(rows)} rows have the same prompt, so no answer can be put under another one, and the baseline would be a guess. "
                 "Use loss=apo_zero_unpaired, which needs none, or more prompts."
             )
-        out[i] = rows[i] | {"other_ids": rows[order[(place + at) % len(order)]]["completion_ids"]}
+        out[i] = rows[i] | {"other_ids": other["completion_ids"]}
     return out
 
 
@@ -112,13 +106,29 @@ def check_labels(rows: Sequence[Row], config: KTOConfig) -> None:
     want = suggest_weights(good, len(rows) - good)
     ratio = good * config.desirable_weight / ((len(rows) - good) * config.undesirable_weight)
     if not 0.8 <= ratio <= 1.7:  # the paper's 1:1 to 4:3, with some room
-        warnings.warn(
-            DataWarning(
-                f"{good} good and {len(rows) - good} bad answers: weighted {ratio:.2g}:1, and KTO wants 1:1 to 4:3. Set "
-                f"desirable_weight={want[0]:.3g} and undesirable_weight={want[1]:.3g}."
-            ),
-            stacklevel=3,
+        message = (
+            f"{good} good and {len(rows) - good} bad answers: weighted {ratio:.2g}:1, and KTO wants 1:1 to 4:3. Set "
+            f"desirable_weight={want[0]:.3g} and undesirable_weight={want[1]:.3g}."
         )
+        warnings.warn(DataWarning(message), stacklevel=3)
+
+
+def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: bool = True) -> list[Row]:
+    """Labelled answers as tokens, with their labels; empty answers are dropped and counted.
+
+    Args:
+        rows: prompt, completion, label.
+        tokenizer: messages need its chat template.
+        data: limits on lengths.
+        warn: about dropped and cut rows.
+    """
+    out: list[Row] = []
+    limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+    for label in (True, False):
+        part = [{k: r[k] for k in ("prompt", "completion")} for r in rows if bool(r["label"]) is label]
+        tokens = tokenize_sft(part, tokenizer, **limits, warn=warn) if part else []
+        out += [t | {"label": label} for t in tokens]
+    return out
 
 # %% ../../nbs/625_train_kto.ipynb #5c53f697
 @dataclass(eq=False, repr=False)
@@ -131,38 +141,34 @@ class LabelledAnswers(Completions):
     ref_logps: Tensor | None = None  # float[B], sums over the answer under the reference
     ref_other_logps: Tensor | None = None  # float[B], the same for the stranger's
 
+    def under(self, ids: Tensor, lens: Tensor) -> Completions:
+        """Answers under these prompts.
+
+        Args:
+            ids: int64[B, C], their tokens, padded on the right.
+            lens: int64[B].
+        """
+        real = torch.arange(ids.shape[1], device=ids.device) < lens[:, None]
+        return Completions(self.prompt_ids, self.prompt_mask, ids, lens, real)
+
     def plain(self) -> Completions:
         """The answers alone."""
-        return Completions(
-            self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_lens, self.completion_mask
-        )
+        return self.under(self.completion_ids, self.completion_lens)
 
     def others(self) -> Completions:
-        """The strangers' answers under these prompts."""
-        real = torch.arange(self.other_ids.shape[1], device=self.other_ids.device) < self.other_lens[:, None]
-        return Completions(self.prompt_ids, self.prompt_mask, self.other_ids, self.other_lens, real)
+        """The strangers' answers."""
+        return self.under(self.other_ids, self.other_lens)
 
     def both(self) -> Completions:
         """2B rows: own answer 0, stranger's 0, own 1, ...: neighbours share their prompt."""
-        width = max(self.completion_ids.shape[1], self.other_ids.shape[1])
-        sides = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.completion_ids, self.other_ids)]
-        ids, lens = (
-            torch.stack(sides, 1).flatten(0, 1),
-            torch.stack([self.completion_lens, self.other_lens], 1).flatten(),
-        )
-        prompt_ids, prompt_mask = (x.repeat_interleave(2, 0) for x in (self.prompt_ids, self.prompt_mask))
-        return Completions(prompt_ids, prompt_mask, ids, lens, torch.arange(width, device=ids.device) < lens[:, None])
+        both = Completions.cat([self.plain(), self.others()])
+        return both[torch.arange(len(both)).view(2, -1).t().flatten()]
 
 # %% ../../nbs/625_train_kto.ipynb #2f281c3b
 class KTO(OfflineMethod):
     """Kahneman–Tversky optimisation (and BCO) as a method of the loop.
 
-    Args:
-        model: causal language model; only parameters that require gradients are trained.
-        tokenizer: pads.
-        config: of the run.
-        reference: frozen model; None: rows carry its log-probs.
-        held_out: tokenized rows that `evaluate` measures.
+    Args as in `OfflineMethod`.
 
     Source: Ethayarajh et al., arXiv 2402.01306; BCO: Jung et al., arXiv 2404.04656.
     """
@@ -177,11 +183,12 @@ class KTO(OfflineMethod):
         self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
     ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, config, reference, held_out)
-        self.baseline = RunningMean(config.decay)
+        usual = 0.99 if config.loss == "bco" else 0.0
+        self.baseline = RunningMean(usual if config.baseline_decay is None else config.baseline_decay)
         self.desirable_share = 0.5
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
-        """Labelled answers with their partners as tokens, with the reference's log-probs where these are cached."""
+        """Answers with their labels and partners as tokens, with the reference's log-probs where these are cached."""
         rows = list(in_kind(rows, "unpaired"))
         if warn:
             check_labels(rows, self.config)
@@ -194,15 +201,11 @@ class KTO(OfflineMethod):
 
     def collate(self, rows: list[Row]) -> LabelledAnswers:
         """Tokenized rows as one batch, with cached log-probs of the reference where rows carry them."""
-        pad = self.tokenizer.pad_token_id
-        prompts = [r["prompt_ids"] for r in rows]
-        own, other = (
-            Completions.from_lists(prompts, [r[k] for r in rows], pad) for k in ("completion_ids", "other_ids")
-        )
-        label = torch.tensor([bool(r["label"]) for r in rows])
-        batch = LabelledAnswers(
-            **own.columns_dict(), label=label, other_ids=other.completion_ids, other_lens=other.completion_lens
-        )
+        prompts, pad = [r["prompt_ids"] for r in rows], self.tokenizer.pad_token_id
+        own = Completions.from_lists(prompts, [r["completion_ids"] for r in rows], pad)
+        other = Completions.from_lists(prompts, [r["other_ids"] for r in rows], pad)
+        label, ids, lens = torch.tensor([bool(r["label"]) for r in rows]), other.completion_ids, other.completion_lens
+        batch = LabelledAnswers(**own.columns_dict(), label=label, other_ids=ids, other_lens=lens)
         self.take_cached(batch, rows)
         return batch
 
@@ -211,21 +214,15 @@ class KTO(OfflineMethod):
         return batch.both()
 
     def collect(self, batch: LabelledAnswers, step: int) -> LabelledAnswers:
-        """Log-probs of the reference, and the baseline of this batch."""
+        """Log-probs of the reference; and KTO's baseline, the mean log-ratio of the strangers' answers over all ranks."""
         super().collect(batch, step)
         if self.config.loss == "kto":
-            self._measure_kl(batch)
+            with evaluating(self.model):
+                ratios = self.module(batch.others()).logps.sum(1) - batch.ref_other_logps
+            sums = {"total": ratios.sum(), "count": torch.tensor(float(len(ratios)), device=ratios.device)}
+            total, count = self.engine.reduce_sum(sums).values()
+            self.baseline.update(float(total), float(count))
         return batch
-
-    def _measure_kl(self, batch: LabelledAnswers) -> None:
-        """KTO's reference point: mean log-ratio of strangers' answers, over all ranks."""
-        assert batch.ref_other_logps is not None
-        with evaluating(self.model):
-            ratios = self.module(batch.others()).logps.sum(1) - batch.ref_other_logps
-        total, count = self.engine.reduce_sum(
-            {"total": ratios.sum(), "count": torch.tensor(float(len(ratios)), device=ratios.device)}
-        ).values()
-        self.baseline.update(float(total), float(count))
 
     def denominators(self, mini: LabelledAnswers) -> dict[str, Tensor]:
         """Averaged over answers; the share of good ones is taken along, for the margin."""
@@ -240,15 +237,12 @@ class KTO(OfflineMethod):
 
     def loss(self, micro: LabelledAnswers) -> dict[str, tuple[LossSum, float]]:
         """Each answer's loss around the baseline."""
-        cfg = self.config
-        assert micro.ref_logps is not None
-        baseline = (
-            mismatched_kl(torch.tensor([self.baseline.value]))
-            if cfg.loss == "kto"
-            else torch.tensor(self.baseline.value)
-        )
+        cfg, ref = self.config, micro.ref_logps
+        assert ref is not None
+        baseline = torch.tensor([self.baseline.value], device=ref.device)
+        baseline = mismatched_kl(baseline) if cfg.loss == "kto" else baseline
         loss = unpaired_loss(
-            self.module(micro.plain().trim()).logps.sum(1), micro.ref_logps, micro.label, cfg.loss, baseline=baseline.to(micro.ref_logps.device), beta=cfg.beta,
+            self.module(micro.plain().trim()).logps.sum(1), ref, micro.label, cfg.loss, baseline=baseline, beta=cfg.beta,
             desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight, desirable_share=self.desirable_share,
         )  # fmt: skip
         return {"kto": (loss, 1.0)}
@@ -268,24 +262,19 @@ class KTO(OfflineMethod):
         with evaluating(self.model), self.engine.autocast():
             for start in range(0, len(self.held_out), 256):
                 batch = self.collate(self.held_out[start : start + 256]).to(self.engine.device)
-                ref = (
-                    batch.ref_logps
-                    if self.reference is None
-                    else self.reference.logps(batch.plain(), token_budget=self.config.token_budget).sum(1)
-                )
-                assert ref is not None
-                rewards.append(self.config.beta * (self.module(batch.plain()).logps.sum(1) - ref))
+                c, ref = batch.plain(), batch.ref_logps
+                if self.reference is not None:
+                    ref = self.reference.logps(c, token_budget=self.config.token_budget).sum(1)
+                rewards.append(self.config.beta * (self.module(c).logps.sum(1) - ref))
                 labels.append(batch.label)
         reward, label = torch.cat(rewards), torch.cat(labels)
         good, bad = reward[label], reward[~label]
-        wins = (good[:, None] > bad[None]).float().mean()
-        numbers = {
+        found = {
             "rewards/chosen": good.mean(),
             "rewards/rejected": bad.mean(),
             "rewards/margins": good.mean() - bad.mean(),
-            "auc": wins,
         }
-        return {f"eval/{k}": float(v) for k, v in numbers.items()}
+        return {f"eval/{k}": float(v) for k, v in (found | {"auc": (good[:, None] > bad[None]).float().mean()}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, and a moving reference."""
@@ -295,30 +284,6 @@ class KTO(OfflineMethod):
         """Continue from `state_dict()`."""
         super().load_state_dict(state)
         self.baseline.load_state_dict(state["baseline"])
-
-# %% ../../nbs/625_train_kto.ipynb #d79813c4
-def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: bool = True) -> list[Row]:
-    """Labelled answers as tokens, with their labels; empty answers are dropped and counted.
-
-    Args:
-        rows: prompt, completion, label.
-        tokenizer: messages need its chat template.
-        data: limits on lengths.
-        warn: about dropped and cut rows.
-    """
-    out: list[Row] = []
-    for label in (True, False):
-        part = [r for r in rows if bool(r["label"]) is label]
-        limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "warn": warn}
-        tokens = (
-            tokenize_sft(
-                [{k: r[k] for k in ("prompt", "completion")} for r in part], tokenizer, data.max_length, **limits
-            )
-            if part
-            else []
-        )
-        out += [t | {"label": label} for t in tokens]
-    return out
 
 # %% ../../nbs/625_train_kto.ipynb #aa188a22
 @register(

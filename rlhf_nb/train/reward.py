@@ -23,7 +23,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'make_members', 'RewardTrainer']
+           'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -226,17 +226,6 @@ def preference_report(
     }
     return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
 
-# %% ../../nbs/615_train_reward.ipynb #70b72f66
-def make_members(model: Any, config: RewardConfig) -> list[RewardModel]:
-    """The reward models of a run before training, each with a decoder of its own and a fresh head."""
-    return [
-        RewardModel.from_policy(
-            model, head=config.head, hidden=config.head_hidden, dropout=config.head_dropout, pooling=config.pooling,
-            seed=derive_seed(config.seed, "head", i),
-        )
-        for i in range(config.ensemble_size)
-    ]  # fmt: skip
-
 # %% ../../nbs/615_train_reward.ipynb #a7675dd0
 @register(
     "reward", RewardConfig, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
@@ -253,7 +242,10 @@ class RewardTrainer(TextTrainer):
 
     def make_method(self, config: RewardConfig, model: Any, tokenizer: Any, rows: list[Row]) -> Reward:
         """Fresh reward models on the model's decoder, and the demonstrations that will be worth 0."""
-        self.members, first = make_members(model, config), rows[: config.calibrate_rows]
+        how: dict[str, Any] = {"hidden": config.head_hidden, "dropout": config.head_dropout, "pooling": config.pooling}
+        seeds = [derive_seed(config.seed, "head", i) for i in range(config.ensemble_size)]
+        self.members = [RewardModel.from_policy(model, head=config.head, seed=seed, **how) for seed in seeds]
+        first = rows[: config.calibrate_rows]
         demonstrations = tokenize_sft(first, tokenizer, **_limits(config), warn=False) if first else ()
         return Reward(self.members, tokenizer, config, demonstrations=demonstrations)
 

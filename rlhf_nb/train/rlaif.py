@@ -20,13 +20,8 @@ from ..core import ConfigError, DataError, RewardError, RunError, decide_precisi
 from ..data import toy
 from ..run.engine import Engine
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
-from rlhf_nb.judges.constitution import (
-    Constitution,
-    ModelWriter,
-    critique_and_revise,
-    drawn_principle,
-    load_constitution,
-)
+from ..judges.constitution import Constitution, ModelWriter
+from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
 from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, Verdicts, agreement, label_pairs  # fmt: skip
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
@@ -110,13 +105,11 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) ->
     Raises:
         ConfigError: no judge is named, or its settings can't be meant.
     """
-    c, place = config.judge, Path(config.output_dir)
+    c, cache = config.judge, str(Path(config.output_dir) / "judge.jsonl")
     own = c.template != JudgeTemplate() or constitution is None
     template = c.template if own or constitution is None else constitution.judge
     if c.endpoint is not None:
-        settings = {"cache": str(place / "judge.jsonl")} | {
-            k: v for k, v in c.endpoint.to_dict().items() if v is not None
-        }
+        settings = {"cache": cache} | {k: v for k, v in c.endpoint.to_dict().items() if v is not None}
         return EndpointJudge(template=template, labels=c.labels, **settings)
     if c.model is None:
         raise ConfigError(
@@ -127,15 +120,10 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) ->
         if not is_toy(config.data.path):
             raise ConfigError("judge.model is 'toy', which can only judge the toy world's answers: name another judge.")
         return toy_judge(config.seed)
-    where, precision = ModelConfig(name_or_path=c.model), decide_precision(_device(config), config.precision)
+    where, precision = ModelConfig(name_or_path=c.model), decide_precision(config.device, config.precision)
     tokenizer = load_tokenizer(where)
     model = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
     return ModelJudge(model, tokenizer, template, c.labels)
-
-
-def _device(config: RLAIFConfig) -> str | None:
-    """The device that is asked for; None: any."""
-    return None if config.device == "auto" else config.device
 
 # %% ../../nbs/670_train_rlaif.ipynb #08c79da5
 def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
@@ -256,7 +244,7 @@ class Labelling:
     def __init__(
         self, config: RLAIFConfig, model: Any = None, tokenizer: Any = None, judge: Judge | None = None, rows: Sequence[Row] | None = None
     ) -> None:  # fmt: skip
-        self.engine = Engine(decide_precision(_device(config), config.precision))
+        self.engine = Engine(decide_precision(config.device, config.precision))
         if model is None:
             precision = self.engine.precision._replace(device=self.engine.device)
             tokenizer = load_tokenizer(config.model)

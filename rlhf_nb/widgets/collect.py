@@ -228,12 +228,9 @@ def pair_margins(pairs: Sequence[Pair], judges: Any, tokenizer: Any = None, batc
             if hasattr(judge, "calibrate_bias"):  # a reward model reads tokens
                 parts.append(_model_margins(judge, some, tokenizer))
             else:
-                first, second = (
-                    torch.as_tensor(
-                        judge([p.prompt for p in some], [getattr(p, side) for p in some]), dtype=torch.float64
-                    )
-                    for side in ("first", "second")
-                )
+                asked = [p.prompt for p in some]
+                both = (judge(asked, [p.first for p in some]), judge(asked, [p.second for p in some]))
+                first, second = (torch.as_tensor(scores, dtype=torch.float64) for scores in both)
                 parts.append(first - second)
         rows.append(torch.cat([p.double().cpu() for p in parts]))
     return torch.stack(rows)

@@ -91,11 +91,8 @@ class _Knobs:
                     slider.max, slider.min = top, top - 5
                 else:
                     most = min(high, 5 * value) if key == "kl_target" and value > 0 else high
-                    slider.max, slider.min, slider.step = (
-                        most,
-                        float(control["low"]),
-                        (most - float(control["low"])) / 200,
-                    )
+                    low = float(control["low"])
+                    slider.max, slider.min, slider.step = most, low, (most - low) / 200
                 self.shown[key] = slider.value
                 slider.layout.display = None
             elif value == self.shown.get(key + " of the run") and key != force:

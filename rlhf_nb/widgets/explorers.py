@@ -47,20 +47,14 @@ def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
     edges = (1 - eps_low, 1 + eps_high)
     flat = f"above {edges[1]:.2f}" if advantage > 0 else f"below {edges[0]:.2f}"
     says = f"Advantage {advantage:+.1f}: {flat} the push is zero, the token has had its share. On the other side nothing is clipped, however far it strayed."
-    return Picture(
-        [
-            Plot("objective of the token", [free, Curve("clipped", x, value)], "ratio π / π_old", (-high, high), edges),
-            Plot("push on log π", [Curve("", x, push.tolist(), 1)], "ratio π / π_old", (-high, high), edges),
-        ],
-        says if advantage else "Advantage 0: nothing to learn from this token.",
-    )
+    how: tuple[Any, ...] = ("ratio π / π_old", (-high, high), edges)
+    plots = [Plot("objective of the token", [free, Curve("clipped", x, value)], *how)]
+    plots.append(Plot("push on log π", [Curve("", x, push.tolist(), 1)], *how))
+    return Picture(plots, says if advantage else "Advantage 0: nothing to learn from this token.")
 
 
-ppo_clip = Explorer(
-    "PPO's clipped surrogate",
-    {"advantage": Knob(1.0, -2.0, 2.0, 0.1), "eps_low": Knob(0.2, 0.0, 0.9), "eps_high": Knob(0.2, 0.0, 0.9)},
-    clip_picture,
-)
+_knobs = {"advantage": Knob(1.0, -2.0, 2.0, 0.1), "eps_low": Knob(0.2, 0.0, 0.9), "eps_high": Knob(0.2, 0.0, 0.9)}
+ppo_clip = Explorer("PPO's clipped surrogate", _knobs, clip_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #e3eda41c
 TOKENS = 10
@@ -91,11 +85,8 @@ def gae_picture(gamma: float, lam: float, critic: str, **drawn: float) -> Pictur
 
 
 _drawn = {f"r{i + 1}": Knob(1.0 if i == TOKENS - 1 else -0.05, -1.0, 1.0, 0.05, upright=True) for i in range(TOKENS)}
-gae_lambda = Explorer(
-    "Generalised advantage estimation",
-    {"gamma": Knob(1.0, 0.5), "lam": Knob(0.8), "critic": Knob("zero", choices=CRITICS), **_drawn},
-    gae_picture,
-)
+_knobs = {"gamma": Knob(1.0, 0.5), "lam": Knob(0.8), "critic": Knob("zero", choices=CRITICS), **_drawn}
+gae_lambda = Explorer("Generalised advantage estimation", _knobs, gae_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #5e378675
 LENGTH = 20.0  # tokens of either answer
@@ -189,21 +180,14 @@ def kl_picture(
     top = max(2.5 * true, 0.05)
     calm = min(facts, key=lambda f: abs(f["mean"] - true) + f["std of one term"] / len(x) ** 0.5)
     says = f"True KL {true:.3f} nats. With {len(x)} samples the estimator to trust here is {calm['estimator']}."
-    return Picture(
-        [Plot("densities", bells, "x"), Plot("mean of the first n terms", curves, "n", (min(-0.3 * top, 0.0), top))],
-        says,
-        facts,
-    )
+    means = Plot("mean of the first n terms", curves, "n", (min(-0.3 * top, 0.0), top))
+    return Picture([Plot("densities", bells, "x"), means], says, facts)
 
 
-kl_estimators = Explorer(
-    "Three estimators of the KL",
-    {
-        "policy_mean": Knob(0.5, -3.0, 3.0, 0.05), "policy_sd": Knob(1.0, 0.3, 2.0, 0.05), "reference_mean": Knob(0.0, -3.0, 3.0, 0.05),
-        "reference_sd": Knob(1.0, 0.3, 2.0, 0.05), "samples": Knob(500, 10, 5000, whole=True),
-    },
-    kl_picture,
-)  # fmt: skip
+_knobs = {"policy_mean": Knob(0.5, -3.0, 3.0, 0.05), "policy_sd": Knob(1.0, 0.3, 2.0, 0.05)}
+_knobs |= {"reference_mean": Knob(0.0, -3.0, 3.0, 0.05), "reference_sd": Knob(1.0, 0.3, 2.0, 0.05)}
+_knobs["samples"] = Knob(500, 10, 5000, whole=True)
+kl_estimators = Explorer("Three estimators of the KL", _knobs, kl_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #89724eb1
 _REFERENCE = (0.30, 0.25, 0.20, 0.15, 0.08, 0.02)
@@ -255,9 +239,8 @@ def optimum_picture(beta: float, **drawn: float) -> Picture:
 
 
 _rewards = {f"r{i + 1}": Knob(v, -1.0, 1.0, 0.05, upright=True) for i, v in enumerate((0.0, 0.1, -0.2, 0.4, 0.3, 0.9))}
-optimum = Explorer(
-    "The optimum under a KL price", {"beta": Knob(0.3, 0.02, 10.0, log=True), **_rewards}, optimum_picture
-)
+_knobs = {"beta": Knob(0.3, 0.02, 10.0, log=True), **_rewards}
+optimum = Explorer("The optimum under a KL price", _knobs, optimum_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #08af4006
 _POOL = 20_000

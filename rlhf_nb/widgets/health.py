@@ -60,11 +60,9 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Found:
     if fell > 0.2 * max(gain, 1e-9) and fell > 0.02 * max(abs(float(gold[peak])), 1e-9) and peak < len(gold) - 1:
         since = f"gold fell from {gold[peak]:.3g} (step {at[peak]:,.0f}) to {gold[-1]:.3g}"
         advice = f"the policy exploits the reward. Raise kl_coef, or go back to step {at[peak]:,.0f}"
-        return (
-            ("bad", f"{since} while the reward rose: {advice}")
-            if rose > 0
-            else ("watch", f"{since}, and the reward with it")
-        )
+        if rose > 0:
+            return "bad", f"{since} while the reward rose: {advice}"
+        return "watch", f"{since}, and the reward with it"
     return "ok", f"reward {now:.3g}, gold {gold[-1]:.3g}, best {gold[peak]:.3g}"
 
 # %% ../../nbs/813_widgets_health.ipynb #ce308646

@@ -190,10 +190,12 @@ def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
             numbers = (v[0], v[-1], v.min(), v.max()) if len(v) else ()
             rows += f"<tr><td>{escape(key)}</td>{''.join(f'<td>{short_number(float(x))}</td>' for x in numbers)}</tr>"
         done = [f"step {e.get('step', 0):,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
-        parts.append(
-            f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p><table><tr>{head}</tr>{rows}</table>"
-        )
-        parts += [lights_html(health_of(reader)), f"<p>{escape('; '.join(done[-12:]))}</p>" if done else ""]
+        parts.append(f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p>")
+        parts += [
+            f"<table><tr>{head}</tr>{rows}</table>",
+            lights_html(health_of(reader)),
+            f"<p>{escape('; '.join(done[-12:]))}</p>" if done else "",
+        ]
     return "".join(parts)
 
 

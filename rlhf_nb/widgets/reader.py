@@ -206,12 +206,9 @@ def _numbers(column: Any) -> tuple[Floats, npt.NDArray[np.bool_]]:
         at, n = chunk.offset, len(chunk)
         kind = np.float64 if str(column.type) == "double" else np.int64
         values.append(np.frombuffer(data, kind, n, 8 * at).astype(np.float64))
-        known = (
-            np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[at : at + n]
-            if bits is not None
-            else np.ones(n)
-        )
-        there.append(known.astype(bool))
+        there.append(np.ones(n, bool))
+        if bits is not None:
+            there[-1] = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[at : at + n].astype(bool)
     return np.concatenate(values), np.concatenate(there)
 
 # %% ../../nbs/800_widgets_reader.ipynb #34c2d82d

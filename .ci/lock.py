@@ -1,0 +1,68 @@
+"""requirements.lock: what the make targets install, each file with its hash. Run it with an environment whose versions are the tested ones.
+
+    .venv/bin/python .ci/lock.py
+
+For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. torch is left to constraints.txt, because a machine chooses between its
+CPU build and its usual one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements.lock"
+HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 on Linux x86-64, each file with its hash.
+# torch comes from constraints.txt: pip install --no-deps -c constraints.txt torch
+# pip install --no-deps --require-hashes -r requirements.lock
+"""
+
+
+def pip(*arguments: str) -> str:
+    """The output of a pip command."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"pip {' '.join(arguments)}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def chosen(*what: str) -> dict[str, tuple[str, str]]:
+    """Name -> (version, SHA-256) of all that pip would install anew for requirements."""
+    out = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *what)
+    found = {}
+    for item in json.loads(out)["install"]:
+        hashes = item["download_info"].get("archive_info", {}).get("hashes", {})
+        if "sha256" in hashes:  # not the project itself
+            name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
+            found[name] = (item["metadata"]["version"], hashes["sha256"])
+    return found
+
+
+def main() -> None:
+    if sys.version_info[:2] != (3, 11):
+        raise SystemExit(f"this is Python {sys.version.split()[0]}; the lock is for 3.11, the version that CI runs")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
+        pins.write(
+            "\n".join(
+                line for line in pip("freeze", "--exclude-editable").splitlines() if "==" in line and "@" not in line
+            )
+        )
+        pins.flush()
+        held = chosen("-c", pins.name, ".[test]")
+    lines = [
+        f"{name}=={version} --hash=sha256:{digest}"
+        for name, (version, digest) in sorted(held.items())
+        if name != "torch"
+    ]
+    LOCK.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(lines)} packages in {LOCK.name}")
+
+
+if __name__ == "__main__":
+    main()

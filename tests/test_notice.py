@@ -1,0 +1,116 @@
+"""What mutants once got through: numbers so small that they are computed here by hand."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_nb.config import OptimizerConfig
+from rlhf_nb.data import toy
+from rlhf_nb.losses.group import group_surrogate
+from rlhf_nb.losses.policy import clipped_surrogate
+from rlhf_nb.losses.preference import PairLogps, aot, aot_unpaired, cpo, dpo
+from rlhf_nb.run.strategy import build_optimizer
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
+from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+
+torch.set_num_threads(1)
+
+RATIOS = torch.tensor([[0.5, 0.75, 1.25, 1.5]], dtype=torch.float64)
+# a fall is clipped where the advantage is below 0, a rise where it is above
+ADVANTAGES = torch.tensor([[-1.0, -2.0, 1.0, 3.0]], dtype=torch.float64)
+MASK = torch.ones(1, 4, dtype=torch.bool)
+
+
+def test_each_side_is_clipped_by_its_own_bound() -> None:
+    """0.5 and 1.5 lie beyond 1 − 0.4 and 1 + 0.1, 1.25 beyond the upper one, 0.75 inside: −(−0.6 − 2 · 0.75 + 1.1 + 3 · 1.1)."""
+    old = torch.zeros(1, 4, dtype=torch.float64)
+    loss = clipped_surrogate(RATIOS.log(), old, ADVANTAGES, MASK, clip_eps_low=0.4, clip_eps_high=0.1)
+    assert float(loss.total) == pytest.approx(-2.3, abs=1e-12)
+    group = group_surrogate(RATIOS.log(), old, ADVANTAGES, MASK, clip_eps_low=0.4, clip_eps_high=0.1, per="token")
+    assert float(group.total) == pytest.approx(-2.3, abs=1e-12)
+
+
+def test_correction_weighs_each_token() -> None:
+    """At ratio 1 the loss is −Σ A · w."""
+    logps, weights = torch.zeros(1, 4, dtype=torch.float64), torch.tensor([[1.0, 0.5, 2.0, 0.25]], dtype=torch.float64)
+    loss = group_surrogate(logps, logps, ADVANTAGES, MASK, per="token", correction=weights)
+    assert float(loss.total) == pytest.approx(-(-1.0 - 2 * 0.5 + 2.0 + 3 * 0.25), abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [dpo, cpo, aot, aot_unpaired], ids=lambda f: f.__name__)
+def test_smoothing_is_a_mixture_of_both_labels(loss: Any) -> None:
+    """(1 − ε) · loss of the pair + ε · loss of the pair turned round; with one pair, sorting does nothing."""
+    chosen, rejected, zero = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -3.5, 0.0))
+    pair = PairLogps(chosen, rejected, zero, zero, torch.tensor([1]), torch.tensor([1]))
+    margin, share = 0.4 * 2.5, 0.2
+    want = (1 - share) * math.log1p(math.exp(-margin)) + share * math.log1p(math.exp(margin))
+    assert float(loss(pair, beta=0.4, label_smoothing=share)) == pytest.approx(want, abs=1e-12)
+
+
+def test_weight_decay_spares_biases_and_norms() -> None:
+    """Without gradient a step leaves (1 − lr · decay) of a matrix, and all of the rest."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Embedding(4, 2))
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    optimizer = build_optimizer(module, OptimizerConfig(lr=0.5, weight_decay=0.1))
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.dim() >= 2 else 1.0), msg=name)
+    assert any(float(b.abs().sum()) > 0 and b.dim() < 2 for b in before.values())
+
+
+def settings(folder: Path, **over: Any) -> dict[str, Any]:
+    return {"output_dir": str(folder / "run"), "console": False, "steps": 1, "epochs": None, "device": "cpu", **over}
+
+
+@pytest.mark.parametrize("coefs", [(0.0, 0.0), (0.7, 0.0), (0.3, 0.4)])
+def test_ppo_adds_its_three_losses_by_their_weights(coefs: tuple[float, float], tmp_path: Path) -> None:
+    """One optimizer step: loss = policy + vf_coef · value − entropy_coef · entropy."""
+    value, entropy = coefs
+    optimizer = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=0)
+    config = PPOConfig.preset(
+        "toy", **settings(tmp_path, rollout_batch_size=8, mini_batch_size=8, num_inner_epochs=1, sampling={"max_new_tokens": 6},
+        vf_coef=value, entropy_coef=entropy, optimizer=optimizer, missing_eos=None, reward="gold"),
+    )  # fmt: skip
+    policy = "policy" if "policy" in inspect.signature(PPOTrainer).parameters else "model"
+    given = {policy: toy.build_model(0, "tiny"), "tokenizer": toy.build_tokenizer()}
+    rows = toy.train_prompts(8)
+    trainer = PPOTrainer(config, **given, reward=toy.gold_reward, rows=rows)
+    event = trainer.fit()[-1]
+    assert event["loss/value_avg"] > 1e-3
+    want = event["loss/policy_avg"] + value * event["loss/value_avg"]
+    if entropy:
+        want -= entropy * event["policy/entropy_avg"]
+    assert event["loss"] == pytest.approx(want, rel=1e-4, abs=1e-6)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_moving_reference_moves(kind: str, tmp_path: Path) -> None:
+    """After two steps with sync_every=2: 0.4 of where it started + 0.6 of the policy; after one step nothing."""
+    rows = [{k: r[k] for k in ("prompt", "chosen", "rejected")} for r in toy.preference_rows(16)]
+    for steps, share in ((1, 0.0), (2, 0.6)):
+        config: Any = DPOConfig if kind == "dpo" else KTOConfig
+        optimizer = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=0)
+        cfg = config.preset(
+            "toy", **settings(tmp_path / str(steps), steps=steps, mini_batch_size=8, reference="moving", sync_every=2, sync_mixup=0.6, optimizer=optimizer)
+        )  # fmt: skip
+        model = toy.build_model(0, "tiny")
+        start = flat(model).clone()
+        trainer: Any = (DPOTrainer if kind == "dpo" else KTOTrainer)(cfg, model, toy.build_tokenizer(), rows)
+        trainer.fit()
+        policy, reference = flat(model), flat(trainer.method.reference.model)
+        assert float((policy - start).abs().max()) > 1e-4
+        torch.testing.assert_close(reference, start + share * (policy - start), rtol=0, atol=1e-6)
