@@ -95,7 +95,7 @@ def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True)
     if config.reference_model is not None:
         where = ModelConfig(name_or_path=config.reference_model)
         check_same_tokens(tokenizer, load_tokenizer(where), config.reference_model)
-        precision = decide_precision(None if config.device == "auto" else config.device, config.precision)
+        precision = decide_precision(config.device, config.precision)
         return Reference(load_causal_lm(where, precision, tokenizer=tokenizer), copy_model=False)
     if config.reference == "moving":
         return MovingReference(model, config.sync_every, config.sync_mixup)

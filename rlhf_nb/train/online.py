@@ -61,7 +61,7 @@ class OnlineConfig(TrainConfig):
     )
     reward: PathText | None = Field(
         default=None,
-        description="folder of a reward model (or of an ensemble's members); 'gold' or 'check' in the toy world",
+        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     optimizer: OptimizerConfig = Field(
@@ -70,9 +70,7 @@ class OnlineConfig(TrainConfig):
     num_generations: int = Field(default=1, ge=1, description="answers to each prompt: the group")
     mini_batch_size: int = Field(default=64, ge=1, description="answers per optimizer step, over all devices")
     rollout_batch_size: int = Field(
-        default_factory=lambda data: data.get("mini_batch_size", 1),
-        ge=1,
-        description="answers per collect, over all devices",
+        default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="price of one nat of drift; 0: no reference is kept")
     kl_budget: float | None = Field(

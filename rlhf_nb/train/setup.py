@@ -62,7 +62,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
         model: what to load; a fresh LoRA adapter is added when `model.lora` is set.
         train: device, precision, and the seed of untrained weights.
     """
-    precision = decide_precision(None if train.device == "auto" else train.device, train.precision)
+    precision = decide_precision(train.device, train.precision)
     tokenizer = load_tokenizer(model)
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
@@ -74,12 +74,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
-TOY_ROWS: dict[str, int] = {
-    "sft": 8000,
-    "preference": 6400,
-    "unpaired": 6400,
-    "prompt": 4096,
-}  # how many the toy world makes for a method
+TOY_ROWS = {"sft": 8000, "preference": 6400, "unpaired": 6400, "prompt": 4096}  # the toy world makes for a method
 TOY_HELD_OUT = 256
 
 
@@ -103,17 +98,12 @@ def in_kind(rows: Iterable[Row], kind: Kind) -> Iterator[Row]:
         rows: in any format of `data.formats`.
         kind: "sft", "preference", "unpaired" or "prompt".
     """
-    first, rows = _peek(rows)
+    it = iter(rows)
+    first = next(it, None)
+    rows = it if first is None else chain([first], it)  # the first row decides, and is put back
     if kind == "unpaired" and first is not None and detect_format(first) == "preference":
         return to_unpaired(rows)
     return to_rows(rows, kind)
-
-
-def _peek(rows: Iterable[Row]) -> tuple[Row | None, Iterable[Row]]:
-    """The first row (None without any), and all rows."""
-    it = iter(rows)
-    first = next(it, None)
-    return first, it if first is None else chain([first], it)
 
 # %% ../../nbs/600_train_setup.ipynb #2308f380
 def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], list[Row]]:
