@@ -417,7 +417,7 @@ def test_whole_models_in_low_precision(share: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = completion_logps(model, c, share_prompts=share).logps
     assert got.dtype == torch.float32 and (got - want).abs().max() < 0.15
-    half = completion_logps(build("llama", dtype=torch.bfloat16), c, share_prompts=share).logps
+    half = completion_logps(model.to(torch.bfloat16), c, share_prompts=share).logps
     assert half.dtype == torch.float32 and (half - want).abs().max() < 0.2
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from .support import enabled
 
-T = TypeVar("T")
-R = TypeVar("R")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['T', 'R', 'SMALL', 'LARGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
+__all__ = ['SMALL', 'LARGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
 SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
@@ -65,7 +65,7 @@ def _alone() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def spread(run: Callable[[T], R], items: Sequence[T], workers: int) -> list[R]:
+def spread(run: Callable[[_Item], _Result], items: Sequence[_Item], workers: int) -> list[_Result]:
     """[run(x) for x in items], on several cores at the same time; results in the order of the items.
 
     Args:
@@ -154,8 +154,8 @@ class Replicas:
         )
 
     def run(
-        self, work: Callable[[nn.Module, T], R], pieces: Sequence[T], costs: Sequence[float] | None = None
-    ) -> list[R]:
+        self, work: Callable[[nn.Module, _Item], _Result], pieces: Sequence[_Item], costs: Sequence[float] | None = None
+    ) -> list[_Result]:
         """[work(module, x) for x in pieces]; each core's gradients end in the module's.
 
         Args:

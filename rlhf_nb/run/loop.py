@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,14 @@ class BaseMethod(ABC):
         """Called once by the trainer, before anything else."""
         self.engine = engine
         self.config = getattr(self, "config", config)
+
+    def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
+        """What is compared before the first step, for the `start` event; None: there is nothing to compare.
+
+        Args:
+            peek: gives a batch of so many rows, the first of the source, and leaves them there; None where there are none.
+        """
+        return None
 
     @abstractmethod
     def collate(self, rows: list[Any]) -> Any:

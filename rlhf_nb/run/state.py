@@ -139,12 +139,29 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
         run.event("warning", message=message)
 
 
+def _check(run: Any) -> dict[str, Any] | None:
+    """What the method's self-check says of the rows that come first; the source stays where it is."""
+
+    def peek(n: int) -> Any:
+        before = run.source.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
+            rows = run.source.next_batch(run.config.rollout_batch_size)
+        run.source.load_state_dict(before)
+        batch: Any = run.method.collate(rows[:n]) if rows else None
+        return batch.to(run.engine.device) if hasattr(batch, "to") else batch
+
+    with run.engine.autocast(), run.engine.generation_mode():
+        found: dict[str, Any] | None = run.method.check(peek)
+    return found
+
+
 def _begin(run: Any) -> None:
     """A fresh run: seeds and the first event."""
     engine, seed = run.engine, run.config.seed
     if run.step == 0:
         seed_everything(seed if engine.is_main else derive_seed(seed, "rank", engine.rank))
     run.event(
-        "start", method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
+        "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
         precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(),
     )  # fmt: skip

@@ -123,9 +123,8 @@ def self_check(
     many = int(((c.prompt_lens + c.completion_lens).cumsum(0) <= tokens).sum())
     c = c[: max(1, min(rows, many))]
     training = [m for m in model.modules() if m.training]
-    bound = BOUNDS.get(
-        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else next(model.parameters()).dtype, 0.4
-    )
+    kind, dtype = c.prompt_ids.device.type, next(model.parameters()).dtype
+    bound = BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
 
     def off_by(logps: Tensor) -> float:
         return float((logps.double() - want)[c.completion_mask].abs().max()) if c.completion_mask.any() else 0.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,10 @@ from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, apply_eos_penalty
-from ..rollout.backends import Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
+from ..scoring.check import self_check
 from .setup import Row, TextMethod, TextTrainer, frozen_parts, toy_presets
 from ..types import PromptBatch, Rollout
 
@@ -249,6 +251,20 @@ class OnlineMethod(TextMethod):
             r = self.sampler.generate(model or self.model, prompts, cfg.sampling, step=step, **how)
         self.meter.generated += int(r.completion_lens.sum())
         return r
+
+    def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
+        """Log-probs of a few tokens that the sampler draws, against the model's own (notebook 185)."""
+        sampling, prompts = self.config.sampling, peek(2)
+        if prompts is None:
+            return None
+        few = min(8, sampling.max_new_tokens)
+        short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
+        with self.policy_adapter():
+            r = self.sampler.generate(
+                self.model, prompts, short, step=0, tokenizer=self.tokenizer, seed=self.config.seed, num_samples=2
+            )
+            ours = r.rollout_logps if isinstance(self.sampler, OurSampler) else None
+            return asdict(self_check(self.model, r, sampling.temperature, ours))
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs of the answers under the policy, and what a critic says of them.

@@ -14,10 +14,10 @@ from ..core import ConfigError, suggest
 from .words import speak_trl
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
-T_ = TypeVar("T_", bound=Callable[..., Any])
+_Trainer = TypeVar("_Trainer", bound=Callable[..., Any])
 
 # %% auto #0
-__all__ = ['Held', 'T_', 'on_register', 'BUILT_IN', 'MethodInfo', 'register', 'add_method', 'methods', 'get', 'of']
+__all__ = ['Held', 'on_register', 'BUILT_IN', 'MethodInfo', 'register', 'add_method', 'methods', 'get', 'of']
 
 # %% ../../nbs/605_train_registry.ipynb #75076702
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _METHODS: dict[str, MethodInfo] = {}
 on_register: list[Callable[[MethodInfo], None]] = []  # told of each method that is registered
 
 
-def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[T_], T_]:
+def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[_Trainer], _Trainer]:
     """A decorator for the trainer of a method.
 
     Args:
@@ -67,7 +67,7 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[T
             f"{config.__name__} has no {' and no '.join(lacking)}: a run needs a folder, a model and data."
         )
 
-    def add(trainer: T_) -> T_:
+    def add(trainer: _Trainer) -> _Trainer:
         add_method(MethodInfo(name, config, trainer, **facts))
         speak_trl(trainer, config)
         return trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,6 +23,7 @@ from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
+from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
@@ -184,6 +186,16 @@ class TextMethod(BaseMethod):
     ) -> None:
         self.module = CausalScorer(model, config.token_budget) if module is None else module
         self.model, self.tokenizer, self.config, self.held_out = model, tokenizer, config, list(held_out)
+
+    def answers_in(self, batch: Any) -> Completions | None:
+        """The completions whose log-probs a batch is about; None where it is about something else."""
+        return batch if isinstance(batch, Completions) else None
+
+    def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
+        """Log-probs of a few rows against the model's own (notebook 185)."""
+        batch = peek(4)
+        c = None if batch is None else self.answers_in(batch)
+        return None if c is None else asdict(self_check(self.model, c))
 
     @abstractmethod
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
