@@ -129,7 +129,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("apply_eos_penalty", "the penalty for those that ended", "torch.where(finished.bool(), scores, torch.full_like(scores, penalty))", "torch.where(finished.bool(), torch.full_like(scores, penalty), scores)"),
     ("RunningNormalizer.update", "batches' means have no spread", " + delta * delta * self.count * len(x) / total", ""),
     ("soft_overlong", "no limit", "max(-1.0, min(0.0,", "max(-9.0, min(0.0,"),
-    ("near_target", "shorter is fine", "abs(length - target)", "max(0, length - target)"),
+    ("near_target", "shorter is fine", "abs(length - target)", "max(0, length - target)", "test_notice::test_too_short_is_as_far_as_too_long"),
     ("repetition", "the share that is new", "1 - len(set(grams)) / len(grams)", "len(set(grams)) / len(grams)"),
     ("ThinkFormat.score", "tags may come twice", "text.count(t) == 1", "text.count(t) >= 1"),
     # checkpoints
