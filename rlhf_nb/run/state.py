@@ -63,7 +63,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     own = tensors.get(f"rng-{engine.rank}")
     if own is None:
         warnings.warn(
-            f"the run had {meta['world_size']} process(es) and has {engine.world_size} now: it goes on, but not to the same bits",
+            f"the checkpoint holds no random generators of rank {engine.rank} (the run had {meta['world_size']} process(es) and has "
+            f"{engine.world_size} now): it goes on, but not to the same bits",
             stacklevel=2,
         )
         seed_everything(derive_seed(run.config.seed, "resumed", engine.rank, run.step))
