@@ -64,7 +64,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     own = tensors.get(f"rng-{engine.rank}")
     if own is None:
         warnings.warn(
-            f"the run had {meta['world_size']} process(es) and has {engine.world_size} now: it goes on, but not to the same bits",
+            f"the checkpoint holds no random generators of rank {engine.rank} (the run had {meta['world_size']} process(es) and has "
+            f"{engine.world_size} now): it goes on, but not to the same bits",
             stacklevel=2,
         )
         seed_everything(derive_seed(run.config.seed, "resumed", engine.rank, run.step))
@@ -133,7 +134,14 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
     if folder is None:
         _begin(run)
     else:
-        run.event("resume", checked=_check(run), path=folder.name, changed=changes, format=FORMAT, controls=run.control.describe())
+        run.event(
+            "resume",
+            checked=_check(run),
+            path=folder.name,
+            changed=changes,
+            format=FORMAT,
+            controls=run.control.describe(),
+        )
     run.control.listen(served)
     for message in problems:
         warnings.warn(message, stacklevel=4)
