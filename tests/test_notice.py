@@ -19,10 +19,11 @@ from rlhf_nb.data.sources import MemorySource, collate_preferences
 from rlhf_nb.losses.group import group_surrogate
 from rlhf_nb.losses.policy import clipped_surrogate
 from rlhf_nb.losses.preference import PairLogps, aot, aot_unpaired, cpo, dpo
+from rlhf_nb.rewards.formats import near_target
 from rlhf_nb.run.checkpoint import Part, load_checkpoint, save_checkpoint
 from rlhf_nb.run.loop import Trainer, add_pairs
 from rlhf_nb.run.strategy import build_optimizer, clip_by
-from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
+from rlhf_nb.train.dpo import DPO, DPOConfig, DPOTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 
@@ -77,19 +78,26 @@ def settings(folder: Path, **over: Any) -> dict[str, Any]:
     return {"output_dir": str(folder / "run"), "console": False, "steps": 1, "epochs": None, "device": "cpu", **over}
 
 
+def tiny_ppo(folder: Path, **over: Any) -> PPOTrainer:
+    small = {
+        "rollout_batch_size": 8,
+        "mini_batch_size": 8,
+        "num_inner_epochs": 1,
+        "sampling": {"max_new_tokens": 6},
+        "missing_eos": None,
+    }
+    config = PPOConfig.preset("toy", **settings(folder, reward="gold", **(small | over)))
+    policy = "policy" if "policy" in inspect.signature(PPOTrainer).parameters else "model"
+    given: dict[str, Any] = {policy: toy.build_model(0, "tiny"), "tokenizer": toy.build_tokenizer()}
+    return PPOTrainer(config, **given, reward=toy.gold_reward, rows=toy.train_prompts(8))
+
+
 @pytest.mark.parametrize("coefs", [(0.0, 0.0), (0.7, 0.0), (0.3, 0.4)])
 def test_ppo_adds_its_three_losses_by_their_weights(coefs: tuple[float, float], tmp_path: Path) -> None:
     """One optimizer step: loss = policy + vf_coef · value − entropy_coef · entropy."""
     value, entropy = coefs
     optimizer = OptimizerConfig(lr=1e-3, schedule="constant", warmup_steps=0)
-    config = PPOConfig.preset(
-        "toy", **settings(tmp_path, rollout_batch_size=8, mini_batch_size=8, num_inner_epochs=1, sampling={"max_new_tokens": 6},
-        vf_coef=value, entropy_coef=entropy, optimizer=optimizer, missing_eos=None, reward="gold"),
-    )  # fmt: skip
-    policy = "policy" if "policy" in inspect.signature(PPOTrainer).parameters else "model"
-    given = {policy: toy.build_model(0, "tiny"), "tokenizer": toy.build_tokenizer()}
-    rows = toy.train_prompts(8)
-    trainer = PPOTrainer(config, **given, reward=toy.gold_reward, rows=rows)
+    trainer = tiny_ppo(tmp_path, vf_coef=value, entropy_coef=entropy, optimizer=optimizer)
     event = trainer.fit()[-1]
     assert event["loss/value_avg"] > 1e-3
     want = event["loss/policy_avg"] + value * event["loss/value_avg"]
@@ -183,3 +191,31 @@ def test_small_gradients_stay_as_they_are() -> None:
         gradient = torch.tensor([2.0])
         clip_by([gradient], norm, 1.0)
         assert float(gradient) == 2.0 * factor
+
+
+def test_ppo_returns_are_advantages_plus_values(tmp_path: Path) -> None:
+    run = tiny_ppo(tmp_path, whiten_advantages=False)
+    r = run.score(run.rollout(run.prompts()))
+    assert r.values is not None  # the critic begins at 0, where nothing would be seen
+    r.values = torch.randn(r.values.shape, generator=torch.Generator().manual_seed(0))
+    r = run.advantages(r)
+    assert r.advantages is not None and r.returns is not None
+    torch.testing.assert_close(r.returns, torch.where(r.completion_mask, r.advantages + r.values, 0.0))
+    assert float((r.returns - r.advantages).abs().max()) > 0.5
+
+
+def test_ppo_tells_its_controller_what_it_measured(tmp_path: Path) -> None:
+    """No drift at the first step, so the price falls by its largest step: 0.2 · 8 / 100."""
+    run = tiny_ppo(tmp_path, kl_coef=0.05, kl_target=6.0, kl_horizon=100.0)
+    run.fit()
+    assert run.method.kl.coef == pytest.approx(0.05 * (1 - 0.2 * 8 / 100), rel=1e-6)
+
+
+def test_the_anchor_of_dpo_is_averaged_over_tokens() -> None:
+    rows = [{"prompt_ids": [5], "chosen_ids": [7] * n, "rejected_ids": [8], "margin": None} for n in (2, 3)]
+    counts = DPO.denominators(SimpleNamespace(), collate_preferences(rows, pad_id=0))  # type: ignore[arg-type]
+    assert {k: int(n) for k, n in counts.items()} == {"preference": 2, "nll": 5}
+
+
+def test_too_short_is_as_far_as_too_long() -> None:
+    assert near_target(5, 10, 20) == near_target(15, 10, 20) == 0.75

@@ -137,6 +137,7 @@ class Commands(typer.core.TyperGroup):
                 method = get(name)
             except ConfigError:
                 near = suggest(name, self.list_commands(ctx))
+                self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
                 ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
             one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
             one.command(name, help=method.about)(_training(method.name))
