@@ -456,6 +456,8 @@ def plan_command(
         import torch
 
         from rlhf_nb.core import Precision
+        from rlhf_nb.data.toy import toy_model_config
+        from rlhf_nb.models.load import is_toy
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
@@ -463,7 +465,8 @@ def plan_command(
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
         cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-        _tell(table(shape_of(cfg.model.name_or_path), job, gpus, memory, host), err=False)
+        model = toy_model_config() if is_toy(cfg.model.name_or_path) else cfg.model.name_or_path
+        _tell(table(shape_of(model), job, gpus, memory, host), err=False)
 
 
 @config_app.command("accelerate")
