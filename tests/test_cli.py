@@ -247,3 +247,8 @@ def test_demo_twice_in_a_row_and_never_over_another_run(tmp_path: Path) -> None:
     other = tmp_path / "other"
     PipelineConfig(output_dir=str(other), data="mine.jsonl").save(other / "config.yaml")
     assert "no demo" in call("demo", "--output-dir", str(other), *small, code=1)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("run", "stage by stage"), ("rlaif", "trains nothing")])
+def test_what_cannot_be_planned_is_said(kind: str, said: str) -> None:
+    assert said in call("plan", kind, code=1)
