@@ -261,3 +261,8 @@ def test_plan_of_a_config_as_it_is_written(tmp_path: Path) -> None:
 def test_a_mistyped_command_is_answered_once() -> None:
     said = call("rum", code=2)
     assert said.count("Did you mean") == 1 and "'run'" in said
+
+
+@pytest.mark.parametrize(("kind", "said"), [("run", "stage by stage"), ("rlaif", "trains nothing")])
+def test_what_cannot_be_planned_is_said(kind: str, said: str) -> None:
+    assert said in call("plan", kind, code=1)
