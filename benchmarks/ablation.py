@@ -164,7 +164,9 @@ def compare(method: str, folder: Path, rows: list[dict[str, Any]], prompts: list
         harness.alternate(sides, a.warmup, a.steps)
     full, *others = sides
     base = [s["seconds"] for s in full.steps[a.warmup :]]
-    print(f"\n{method}: {statistics.median(base):.2f} s a step ({min(base):.2f} to {max(base):.2f}), peak {full.steps[-1]['peak']:.0f} MiB")
+    print(
+        f"\n{method}: {statistics.median(base):.2f} s a step ({min(base):.2f} to {max(base):.2f}), peak {full.steps[-1]['peak']:.0f} MiB"
+    )
     for other in others:
         seconds, cpu = ([s[k] for s in other.steps[a.warmup :]] for k in ("seconds", "cpu"))
         ratios = sorted(x / y for x, y in zip(seconds, base, strict=True))
@@ -194,7 +196,10 @@ def main() -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         short = [p for p in texts if len(tokenizer(p["prompt"] + p["chosen"] + p["rejected"])["input_ids"]) < 400]
-        marks = {"\n\nHuman:": "\nVisitor:", "\n\nAssistant:": "\nGuide:"}  # plain texts: this model has no chat template
+        marks = {
+            "\n\nHuman:": "\nVisitor:",
+            "\n\nAssistant:": "\nGuide:",
+        }  # plain texts: this model has no chat template
         rows = [{k: plain(x, marks) for k, x in row.items()} for row in short[:512]]
         prompts = tokenizer([p["prompt"] for p in rows])["input_ids"]
         print("left out: " + "; ".join(f"{k}: {v}" for k, v in TRICKS.items()))
