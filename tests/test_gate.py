@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import rlhf_nb.fast.blocks as blocks
-from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
+from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer
 from rlhf_nb.core import ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.fast.support import can_run, distrust, use_fast
@@ -319,3 +319,19 @@ def test_a_run_that_found_wrong_log_probs_computes_all_its_models_plainly_and_so
     assert len(checked) == 2 and all("differ from model(...)" in reason for reason in checked)
     decoders = [m for net in again.method.models() for m in net.modules() if type(m).__name__ == "LlamaModel"]
     assert len(decoders) >= (3 if name == "ppo" else 2) and all(can_run(d) is not None for d in decoders)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["right", "broken"])
+def test_reward_models_check_their_scores_and_go_on_plainly(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken:
+        monkeypatch.setattr(blocks, "rotate", lambda x, cos, sin, real=blocks.rotate: real(x, cos, -sin))
+    same: dict[str, Any] = {"steps": 1, "epochs": None, "device": "cpu", "console": False, "mini_batch_size": 4}
+    config = RewardConfig.preset("toy", **same, ensemble_size=2)
+    trainer = RewardTrainer(config, rows=toy.preference_rows(16), eval_rows=[], run_dir=tmp_path)
+    trainer.fit()
+    checked = next(e["checked"] for e in read_metrics(tmp_path) if e["type"] == "start")
+    decoders = [m.decoder for m in trainer.method.members]
+    assert len(decoders) == 2 and (checked["scorer"] > checked["bound"]) is broken
+    assert all((can_run(d) is not None) is broken for d in decoders)

@@ -16,14 +16,14 @@ from ..fast.attention import row_attention
 from ..fast.blocks import Blocks
 from ..fast.linear import rotary_table, rotate
 from ..fast.support import can_run, decoder_of, distrust, use_fast
-from .scores import completion_logps
+from .scores import completion_logps, sequence_scores
 from .trees import why_no_trees
 from ..types import Completions
 
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'BOUNDS', 'plain_logps', 'Checked', 'first_wrong_layer', 'self_check']
+__all__ = ['log', 'BOUNDS', 'plain_logps', 'Checked', 'first_wrong_layer', 'self_check', 'check_scores']
 
 # %% ../../nbs/185_scoring_check.ipynb #e4408fe6
 def plain_logps(model: Any, c: Completions, temperature: float = 1.0) -> Tensor:
@@ -50,7 +50,7 @@ BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.06, torch.b
 class Checked:
     """What a self-check found.
 
-    `scorer` and `sampler` are the largest differences to `model(...)`, in nats (None: not compared); `reason` says why fast paths are off, None where they are on.
+    `scorer` and `sampler` are the largest differences to `model(...)`, in nats (of a reward model: in units of its largest score, at least 1; None: not compared); `reason` says why fast paths are off, None where they are on.
     """
 
     rows: int
@@ -97,6 +97,20 @@ def first_wrong_layer(model: Any, ids: Tensor, bound: float) -> str | None:
     return None
 
 
+def _few(c: Completions, rows: int, tokens: int) -> Completions:
+    """The first rows: at most so many, with at most so many tokens, at least one."""
+    many = int(((c.prompt_lens + c.completion_lens).cumsum(0) <= tokens).sum())
+    return c[: max(1, min(rows, many))]
+
+
+def _distrust_all(model: Any, decoder: nn.Module, others: Iterable[nn.Module], reason: str) -> None:
+    """Fast paths are off for a decoder and for those of its class in other models; one warning."""
+    for m in (decoder, *(m for other in others for m in other.modules())):
+        if type(m) is type(decoder):
+            distrust(m, reason)
+    log.warning("%s: %s. Fast paths and shared prompts are off for this model.", type(model).__name__, reason)
+
+
 @torch.no_grad()
 def self_check(
     model: Any,
@@ -124,8 +138,7 @@ def self_check(
     Raises:
         ModelError: the plain path of the scorer doesn't agree with the model, either.
     """
-    many = int(((c.prompt_lens + c.completion_lens).cumsum(0) <= tokens).sum())
-    c = c[: max(1, min(rows, many))]
+    c = _few(c, rows, tokens)
     training = [m for m in model.modules() if m.training]
     kind, dtype = c.prompt_ids.device.type, next(model.parameters()).dtype
     bound = BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
@@ -157,10 +170,7 @@ def self_check(
                 where = first_wrong_layer(model, row, bound)
             what = f"scorer by {scorer:.2g}" + ("" if sampler is None else f", sampler by {sampler:.2g}")
             reason = f"log-probs were found to differ from model(...) ({what} nats, bound {bound:g}){'' if where is None else f', from {where} on'}"
-            for decoder in (decoder_of(model), *(m for other in others for m in other.modules())):
-                if type(decoder) is type(decoder_of(model)):
-                    distrust(decoder, reason)
-            log.warning("%s: %s. Fast paths and shared prompts are off for this model.", type(model).__name__, reason)
+            _distrust_all(model, decoder_of(model), others, reason)
             with use_fast(False):
                 plain = scored()
             if plain > bound:
@@ -172,3 +182,55 @@ def self_check(
         for m in training:
             m.training = True
     return Checked(len(c), int(c.completion_mask.sum()), bound, scorer, sampler, can_run(model))
+
+# %% ../../nbs/185_scoring_check.ipynb #5c0e1a02
+@torch.no_grad()
+def check_scores(
+    model: Any, c: Completions, rows: int = 4, tokens: int = 1024, others: Iterable[nn.Module] = ()
+) -> Checked:
+    """Compare a few scores with those from the decoder's own forward pass, one unpadded row at a time; else as `self_check`.
+
+    Args:
+        model: a reward model: a decoder, `number` from states to scores, and `pooling` ("last" or "mean").
+        c: rows to choose from; rows: how many are compared at most; tokens: how many tokens they have at most.
+        others: as in `self_check`.
+
+    Raises:
+        ModelError: the plain path of the scorer doesn't agree with the decoder, either.
+    """
+    c = _few(c, rows, tokens)
+    decoder, training = model.decoder, [m for m in model.modules() if m.training]
+    kind, dtype = c.prompt_ids.device.type, next(decoder.parameters()).dtype
+    bound = BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
+
+    def own(i: int) -> Tensor:
+        ids = torch.cat([c.prompt_ids[i][c.prompt_mask[i]], c.completion_ids[i, : int(c.completion_lens[i])]])
+        states = decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return model.number(states[-1:] if model.pooling == "last" else states.mean(0, keepdim=True)).reshape(())  # type: ignore[no-any-return]
+
+    def off_by() -> float:
+        got = sequence_scores(decoder, model.number, c, pooling=model.pooling).double()
+        return float((got - want).abs().max() / want.abs().max().clamp_min(1.0))
+
+    try:
+        for m in training:
+            m.training = False
+        with model.speaking():
+            want = torch.stack([own(i) for i in range(len(c))]).double()
+            scorer = off_by()
+            if scorer > bound:
+                reason = (
+                    f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
+                )
+                _distrust_all(model, decoder_of(decoder), others, reason)
+                with use_fast(False):
+                    plain = off_by()
+                if plain > bound:
+                    raise ModelError(
+                        f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} of the largest even on the "
+                        f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
+                    )
+    finally:
+        for m in training:
+            m.training = True
+    return Checked(len(c), int(c.completion_lens.sum()), bound, scorer, None, can_run(decoder))

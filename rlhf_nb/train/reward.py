@@ -3,7 +3,8 @@
 # %% ../../nbs/615_train_reward.ipynb #4e6b5539
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from ..data.sources import collate_completions, collate_preferences, tokenize_pr
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.load import evaluating
+from ..scoring.check import check_scores
 from .registry import register
 from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
@@ -109,6 +111,14 @@ class Reward(TextMethod):
     def collate(self, rows: list[Row]) -> PreferenceBatch:
         """Tokenized pairs as one batch."""
         return collate_preferences(rows, self.tokenizer.pad_token_id)
+
+    def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
+        """Scores of a few answers against the decoder's own (notebook 185); members are made alike, so the first speaks for all."""
+        batch = peek(4)
+        if batch is None:
+            return None
+        answers = batch.completions(self.tokenizer.pad_token_id)
+        return asdict(check_scores(self.members[0], answers, others=self.models()))
 
     def denominators(self, mini: PreferenceBatch) -> dict[str, Tensor]:
         """How many pairs the loss of a mini-batch is averaged over."""
