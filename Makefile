@@ -13,8 +13,8 @@ export OMP_WAIT_POLICY ?= passive
 
 setup: $(STAMP)
 
-# Python 3.11 on Linux x86-64 installs torch, then exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
-LOCKED := $(shell $(PYTHON) -c "import platform, sys; print(int(sys.version_info[:2] == (3, 11) and sys.platform == 'linux' and platform.machine() == 'x86_64'))")
+# Python 3.11 (from 3.11.5) on Linux x86-64 installs torch, then exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
+LOCKED := $(shell $(PYTHON) -c "import platform, sys; print(int((3, 11, 5) <= sys.version_info < (3, 12) and sys.platform == 'linux' and platform.machine() == 'x86_64'))")
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 $(STAMP): setup.py settings.ini constraints.txt requirements.lock

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
-HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 on Linux x86-64, each file with its hash.
+HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 (from 3.11.5) on Linux x86-64, each file with its hash.
 # torch comes from constraints.txt: pip install --no-deps -c constraints.txt torch
 # pip install --no-deps --require-hashes -r requirements.lock
 """

@@ -247,3 +247,22 @@ def test_demo_twice_in_a_row_and_never_over_another_run(tmp_path: Path) -> None:
     other = tmp_path / "other"
     PipelineConfig(output_dir=str(other), data="mine.jsonl").save(other / "config.yaml")
     assert "no demo" in call("demo", "--output-dir", str(other), *small, code=1)
+
+
+def test_plan_of_a_config_as_it_is_written(tmp_path: Path) -> None:
+    """`config init` leaves the model at null, the toy model; `plan` must know that one without a folder or a network."""
+    path = tmp_path / "run.yaml"
+    path.write_text(call("config", "init", "ppo"), encoding="utf-8")
+    unnamed = call("plan", "ppo", "--config", str(path), "--gpus", "8")
+    assert "| 8 | 0 |" in unnamed
+    assert call("plan", "ppo", "--config", str(path), "model.name_or_path=toy", "--gpus", "8") == unnamed
+
+
+def test_a_mistyped_command_is_answered_once() -> None:
+    said = call("rum", code=2)
+    assert said.count("Did you mean") == 1 and "'run'" in said
+
+
+@pytest.mark.parametrize(("kind", "said"), [("run", "stage by stage"), ("rlaif", "trains nothing")])
+def test_what_cannot_be_planned_is_said(kind: str, said: str) -> None:
+    assert said in call("plan", kind, code=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import rlhf_nb.fast.blocks as blocks
+from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from rlhf_nb.core import ModelError
+from rlhf_nb.data import toy
 from rlhf_nb.fast.support import can_run, distrust, use_fast
+from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scoring.scores import completion_logps, completion_values
 from rlhf_nb.types import Completions
 
@@ -287,3 +292,30 @@ def test_a_value_head_beside_logits_that_are_not_split() -> None:
         got = completion_logps(model, c, value_head=head)
     torch.testing.assert_close(got.values, want, rtol=0, atol=1e-6)
     torch.testing.assert_close(got.logps, plain(model, c), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpo", "moving", "ppo", "grpo"])
+def test_a_run_that_found_wrong_log_probs_computes_all_its_models_plainly_and_so_does_its_resumption(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(steps: int) -> Any:
+        same: dict[str, Any] = {"steps": steps, "epochs": None, "device": "cpu", "console": False, "mini_batch_size": 4}
+        model, tokenizer = toy.build_model(size="tiny"), toy.build_tokenizer()
+        if name in ("dpo", "moving"):
+            config: Any = DPOConfig.preset("toy", **same, reference="moving" if name == "moving" else "frozen")
+            rows = toy.preference_rows(16)
+            return DPOTrainer(config, model, tokenizer, rows=rows, eval_rows=[], run_dir=tmp_path)
+        draws = {"sampling": {"max_new_tokens": 4}, "rollout_batch_size": 4, "kl_coef": 0.1}
+        kind, trainer = (PPOConfig, PPOTrainer) if name == "ppo" else (GRPOConfig, GRPOTrainer)
+        config = kind.preset("toy", **same, **draws, **({} if name == "ppo" else {"num_generations": 2}))
+        rows = toy.train_prompts(16)
+        return trainer(config, model, tokenizer, toy.gold_reward, rows, [], run_dir=tmp_path)
+
+    monkeypatch.setattr(blocks, "rotate", lambda x, cos, sin, real=blocks.rotate: real(x, cos, -sin))
+    build(1).fit()
+    again = build(2)
+    again.fit(resume=True)
+    checked = [e["checked"]["reason"] for e in read_metrics(tmp_path) if e["type"] in ("start", "resume")]
+    assert len(checked) == 2 and all("differ from model(...)" in reason for reason in checked)
+    decoders = [m for net in again.method.models() for m in net.modules() if type(m).__name__ == "LlamaModel"]
+    assert len(decoders) >= (3 if name == "ppo" else 2) and all(can_run(d) is not None for d in decoders)

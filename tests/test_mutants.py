@@ -69,6 +69,16 @@ def test_every_mutant_fits_the_code() -> None:
     }
 
 
+def test_the_report_is_about_this_list() -> None:
+    text = mutants.REPORT.read_text(encoding="utf-8")
+    places = mutants.locate(mutants.ROOT)
+    for m in mutants.read_table():
+        module = mutants.place_of(m, places).module
+        assert f"| `{module}.{m.symbol.rpartition(':')[2]}` | {m.about} |" in text, (
+            f"{m.name} isn't in docs/mutants.md: run `make mutants`"
+        )
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

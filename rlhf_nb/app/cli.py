@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..config import StrictConfig, read_config_file
+from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RlhfError, RunError, suggest
 from ..train.registry import get, methods
 
@@ -137,6 +137,7 @@ class Commands(typer.core.TyperGroup):
                 method = get(name)
             except ConfigError:
                 near = suggest(name, self.list_commands(ctx))
+                self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
                 ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
             one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
             one.command(name, help=method.about)(_training(method.name))
@@ -455,14 +456,21 @@ def plan_command(
         import torch
 
         from rlhf_nb.core import Precision
+        from rlhf_nb.data.toy import toy_model_config
+        from rlhf_nb.models.load import is_toy
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
         if kind == "run":
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
         cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
+        if not isinstance(cfg, TrainConfig):
+            raise ConfigError(
+                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan dpo`."
+            )
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-        _tell(table(shape_of(cfg.model.name_or_path), job, gpus, memory, host), err=False)
+        model = toy_model_config() if is_toy(cfg.model.name_or_path) else cfg.model.name_or_path
+        _tell(table(shape_of(model), job, gpus, memory, host), err=False)
 
 
 @config_app.command("accelerate")

@@ -3,6 +3,7 @@
 # %% ../../nbs/547_run_state.ipynb #c5470004
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -63,7 +64,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     own = tensors.get(f"rng-{engine.rank}")
     if own is None:
         warnings.warn(
-            f"the run had {meta['world_size']} process(es) and has {engine.world_size} now: it goes on, but not to the same bits",
+            f"the checkpoint holds no random generators of rank {engine.rank} (the run had {meta['world_size']} process(es) and has "
+            f"{engine.world_size} now): it goes on, but not to the same bits",
             stacklevel=2,
         )
         seed_everything(derive_seed(run.config.seed, "resumed", engine.rank, run.step))
@@ -132,7 +134,14 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
     if folder is None:
         _begin(run)
     else:
-        run.event("resume", path=folder.name, changed=changes, format=FORMAT, controls=run.control.describe())
+        run.event(
+            "resume",
+            checked=_check(run),
+            path=folder.name,
+            changed=changes,
+            format=FORMAT,
+            controls=run.control.describe(),
+        )
     run.control.listen(served)
     for message in problems:
         warnings.warn(message, stacklevel=4)
@@ -140,10 +149,10 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
 
 
 def _check(run: Any) -> dict[str, Any] | None:
-    """What the method's self-check says of the rows that come first; the source stays where it is."""
+    """What the method's self-check says of the rows that come next; source and random numbers stay where they are."""
 
     def peek(n: int) -> Any:
-        before = run.source.state_dict()
+        before = copy.deepcopy(run.source.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
             rows = run.source.next_batch(run.config.rollout_batch_size)
@@ -151,8 +160,10 @@ def _check(run: Any) -> dict[str, Any] | None:
         batch: Any = run.method.collate(rows[:n]) if rows else None
         return batch.to(run.engine.device) if hasattr(batch, "to") else batch
 
+    state = rng_state()
     with run.engine.autocast(), run.engine.generation_mode():
         found: dict[str, Any] | None = run.method.check(peek)
+    set_rng_state(state)
     return found
 
 

@@ -160,7 +160,7 @@ class Strategy:
     """
 
     name = "ddp"
-    lockstep = False  # whether every forward is a conversation, so that all ranks must make equally many
+    lockstep = False  # whether ranks exchange weights in every forward, so that all must make equally many
 
     def __init__(self, device: torch.device, accelerator: Any = None, scaler: Any = None) -> None:
         self.device, self.accelerator, self.scaler = device, accelerator, scaler
@@ -233,7 +233,7 @@ class Strategy:
         return norm, values, applied
 
     def whole(self) -> AbstractContextManager[Any]:
-        """Inside, each rank holds all parameters, and forwards are no conversation."""
+        """Inside, each rank holds all parameters, and a forward needs no other rank."""
         return nullcontext()
 
     def keep_frozen(self, module: nn.Module) -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import ModelError
 from ..fast.attention import row_attention
@@ -104,10 +105,11 @@ def self_check(
     sampler_logps: Tensor | None = None,
     rows: int = 4,
     tokens: int = 1024,
+    others: Iterable[nn.Module] = (),
 ) -> Checked:
     """Compare a few rows of `model(...)` with the scorer, trees on, and with what the sampler said.
 
-    Where they differ, fast paths and trees are switched off for this model, with one warning.
+    Where they differ, fast paths and trees are switched off for this model and the others of its kind, with one warning.
 
     Args:
         model: a causal language model; dropout is off in here.
@@ -116,6 +118,8 @@ def self_check(
         sampler_logps: float[B, C] that the sampler gave for them.
         rows: how many are compared at most.
         tokens: how many tokens they have at most, at least one row.
+        others: models that are used beside it and not compared themselves (reference, critic, reward models): their decoders
+            of the same class are computed by the same blocks.
 
     Raises:
         ModelError: the plain path of the scorer doesn't agree with the model, either.
@@ -153,7 +157,9 @@ def self_check(
                 where = first_wrong_layer(model, row, bound)
             what = f"scorer by {scorer:.2g}" + ("" if sampler is None else f", sampler by {sampler:.2g}")
             reason = f"log-probs were found to differ from model(...) ({what} nats, bound {bound:g}){'' if where is None else f', from {where} on'}"
-            distrust(model, reason)
+            for decoder in (decoder_of(model), *(m for other in others for m in other.modules())):
+                if type(decoder) is type(decoder_of(model)):
+                    distrust(decoder, reason)
             log.warning("%s: %s. Fast paths and shared prompts are off for this model.", type(model).__name__, reason)
             with use_fast(False):
                 plain = scored()

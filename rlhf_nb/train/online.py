@@ -264,7 +264,7 @@ class OnlineMethod(TextMethod):
                 self.model, prompts, short, step=0, tokenizer=self.tokenizer, seed=self.config.seed, num_samples=2
             )
             ours = r.rollout_logps if isinstance(self.sampler, OurSampler) else None
-            return asdict(self_check(self.model, r, sampling.temperature, ours))
+            return asdict(self_check(self.model, r, sampling.temperature, ours, others=self.models()))
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs of the answers under the policy, and what a critic says of them.

@@ -181,6 +181,8 @@ class TextMethod(BaseMethod):
         module: what is trained, where that is more than the model.
     """
 
+    reference: Reference | None = None
+
     def __init__(
         self, model: Any, tokenizer: Any, config: Any, held_out: Sequence[Row] = (), module: nn.Module | None = None
     ) -> None:
@@ -191,11 +193,15 @@ class TextMethod(BaseMethod):
         """The completions whose log-probs a batch is about; None where it is about something else."""
         return batch if isinstance(batch, Completions) else None
 
+    def models(self) -> list[nn.Module]:
+        """All models that are computed: what is trained, what is only looked at, and a reference, be it a moving one."""
+        return [self.module, *self.frozen_modules(), *([] if self.reference is None else [self.reference.model])]
+
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
         """Log-probs of a few rows against the model's own (notebook 185)."""
         batch = peek(4)
         c = None if batch is None else self.answers_in(batch)
-        return None if c is None else asdict(self_check(self.model, c))
+        return None if c is None else asdict(self_check(self.model, c, others=self.models()))
 
     @abstractmethod
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
