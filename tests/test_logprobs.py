@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_nb.core import ConfigError, DataError, ModelError
+from rlhf_nb.fast.support import use_fast
 from rlhf_nb.scoring import head as head_module
 from rlhf_nb.scoring import scores as lp
 from rlhf_nb.scoring.head import head_logps, split_head
@@ -60,6 +61,13 @@ def narrow_again() -> Iterator[None]:
     yield
     while WIDENED:
         WIDENED.popitem()[1].torch = torch
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fast paths, and none of them."""
+    with use_fast(request.param):
+        yield
 
 
 def build(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64, **over: Any) -> Any:
@@ -172,6 +180,7 @@ def same(model: Any, c: Completions, tol: float = 1e-10, **how: Any) -> None:
         )
 
 
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("kind", CORE)
 @pytest.mark.parametrize("share", [False, True, "always"])
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
@@ -179,6 +188,7 @@ def test_exact_in_float64(kind: str, share: Any, shape: int) -> None:
     same(build(kind), completions(SHAPES[shape]), share_prompts=share)
 
 
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("kind", CORE)
 @pytest.mark.parametrize("budget", [1, 16, 40])
 def test_exact_over_several_forwards(kind: str, budget: int) -> None:
@@ -221,6 +231,7 @@ def test_eager_attention(kind: str, share: Any) -> None:
     same(build(kind, "eager", torch.float32), completions(), tol=2e-5, share_prompts=share)
 
 
+@pytest.mark.usefixtures("fast")
 def test_sliding_window() -> None:
     c = completions()
     for kind, over in (
@@ -266,6 +277,7 @@ class Adapted:
         return model.double().eval()
 
 
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
 def test_lora(targets: list[str]) -> None:
     model = Adapted.lora("llama", targets)
@@ -277,6 +289,7 @@ def test_lora(targets: list[str]) -> None:
     torch.testing.assert_close(without, padded_logps(build("llama"), c)[0], rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("fast")
 def test_head_trained_beside_lora() -> None:
     same(Adapted.lora("llama", ["q_proj"], modules_to_save=["lm_head"]), completions(), share_prompts="always")
 
@@ -289,6 +302,7 @@ def test_virtual_tokens_are_refused() -> None:
         completion_logps(model, completions())
 
 
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("share", [False, "always"])
 @pytest.mark.parametrize("budget", [18, 4096])
 def test_values_and_scores(share: Any, budget: int) -> None:
@@ -312,6 +326,7 @@ def test_values_and_scores(share: Any, budget: int) -> None:
         torch.testing.assert_close(mine[name], base[name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("fast")
 def test_all_tokens_or_those_that_count() -> None:
     model, c = build("llama"), completions()
     some, every = (completion_logps(model, c, targets=t).logps for t in ("mask", "all"))  # type: ignore[arg-type]

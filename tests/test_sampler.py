@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,13 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     """Whether keys and values of prompts are kept once for their rows, or with each row."""
     monkeypatch.setattr(decode, "SHARE_BYTES", 0 if request.param else 1 << 60)
     return bool(request.param)
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def fast(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fast paths, and none of them."""
+    with use_fast(request.param):
+        yield
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -209,6 +216,7 @@ def test_rows_slide_when_the_cache_ends(monkeypatch: pytest.MonkeyPatch) -> None
         same(few, sample_tokens(model, batch, how, **go))
 
 
+@pytest.mark.usefixtures("fast")
 def test_one_bad_row_is_still_found() -> None:
     """NaN in the logits of a model is an error, with few slots as with many."""
     model = family("llama")
@@ -390,6 +398,7 @@ def test_a_model_whose_generate_says_something_else_is_refused() -> None:
         sample_tokens(model, prompts(3), SamplingConfig(max_new_tokens=4), eos=[EOS], pad=PAD, seed=0)
 
 
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_positions_that_change_with_the_length(kind: str) -> None:
     """Rows within the limit are right; rows that would cross it are refused."""
@@ -423,6 +432,20 @@ def test_a_hook_on_a_wrapper_is_refused() -> None:
         sample_tokens(model, prompts(2), SamplingConfig(max_new_tokens=4), eos=[EOS], pad=PAD, seed=0)
 
 
+def test_other_architectures_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.AutoConfig.for_model("mamba", **SHAPE, **OTHERS["mamba"])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    real, calls = type(model).generate, list[int]()
+    monkeypatch.setattr(type(model), "generate", lambda self, *a, **k: calls.append(len(a[0])) or real(self, *a, **k))
+    counts = []
+    for ask in ([[5, 6, 7]], [[5, 6, 7]], [[7, 6, 5]], [[5, 6, 7] * 5], [[6, 6, 7] * 5]):
+        before = len(calls)
+        draw(model, ask, 3, 0)
+        counts.append(len(calls) - before)
+    assert counts == [5, 1, 1, 5, 1]  # prompts of twice the length are another question
+
+
+@pytest.mark.usefixtures("fast")
 def test_draw_takes_and_gives_lists_of_ids() -> None:
     model = family("llama")
     given = [[5, 6, 7], [8, 9], [5, 6, 7]]

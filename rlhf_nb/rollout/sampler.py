@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, ModelError
 from ..fast import decode as fast
-from ..fast.support import can_run, changed_here, unwrapped
+from ..fast.support import can_run, changed, changed_here, unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
 from ..types import PromptBatch, Rollout
@@ -25,8 +26,8 @@ from ..types import PromptBatch, Rollout
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Pick', 'Requests', 'earlier', 'plan', 'eval_mode', 'eos_ids', 'cache_bytes_per_token', 'may_share', 'generate',
-           'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id', 'sample']
+__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'plan', 'eval_mode', 'eos_ids', 'cache_bytes_per_token', 'may_share',
+           'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id', 'sample']
 
 # %% ../../nbs/420_rollout_sampler.ipynb #e0896274
 class Requests(NamedTuple):
@@ -126,11 +127,18 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
         model.generation_config = before
 
 
-def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int) -> str:
+CHECKED = 6  # tokens after which a cache that goes wrong has shown it
+_may_share: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
+
+
+def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: int = CHECKED) -> str:
     """Which rows may be in one batch of `generate`: a recurrent state may have read pads, positions counted them, or rows mixed.
 
+    Found out once for a model, and again when its class, config or hooks change, or prompts of twice the length come.
+
     Args:
-        short, long: int64[length], two prompts; the first is asked alone, beside one of its length, and with pads beside the second.
+        short, long: int64[length], two prompts; each is asked alone, the first also beside one of its length, and with pads beside the second.
+        steps: tokens that are compared.
 
     Returns:
         "all", "same length" or "none".
@@ -138,23 +146,37 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int) -> str:
     Raises:
         ModelError: `generate` says something else than the model itself, so its log-probs would be nobody's.
     """
-    seen: list[Tensor] = []
+    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    apart = len(long) - len(short)
+    key = (type(model), id(model.config), dtype, changed(model), steps, len(long).bit_length(), apart.bit_length())
+    known = _may_share.setdefault(model, {})
+    if key in known:
+        return known[key]
+    tokens, seen = long.repeat(steps)[:steps], list[Tensor]()
 
     def pick(position: int, scores: Tensor) -> Tensor:
         seen.append(scores[0].log_softmax(-1))
-        return short[-1:].expand(len(scores))
+        return tokens[position].expand(len(scores))
 
-    for prompts in ([short], [short, long[: len(short)]], [short, long]):
-        _generate(model, prompts, pick, 2, [], pad)
-    plain = [model(ids[None]).logits[0, -1].float().log_softmax(-1) for ids in (short, torch.cat([short, short[-1:]]))]
-    gaps = (torch.stack(seen) - torch.stack(plain * 3)).abs().amax(1).view(3, 2).amax(1).tolist()
-    bound = 0.1 if model.get_input_embeddings().weight.dtype.itemsize < 4 else 1e-3  # type: ignore[operator]
-    if gaps[0] > bound:
+    asked = ([long], [short], [short, long[: len(short)]], [short, long])
+    for prompts in asked:
+        _generate(model, prompts, pick, steps, [], pad)
+    plain = [
+        model(torch.cat([prompts[0], tokens[:n]])[None], use_cache=False).logits[0, -1].float().log_softmax(-1)
+        for prompts in asked[:2]
+        for n in range(steps)
+    ]
+    want = torch.stack(plain + plain[steps:] * 2)
+    *own, same, padded = (torch.stack(seen) - want).abs().amax(1).view(4, steps).amax(1).tolist()
+    alone = max(own)
+    bound = 0.1 if dtype.itemsize < 4 else 1e-3
+    if alone > bound:
         raise ModelError(
-            f"transformers' generate doesn't say what {type(model).__name__} says token by token: log-probs differ by {gaps[0]:.2g}. "
+            f"transformers' generate doesn't say what {type(model).__name__} says token by token: log-probs differ by {alone:.2g}. "
             "Training on its samples would be wrong; use a model whose cache works, or a newer transformers."
         )
-    return "all" if all(g <= bound for g in gaps) else "same length" if gaps[1] <= bound else "none"
+    known[key] = "all" if same <= bound and padded <= bound else "same length" if same <= bound else "none"
+    return known[key]
 
 
 def generate(
@@ -174,7 +196,7 @@ def generate(
                 f"{why}, which transformers' generate passes by: change {type(m.get_base_model()).__name__}, inside, instead."
             )
     every = [p for p, n in zip(asked.prompts, asked.repeats) for _ in range(n)]
-    share = may_share(model, every[0], every[-1], pad)
+    share = may_share(model, every[0], every[-1], pad, min(CHECKED, new_tokens))
     out: list[tuple[Tensor, Tensor]] = []
     for _, same in itertools.groupby(
         range(len(every)), key=lambda i: {"all": 0, "same length": len(every[i]), "none": i}[share]
