@@ -469,7 +469,8 @@ def plan_command(
                 f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan dpo`."
             )
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
-        model = toy_model_config() if is_toy(cfg.model.name_or_path) else cfg.model.name_or_path
+        named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
+        model = toy_model_config() if is_toy(named) else named
         _tell(table(shape_of(model), job, gpus, memory, host), err=False)
 
 
