@@ -284,10 +284,10 @@ def load_start(model: ModelConfig) -> Start:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    name = model.name_or_path
+    name = named(model)
     if is_toy(name):
         return Start(toy.build_tokenizer(), toy.toy_model_config())
-    kind, where = find_model(str(name))
+    kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     tokenizer = load_or_explain("tokenizer", token_place, lambda: AutoTokenizer.from_pretrained(token_place, **options))
@@ -306,9 +306,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(data.path):
+    if is_toy(place_of(data)):
         return load_rows(data, kind, seed)[0][:ROWS]
-    rows = list(to_rows(islice(open_rows(data.path or "", data.split, data.subset)(), ROWS), kind))
+    rows = list(to_rows(islice(open_rows(place_of(data), data.split, data.subset)(), ROWS), kind))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows

@@ -221,6 +221,7 @@ class Trainer:
         self.method: Any = method
         self.source, self.config = source, config
         self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
                 f"mini_batch_size {config.mini_batch_size} and rollout_batch_size {config.rollout_batch_size} are global, so both "

@@ -63,6 +63,9 @@ class OnlineConfig(TrainConfig):
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
     )
+    reward_timeout: float | None = Field(
+        default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=1e-6, eps=1e-5), description="AdamW and its schedule"
@@ -389,7 +392,7 @@ def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
     """A reward model, an ensemble, a function, or a list of these, as `Rewards`."""
     if isinstance(reward, RewardModel):
         reward = RewardModelFn(reward, token_budget=config.token_budget)
-    return reward if isinstance(reward, Rewards) else Rewards(reward)
+    return reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
 
 
 class PromptsOf:

@@ -26,7 +26,7 @@ from ..run.loop import BaseMethod, Trainer
 from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
-from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
+from ..models.adapters import Reference, add_lora
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
+__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'in_kind', 'load_rows',
            'make_source', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
@@ -67,10 +67,6 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
-    if model.gradient_checkpointing:
-        enable_gradient_checkpointing(
-            net
-        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
@@ -89,6 +85,19 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     if kind == "prompt":
         return toy.train_prompts(n, here), toy.test_prompts(TOY_HELD_OUT, there)
     return toy.sft_rows(n + TOY_HELD_OUT, here)[:n], toy.sft_rows(n + TOY_HELD_OUT, here)[n:]
+
+
+def place_of(data: DataConfig) -> str:
+    """File, directory or hub name of a run's rows, or "toy".
+
+    Raises:
+        ConfigError: nobody has said where they are.
+    """
+    if data.path is None:
+        raise ConfigError(
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' for the toy world; in Python a trainer also takes rows=."
+        )
+    return data.path
 
 
 def in_kind(rows: Iterable[Row], kind: Kind) -> Iterator[Row]:
@@ -120,12 +129,12 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Raises:
         DataError: nothing there, or rows of another format.
     """
-    if is_toy(data.path):
+    if is_toy(place_of(data)):
         return _toy_rows(kind, seed)
-    rows = list(in_kind(read_rows(data.path or "", data.split, subset=data.subset), kind))
+    rows = list(in_kind(read_rows(place_of(data), data.split, subset=data.subset), kind))
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
-        return rows, list(in_kind(read_rows(data.path or "", data.eval_split, subset=data.subset), kind))
+        return rows, list(in_kind(read_rows(place_of(data), data.eval_split, subset=data.subset), kind))
     held = min(data.eval_size or 0, len(rows) // 2)
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
@@ -144,7 +153,7 @@ def make_source(
     """
     if not data.streaming or is_toy(data.path):
         return MemorySource(tokenize(rows), seed)
-    opened: OpenRows = open_rows(data.path or "", data.split, data.subset)
+    opened: OpenRows = open_rows(place_of(data), data.split, data.subset)
 
     def tokens() -> Any:
         for row in in_kind(opened(), kind):
