@@ -22,12 +22,12 @@ from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
 from ..data.readers import open_rows
-from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
+from ..models.load import ensure_pad, find_model, is_toy, load_or_explain, named
 from ..run.log import RunDir
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
-from ..train.setup import Kind, Row, load_rows
+from ..train.setup import Kind, Row, load_rows, place_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data', 'check_model',

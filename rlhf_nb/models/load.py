@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean, suggest
+from ..core import DTYPES, ConfigError, ModelError, Precision, decide_precision, did_you_mean, suggest
 
 _log = logging.getLogger("rlhf_nb.models")
 
