@@ -172,7 +172,8 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
     Raises:
         ConfigError: a setting is given under two names.
     """
-    out = data = moved(data)
+    data = moved(data)
+    out = dict(data)
     foreign = [k for k in data if isinstance(k, str) and not has(k)]
     for key in sorted(
         foreign, key=lambda k: k not in CONVERTED

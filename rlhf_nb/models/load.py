@@ -61,8 +61,7 @@ def named(cfg: ModelConfig) -> str:
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a hub name, or 'toy' for the untrained toy model; in Python a trainer also takes "
-            "model= and tokenizer=."
+            "model.name_or_path is null: set it to a directory, a hub name or 'toy', or pass model= and tokenizer=."
         )
     return cfg.name_or_path
 
@@ -456,12 +455,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path = "toy",
-    *,
-    trainable: bool = True,
-    device: str = "auto",
-    precision: str = "auto",
-    **options: Any,
+    name: str | Path = "toy", *, trainable: bool = True, device: str = "auto", precision: str = "auto", **options: Any
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub name")`.
 
