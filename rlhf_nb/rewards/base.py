@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -240,7 +240,11 @@ def _row_by_row(
     ]
     values: list[float | None] = [None] * len(rollout)
     bad: dict[int, str] = {}
-    answers = _attempt_all(calls, limit) if _is_async(fn) else (_attempt(*call, limit) for call in calls)
+    together = _attempt_all(calls, limit) if _is_async(fn) else []
+    if all(isinstance(x, _NoAnswer) for x in together):  # no coroutine, or one that gave no other a turn
+        answers: Iterable[Any] = (_attempt(*call, limit) for call in calls)
+    else:
+        answers = together
     for rows, answer in zip(units, answers, strict=True):
         try:
             if isinstance(answer, BaseException):

@@ -187,6 +187,7 @@ class OnlineMethod(TextMethod):
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
+    asks_outside = True
     config: Any
 
     def __init__(
