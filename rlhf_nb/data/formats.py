@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from ..core import DataError, suggest
+from ..core import DataError, check_choice, suggest
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
 Text = str | list[Message]  # a prompt or a completion: plain text, or messages
@@ -21,8 +21,8 @@ class DataWarning(UserWarning):
 
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
-           'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'is_hh', 'parse_hh',
-           'format_hh', 'extract_prompt', 'to_format', 'to_rows']
+           'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'prompt_text', 'is_hh',
+           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'to_rows']
 
 # %% ../../nbs/200_data_formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -81,10 +81,7 @@ def detect_format(
     """
     order = list(allowed or COLUMNS)
     for name in order:
-        if name not in COLUMNS:
-            raise DataError(
-                f"There is no data format {name!r}; did you mean {suggest(name, COLUMNS)!r}? The formats are {', '.join(COLUMNS)}."
-            )
+        check_choice("data format", name, COLUMNS, DataError)
     there = set(_present(columns))
     found = next((name for name in order if there.issuperset(COLUMNS[name])), None)
     if found is None:
@@ -151,6 +148,13 @@ def check_text(value: Any, where: str = "text") -> Text:
     if isinstance(value, list):
         return check_messages(value, where)
     raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}); expected a text or a list of messages.")
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as people read it: text as it is, messages as "role: content", one a line."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
+    return str(prompt)
 
 # %% ../../nbs/200_data_formats.ipynb #7d8c63bf
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"

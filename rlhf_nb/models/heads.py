@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import ModelError, did_you_mean
+from ..core import ModelError, check_choice
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
@@ -81,9 +81,7 @@ class ScalarHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if kind not in ("linear", "mlp"):
-            hint = did_you_mean(kind, ["linear", "mlp"], "Use 'linear' or 'mlp'.")
-            raise ModelError(f"head kind {kind!r} doesn't exist. {hint}")
+        check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
             raise ModelError(
                 f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
@@ -235,8 +233,7 @@ class RewardModel(ScalarModel):
         adapter: str | None = None, lora_config: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
-        if pooling not in ("last", "mean"):
-            raise ModelError(f"pooling is {pooling!r}: use 'last' or 'mean'.")
+        check_choice("pooling", pooling, ("last", "mean"), ModelError)
         self.pooling = pooling
 
     def forward(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
@@ -530,24 +527,14 @@ def _head_state(where: str) -> dict[str, Tensor]:
     return load_file(file) if file.exists() else {}
 
 # %% ../../nbs/310_models_heads.ipynb #15be145b
-def load_scalar(
-    cls: type[_S],
-    name: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
-    device: Any = "cpu",
-    **options: Any,
-) -> _S:
+def load_scalar(cls: type[_S], name: str | Path, *, device: Any = "cpu", **options: Any) -> _S:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
     Args:
         cls: RewardModel or ValueModel.
         name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
-        dtype: of the decoder; the head is fp32.
-        attn_implementation: attention kernel.
         device: where to.
-        options: passed to `from_pretrained`.
+        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
 
     Raises:
         ModelError: nothing there, more than one label, or a classifier whose score can't be told from its parts.
@@ -555,7 +542,7 @@ def load_scalar(
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True, **options}
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True} | options
     options.setdefault("output_loading_info", True)
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():

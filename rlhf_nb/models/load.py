@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean, suggest
+from ..core import DTYPES, ModelError, Precision, check_choice, decide_precision, suggest
 
 _log = logging.getLogger("rlhf_nb.models")
 
@@ -199,9 +199,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
     "tokenizer.model",
     "spiece.model",
-    "vocab.txt",
 )
 
 
@@ -506,9 +506,8 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """
     layers = [layer for _, layer in lora_layers(model)]
     known = adapter_names(model)
-    if name is not None and name not in known:
-        hint = did_you_mean(name, known, f"It has: {', '.join(known) or 'none'}.")
-        raise ModelError(f"the model has no adapter {name!r}. {hint}")
+    if name is not None:
+        check_choice("the model's adapter", name, known, ModelError)
     before = [(list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
     if all(not on if name is None else (on and active == [name]) for active, on in before):
         yield

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..core import ConfigError, suggest
+from ..core import ConfigError, check_choice
 from .launch import accelerate_settings
 
 # %% auto #0
@@ -38,11 +38,7 @@ def accelerate_config(name: str, processes: int | None = None, machines: int | N
     Raises:
         ConfigError: no such config, or numbers that don't go together.
     """
-    known = accelerate_configs()
-    if name not in known:
-        near = suggest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}."
-        raise ConfigError(f"there is no accelerate config {name!r}. {hint}")
+    check_choice("accelerate config", name, accelerate_configs())
     text = files("rlhf_nb").joinpath(*_FOLDER, f"{name}.yaml").read_text(encoding="utf-8")
     for key, value in (("num_processes", processes), ("num_machines", machines)):
         if value is not None:

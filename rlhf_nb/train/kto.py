@@ -179,10 +179,8 @@ class KTO(OfflineMethod):
 
     reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:  # fmt: skip
-        super().__init__(model, tokenizer, config, reference, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0
         self.baseline = RunningMean(usual if config.baseline_decay is None else config.baseline_decay)
         self.desirable_share = 0.5

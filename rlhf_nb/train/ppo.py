@@ -3,7 +3,6 @@
 # %% ../../nbs/630_train_ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,8 +20,8 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from .setup import Row
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, Rollout
 
 # %% auto #0
@@ -84,7 +83,7 @@ class PPO(OnlineMethod):
 
     Args:
         net: policy and critic as one module, with the frozen reference.
-        tokenizer, rewards, config, held_out, watch: as in `OnlineMethod`.
+        tokenizer, rewards, config: as in `OnlineMethod`.
 
     Source: Schulman et al., arXiv 1707.06347; Ziegler et al., arXiv 1909.08593; details: arXiv 2403.17031.
     """
@@ -101,18 +100,11 @@ class PPO(OnlineMethod):
 
     config: PPOConfig
 
-    def __init__(
-        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, held_out: Sequence[Row] = (), watch: dict[str, Any] | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(
-            net.policy, tokenizer, rewards, config, net.reference, held_out, watch, net, net.policy_adapter
-        )
-        self.net = net
-        self.kl = (
-            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-            if config.kl_target
-            else FixedKL(config.kl_coef)
-        )
+    def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net)
+        self.net, self.adapter, coef = net, net.policy_adapter, config.kl_coef
+        target = config.kl_target
+        self.kl = AdaptiveKL(coef, target, config.kl_horizon) if target else FixedKL(coef)
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
 
     @property
@@ -243,4 +235,4 @@ class PPOTrainer(OnlineTrainer):
         net = build_net(model, config, reward, parts["reference"])
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config), config, watch=parts["watch"])
+        return PPO(net, tokenizer, as_rewards(reward, config), config)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 from ..config import StrictConfig
-from ..core import ConfigError, suggest
+from ..core import ConfigError, did_you_mean
 from .words import speak_trl
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
@@ -126,10 +126,7 @@ def get(name: str) -> MethodInfo:
     known = {m.command or m.name: m for m in methods().values()}
     if name in {**_METHODS, **known}:
         return {**_METHODS, **known}[name]
-    near = suggest(name, known)
-    raise ConfigError(
-        f"there is no method {name!r}. " + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}.")
-    )
+    raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, known, 'There are: ' + ', '.join(known))}")
 
 
 def of(config: Any) -> MethodInfo:

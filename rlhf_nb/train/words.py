@@ -71,16 +71,8 @@ def rows_of(data: Any, what: str) -> Any:
 
 # %% ../../nbs/602_train_words.ipynb #ae35ccad
 _LORA = {"r", "lora_alpha", "lora_dropout", "target_modules"}
-_NOTHING = {
-    "task_type",
-    "inference_mode",
-    "base_model_name_or_path",
-    "peft_type",
-    "revision",
-    "fan_in_fan_out",
-    "auto_mapping",
-    "peft_version",
-}
+_NOTHING = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type", "peft_version"}
+_NOTHING |= {"revision", "fan_in_fan_out", "auto_mapping"}
 
 
 def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
