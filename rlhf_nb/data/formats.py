@@ -131,9 +131,7 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m["content"], str):
-            raise DataError(
-                f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}); expected text."
-            )
+            raise DataError(f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}), not text.")
     return messages
 
 
@@ -243,7 +241,7 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         n = _shared_turns(chosen, rejected)
     else:
         raise DataError(
-            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both messages."
+            f"chosen is {type(chosen).__name__}, rejected {type(rejected).__name__}: give two texts, or messages twice."
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
@@ -287,9 +285,7 @@ def _margin(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise DataError(
-            f"{where} is {value!r:.40}; expected a finite number: by how much the chosen completion is better."
-        )
+        raise DataError(f"{where} is {value!r:.40}; expected a finite number: by how much chosen is better.")
     return margin
 
 # %% ../../nbs/200_data_formats.ipynb #a6d5a4bd
@@ -302,9 +298,7 @@ def _preference(row: Row, where: str) -> Row:
         prompt = _prompt(row["prompt"], f"{where}, prompt")
         (first, chosen), (second, rejected) = _same_kind(prompt, chosen), _same_kind(prompt, rejected)
         if type(first) is not type(second):
-            raise DataError(
-                f"{where}: one of chosen and rejected is a text, the other messages; both must be of one kind."
-            )
+            raise DataError(f"{where}: one of chosen and rejected is a text, the other messages; give both alike.")
         prompt = first
     speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
     if any(s != "assistant" for s in speakers):
@@ -322,7 +316,7 @@ def _stepwise(row: Row, where: str) -> Row:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
         raise DataError(
-            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and {sizes[1]}."
+            f"{where}: completions and labels must be lists of one size; they are {sizes[0]} and {sizes[1]}."
         )
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
@@ -358,7 +352,7 @@ def _question(row: Row, where: str) -> Text:
     turns = row.get("messages")
     if not isinstance(turns, list):
         raise DataError(
-            f"{where}: a plain text has no prompt that could be told from its answer; give a 'prompt' column or messages."
+            f"{where}: a text has no prompt that could be told from its answer; give 'prompt', or messages."
         )
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 

@@ -259,9 +259,7 @@ def before_after(
         DataError: the two answered different prompts. ConfigError: an unknown `pick` or score.
     """
     if before.prompts != after.prompts:
-        raise DataError(
-            f"{len(before.prompts)} and {len(after.prompts)} answers to different prompts: evaluate one batch."
-        )
+        raise DataError(f"{len(before.prompts)} and {len(after.prompts)} answers to different prompts: use one batch.")
     check_choice("pick", pick, ("spread", "gain", "first"))
     shared = [k for k in before.scores if k in after.scores]
     if score is not None and score not in shared:

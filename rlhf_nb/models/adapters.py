@@ -72,7 +72,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
         raise ModelError(
-            f"the model already has an adapter {adapter_name!r}; its adapters are: {', '.join(adapter_names(model))}."
+            f"adapter {adapter_name!r} is there already; the model has: {', '.join(adapter_names(model))}."
         )
     _check_targets(model, settings.target_modules)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training

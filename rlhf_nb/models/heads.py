@@ -83,9 +83,7 @@ class ScalarHead(nn.Module):
         super().__init__()
         check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
-            raise ModelError(
-                f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
-            )
+            raise ModelError(f"a linear head has no middle layer: with hidden={hidden} use kind='mlp'.")
         self.kind, self.hidden, self.dropout = kind, (hidden or hidden_size) if kind == "mlp" else None, dropout
         last = nn.Linear(self.hidden or hidden_size, 1, bias=False, dtype=torch.float32)
         layers: list[nn.Module] = [nn.Dropout(dropout), last]
@@ -268,7 +266,7 @@ class RewardModel(ScalarModel):
         """
         if not len(c):
             raise ModelError(
-                "the reward's bias can't be set from zero demonstrations: give the completions that SFT learns from."
+                "the reward's bias can't be set from zero demonstrations: give those that SFT learns from."
             )
         with evaluating(self):
             scores = self.score(c, token_budget).double()
@@ -550,9 +548,7 @@ def load_scalar(cls: type[_S], name: str | Path, *, device: Any = "cpu", **optio
     about = dict(getattr(config, "reward_head", None) or {})
     role = getattr(config, "reward_role", cls.role)
     if role == "value" and cls.role == "reward":
-        raise ModelError(
-            f"{where!r} is a value model (it guesses future reward), not a reward model. Load it with ValueModel.load."
-        )
+        raise ModelError(f"{where!r} is a value model, not a reward model. Load it with ValueModel.load.")
     extra = {"pooling": about["pooling"]} if cls.role == "reward" and "pooling" in about else {}
     if kind == "adapter":
         decoder, read = _load_adapted(where, config, cls.role, options)
@@ -611,9 +607,7 @@ def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]
     read = read_adapter(where)
     base = read.lora_config.base_model_name_or_path
     if not base:
-        raise ModelError(
-            f"{where!r} is an adapter that doesn't say which model it belongs to; load the merged model saved beside it."
-        )
+        raise ModelError(f"{where!r} is an adapter that doesn't name its model; load the merged one beside it.")
     decoder, info = load_or_explain("model", find_model(base)[1], lambda: AutoModel.from_pretrained(base, **options))
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})
     if config is not None:

@@ -166,7 +166,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
             return load()
     except ImportError as e:
         raise ModelError(
-            f"{what} {name!r} needs a package that is not installed: {str(e).strip().splitlines()[0]}"
+            f"{what} {name!r} needs a package that isn't installed: {str(e).strip().splitlines()[0]}"
         ) from e
     except torch.OutOfMemoryError:
         raise
@@ -338,9 +338,7 @@ def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install bitsandbytes`, or set quantize_4bit=false."
         )
     if precision.device.type != "cuda":
-        raise ModelError(
-            f"lora.quantize_4bit=true needs a CUDA device, but the model goes to {precision.device}. Set quantize_4bit=false."
-        )
+        raise ModelError(f"lora.quantize_4bit=true needs CUDA; the model goes to {precision.device}. Set it to false.")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -431,9 +429,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
         )
     kind, base_where = find_model(base)
     if kind == "adapter":
-        raise ModelError(
-            f"{where!r} is a LoRA adapter on top of {base!r}, which is an adapter itself. Merge that one first."
-        )
+        raise ModelError(f"{where!r} is a LoRA adapter on top of {base!r}, an adapter itself. Merge that one first.")
     model = _load_plain(base_where, cfg, precision, dtype)
     if (Path(where) / "tokenizer.json").exists() or (Path(where) / "tokenizer_config.json").exists():
         resize_embeddings(model, len(load_tokenizer(cfg.replace(name_or_path=where, tokenizer=None))))
@@ -612,7 +608,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as e:
         free = f" ({shutil.disk_usage(target).free / 1e9:.2f} GB free)" if target.is_dir() else ""
         raise ModelError(
-            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there before is untouched."
+            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there is untouched."
         ) from e
 
 # %% ../../nbs/300_models_load.ipynb #060a50d5
@@ -716,9 +712,7 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
     empty = [k for k, v in weights.items() if v.numel() == 0]
     if empty or not weights:
         found = f"{len(empty)} empty tensors of {len(weights)}"
-        raise ModelError(
-            f"adapter {adapter!r} has {found}: its weights are sharded elsewhere; gather them before saving."
-        )
+        raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
 
 
 def save_adapter(model: Any, name: str, folder: Path) -> None:

@@ -54,9 +54,7 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     for p in named:
         if p.name not in known and p.default is inspect.Parameter.empty:
             hint = did_you_mean(p.name, known, f"Columns are: {', '.join(known) or 'none'}.")
-            raise RewardError(
-                f"reward function {name!r} needs the column {p.name!r}, which the data doesn't have. {hint}"
-            )
+            raise RewardError(f"reward function {name!r} needs the column {p.name!r}, which the data lacks. {hint}")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return known if takes_all else {p.name: known[p.name] for p in named if p.name in known}
 
@@ -299,9 +297,7 @@ class Rewards:
         except Exception as e:  # whatever the function raised
             problem = e
             if isinstance(e, _WrongForm) and self.on_error == "raise":
-                raise RewardError(
-                    f"reward function {name!r} {e}: one number (or None) per completion is needed."
-                ) from e
+                raise RewardError(f"reward function {name!r} {e}: give one number (or None) per completion.") from e
             values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise")
         if bad and self.on_error == "raise":
             raise _complaint(name, bad, rollout) from problem

@@ -47,9 +47,7 @@ def trl_reward(fn: Any) -> Any:
     name = getattr(fn, "__name__", type(fn).__name__)
     for p in parameters:
         if p.name in _ONLY_THERE and p.default is p.empty:
-            raise ConfigError(
-                f"reward function {name!r} takes {p.name!r}, which only TRL has; here use {_ONLY_THERE[p.name]}."
-            )
+            raise ConfigError(f"reward {name!r} takes {p.name!r}, which only TRL has; here use {_ONLY_THERE[p.name]}.")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     wanted = {p.name for p in parameters}
 

@@ -185,9 +185,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.info.leaves == "pairs":
-            raise ConfigError(
-                f"{self.method} trains nothing, so there is nothing to plan: it needs what its models weigh."
-            )
+            raise ConfigError(f"{self.method} trains nothing: it needs what its models weigh.")
         for name in ("prompt", "completion", "token_budget", "mini_batch", "group"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
@@ -403,9 +401,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
-            raise ConfigError(
-                f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0, 1, 2 or 3."
-            )
+            raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
         least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
         if least is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")

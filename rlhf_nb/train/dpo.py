@@ -99,7 +99,7 @@ class DPOConfig(OfflineConfig):
             )
         if self.reference == "cached" and self.ld_alpha is not None:
             raise ValueError(
-                "reference is 'cached', which keeps sums, but ld_alpha weighs tokens one by one. Use 'frozen'."
+                "reference is 'cached', which keeps sums, but ld_alpha weighs single tokens. Use 'frozen'."
             )
         return self
 

@@ -55,7 +55,7 @@ class OfflineConfig(TrainConfig):
             )
         if self.reference == "moving" and self.reference_model is not None:
             raise ValueError(
-                "reference is 'moving' and reference_model is set: what follows the policy starts from it. Leave one out."
+                "reference is 'moving', which starts as the policy, and reference_model is set. Leave one out."
             )
         return self
 

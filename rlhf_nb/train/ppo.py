@@ -72,9 +72,7 @@ class PPOConfig(OnlineConfig):
     def _price_can_move(self) -> PPOConfig:
         """The KL target needs a price that can move."""
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError(
-                "kl_target adapts kl_coef by multiplying it, and from 0 it never moves: start with kl_coef=0.05."
-            )
+            raise ValueError("kl_target multiplies kl_coef, and from 0 it never moves: start with kl_coef=0.05.")
         return self
 
 # %% ../../nbs/630_train_ppo.ipynb #8e2b8e8e

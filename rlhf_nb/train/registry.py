@@ -63,9 +63,7 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[_
     """
     lacking = [field for field in ("output_dir", "model", "data") if field not in config.model_fields]
     if lacking:
-        raise ConfigError(
-            f"{config.__name__} has no {' and no '.join(lacking)}: a run needs a folder, a model and data."
-        )
+        raise ConfigError(f"{config.__name__} has no {' and no '.join(lacking)}: a run needs folder, model and data.")
 
     def add(trainer: _Trainer) -> _Trainer:
         add_method(MethodInfo(name, config, trainer, **facts))
@@ -108,7 +106,7 @@ def methods() -> dict[str, MethodInfo]:
             import_module(module.strip())
         except ModuleNotFoundError as e:
             raise ConfigError(
-                f"RLHF_NB_METHODS names {module!r}, which can't be imported ({e}): is it on PYTHONPATH?"
+                f"RLHF_NB_METHODS names {module!r}, which can't be imported ({e}): see PYTHONPATH."
             ) from e
     return {name: _METHODS[name] for name in (*BUILT_IN, *(n for n in _METHODS if n not in BUILT_IN))}
 

@@ -142,9 +142,7 @@ def _positional(takes: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
     if not args or args[0] is None or isinstance(args[0], StrictConfig):
         return dict(zip(takes, args))
     if not isinstance(args[0], str | Path | nn.Module):
-        raise ConfigError(
-            f"the first argument is a {type(args[0]).__name__}: give a config (or args=...), or a model as TRL does."
-        )
+        raise ConfigError(f"the first argument is a {type(args[0]).__name__}: give a config, or a model as TRL does.")
     if len(args) > 2:
         raise ConfigError("after model and args, give what is left by name: train_dataset=..., processing_class=...")
     return dict(zip(("model", "args"), args))
