@@ -172,7 +172,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
                 above = ".".join(parts[: i + 1])
-                raise ConfigError(f"override {item!r}: {above} has a value, so nothing can be set inside it.")
+                raise ConfigError(f"override {item!r}: {above} was given a value before: nothing can be set inside it.")
         group[parts[-1]] = _parse_value(text)
     return out
 

@@ -239,7 +239,7 @@ def _check_prompts(owner: Batch) -> None:
     if len(holes):
         row = int(holes[0])
         shown = "".join(str(int(m)) for m in mask[row, :40].tolist())
-        raise DataError(f"{who}: prompt_mask of row {row} is {shown}, but prompts are padded left: zeros, then ones.")
+        raise DataError(f"{who}: prompt_mask[{row}] is {shown}; prompts are padded on the left: zeros, then ones.")
 
 
 def _check_lens(owner: Batch, name: str, ids: str) -> None:

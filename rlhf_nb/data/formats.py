@@ -241,7 +241,7 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         n = _shared_turns(chosen, rejected)
     else:
         raise DataError(
-            f"chosen is {type(chosen).__name__}, rejected {type(rejected).__name__}: give two texts, or messages twice."
+            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both messages."
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
@@ -298,7 +298,7 @@ def _preference(row: Row, where: str) -> Row:
         prompt = _prompt(row["prompt"], f"{where}, prompt")
         (first, chosen), (second, rejected) = _same_kind(prompt, chosen), _same_kind(prompt, rejected)
         if type(first) is not type(second):
-            raise DataError(f"{where}: one of chosen and rejected is a text, the other messages; give both alike.")
+            raise DataError(f"{where}: chosen or rejected is a text, the other messages; both must be of one kind.")
         prompt = first
     speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
     if any(s != "assistant" for s in speakers):
@@ -316,7 +316,7 @@ def _stepwise(row: Row, where: str) -> Row:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
         raise DataError(
-            f"{where}: completions and labels must be lists of one size; they are {sizes[0]} and {sizes[1]}."
+            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and {sizes[1]}."
         )
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),

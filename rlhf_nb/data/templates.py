@@ -87,7 +87,7 @@ TEMPLATES = (DEFAULT_CHAT_TEMPLATE, make_chat_template("Visitor:", "\nPip:"))
 def _eos(tok: Any) -> int:
     """The EOS id."""
     if tok.eos_token_id is None:
-        raise DataError("The tokenizer has no EOS, so no model learns where an answer ends; set tokenizer.eos_token.")
+        raise DataError("The tokenizer has no EOS token, so no model learns where an answer ends; set its eos_token.")
     return int(tok.eos_token_id)
 
 
@@ -110,9 +110,8 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     elif not tok.chat_template:
         probe: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         for choice in TEMPLATES:
-            ids = tok(tok.apply_chat_template(probe, chat_template=choice, tokenize=False), add_special_tokens=False)[
-                "input_ids"
-            ]
+            text = tok.apply_chat_template(probe, chat_template=choice, tokenize=False)
+            ids = tok(text, add_special_tokens=False)["input_ids"]
             if tok.unk_token_id is None or tok.unk_token_id not in ids:
                 tok.chat_template = choice
                 return tok

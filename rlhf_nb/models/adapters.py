@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -18,16 +17,8 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from rlhf_nb.models.load import (
-    adapter_names,
-    disable_dropout,
-    find_model,
-    lora_layers,
-    merged_weights,
-    quiet,
-    save_model,
-    using_adapter,
-)
+from .load import adapter_names, disable_dropout, find_model, lora_layers, merged_weights, quiet
+from .load import save_model, using_adapter
 from ..types import Completions
 
 Mode = Literal["separate", "shared", "hydra"]

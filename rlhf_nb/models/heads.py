@@ -21,22 +21,9 @@ from ..core import ModelError, check_choice
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from rlhf_nb.models.load import (
-    adapter_names,
-    check_loaded,
-    check_whole,
-    compare_outputs,
-    disable_dropout,
-    evaluating,
-    find_model,
-    load_or_explain,
-    merged_weights,
-    probe_ids,
-    resize_embeddings,
-    save_weights,
-    staged,
-    using_adapter,
-)
+from .load import adapter_names, check_loaded, check_whole, compare_outputs, disable_dropout, evaluating
+from .load import find_model, load_or_explain, merged_weights, probe_ids, resize_embeddings
+from .load import save_weights, staged, using_adapter
 from ..types import Completions
 
 Pooling = Literal["last", "mean"]

@@ -28,9 +28,7 @@ def _is_trls(parameters: list[inspect.Parameter]) -> bool:
     if not by_place and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True  # f(**kwargs), f(*, completions, **kwargs)
     if "completions" not in names:
-        return by_place[:1] == [
-            "completion_ids"
-        ]  # f(completion_ids, **kwargs); f(p, c, completion_ids) is called by position
+        return by_place[:1] == ["completion_ids"]  # f(completion_ids, **kwargs), not f(p, c, completion_ids)
     return "completion_ids" in names or by_place[1:2] != ["completions"]
 
 

@@ -175,9 +175,7 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    holds: tuple[Held, ...] | None = (
-        None  # models in memory; None: what the method holds by default, and a reward model
-    )
+    holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     checkpointing: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
@@ -476,9 +474,7 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
-    if (
-        split.stage == 3 and not job.checkpointing
-    ):  # transformers' layers, under hooks, also keep norms before their weight
+    if split.stage == 3 and not job.checkpointing:  # under hooks, layers also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import DataConfig, PathText
 from ..core import ConfigError

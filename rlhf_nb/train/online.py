@@ -256,9 +256,8 @@ class OnlineMethod(TextMethod):
         few = min(8, sampling.max_new_tokens)
         short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
         with self.policy_adapter():
-            r = self.sampler.generate(
-                self.model, prompts, short, step=0, tokenizer=self.tokenizer, seed=self.config.seed, num_samples=2
-            )
+            how: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": 2}
+            r = self.sampler.generate(self.model, prompts, short, step=0, **how)
             ours = r.rollout_logps if isinstance(self.sampler, OurSampler) else None
             return asdict(self_check(self.model, r, sampling.temperature, ours, others=self.models()))
 
@@ -375,9 +374,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
     if members:
-        return Ensemble(
-            [RewardModel.load(m) for m in members], "mean_minus_std", name="reward", token_budget=config.token_budget
-        ), gold
+        models, budget = [RewardModel.load(m) for m in members], config.token_budget
+        return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
     return RewardModel.load(config.reward), gold
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
 from ..config import OptimizerConfig, PathText
@@ -136,10 +136,8 @@ class PPO(OnlineMethod):
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `token_rewards`, `advantages` and `returns`."""
-        cfg, mask = self.config, r.completion_mask
-        rewards = kl_shaped_rewards(
-            r.need("scores"), r.need("old_logps"), r.need("ref_logps"), mask, self.kl.coef, cfg.kl_kind
-        )
+        cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
+        rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl.coef, cfg.kl_kind)
         if cfg.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -159,12 +157,10 @@ class PPO(OnlineMethod):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
         cfg, mask = self.config, micro.completion_mask
-        new = self.module(
-            micro, temperature=cfg.sampling.temperature, entropy=cfg.entropy_coef > 0, token_budget=cfg.token_budget
-        )
-        policy = clipped_surrogate(
-            new.logps, micro.need("old_logps"), micro.need("advantages"), mask, cfg.clip_eps_low, cfg.clip_eps_high
-        )
+        how = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        new = self.module(micro, entropy=cfg.entropy_coef > 0, **how)
+        old, adv = micro.need("old_logps"), micro.need("advantages")
+        policy = clipped_surrogate(new.logps, old, adv, mask, cfg.clip_eps_low, cfg.clip_eps_high)
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
         terms = {"policy": (policy, 1.0), "value": (value, cfg.vf_coef)}
         if cfg.entropy_coef:

@@ -32,9 +32,8 @@ class MethodInfo:
     online: bool = False  # samples answers and asks a reward
     leaves: Literal["policy", "reward", "pairs"] = "policy"  # a model that answers, one that scores, or labelled pairs
     starts_from: tuple[str, ...] = ("sft",)  # stages whose policy it takes: the first that there is, "base" after all
-    holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = (
-        "policy",
-    )  # in memory; what `reward` names comes on top
+    # in memory; what `reward` names comes on top
+    holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = ("policy",)
     command: str = ""  # where the command has another name
 
     def held(self, config: Any = None) -> tuple[Held, ...]:

@@ -231,10 +231,8 @@ def speak_trl(trainer: Any, kind: type[StrictConfig]) -> None:
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         return
     ours: Any = trainer.__init__
-    constructors = [
-        inspect.signature(vars(c)["__init__"]).parameters.values() for c in trainer.__mro__ if "__init__" in vars(c)
-    ]
-    named = [p.name for ps in constructors for p in ps if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    makers = [inspect.signature(vars(c)["__init__"]) for c in trainer.__mro__ if "__init__" in vars(c)]
+    named = [p.name for m in makers for p in m.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes = [name for name in dict.fromkeys(named) if name != "self"]
 
     @functools.wraps(ours)

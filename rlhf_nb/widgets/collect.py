@@ -20,18 +20,8 @@ from ..evaluate.policy import wilson_interval
 from ..rollout.sampler import eval_mode
 from .html import escape, table_html
 from .kernel import show_live
-from rlhf_nb.widgets.labels import (
-    Agreement,
-    Answers,
-    Label,
-    LabelStore,
-    Pair,
-    agreement,
-    export_preferences,
-    make_pairs,
-    tally,
-    to_preferences,
-)
+from .labels import Agreement, Answers, Label, LabelStore, Pair, agreement
+from .labels import export_preferences, make_pairs, tally, to_preferences
 
 # %% auto #0
 __all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html', 'summary_rows',

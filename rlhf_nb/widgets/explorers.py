@@ -173,10 +173,8 @@ def kl_picture(
         curves.append(curve(kind, (keep + 1.0).tolist(), running[keep].tolist(), (0, 1, 3)[i]))
         fact = {"estimator": kind, "mean": float(terms.mean()), "true KL": true}
         facts.append(fact | {"std of one term": float(terms.std()), "largest term": float(terms.max())})
-    both = (("policy", bell_p), ("reference", bell_q))
-    bells = [
-        curve(name, grid.tolist(), _log_bell(grid, *bell).exp().tolist(), i) for i, (name, bell) in enumerate(both)
-    ]
+    heights = [_log_bell(grid, *bell).exp().tolist() for bell in (bell_p, bell_q)]
+    bells = [curve("policy", grid.tolist(), heights[0], 0), curve("reference", grid.tolist(), heights[1], 1)]
     top = max(2.5 * true, 0.05)
     calm = min(facts, key=lambda f: abs(f["mean"] - true) + f["std of one term"] / len(x) ** 0.5)
     says = f"True KL {true:.3f} nats. With {len(x)} samples the estimator to trust here is {calm['estimator']}."
