@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
-from .core import ConfigError, did_you_mean, suggest
+from .core import ConfigError, check_choice, suggest
 
 # %% auto #0
 __all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
@@ -172,9 +172,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
                 above = ".".join(parts[: i + 1])
-                raise ConfigError(
-                    f"override {item!r}: {above} was given a value before, so nothing can be set inside it."
-                )
+                raise ConfigError(f"override {item!r}: {above} was given a value before: nothing can be set inside it.")
         group[parts[-1]] = _parse_value(text)
     return out
 
@@ -467,9 +465,7 @@ class StrictConfig(BaseModel):
         """What a preset sets, in this class and in those it is built on."""
         levels = [c.__dict__.get("presets", {}) for c in reversed(cls.__mro__)]
         known = sorted({p for level in levels for p in level})
-        if name not in known:
-            hint = did_you_mean(name, known, f"There are: {', '.join(known)}.")
-            raise ConfigError(f"preset {name!r} doesn't exist in {cls.__name__}. {hint}")
+        check_choice(f"{cls.__name__}'s preset", name, known)
         values: dict[str, Any] = {}
         for level in levels:
             values = merge(values, level.get(name, {}))

@@ -3,13 +3,12 @@
 # %% ../../nbs/620_train_dpo.ipynb #33cc0618
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import DataConfig, PathText
 from ..core import ConfigError
@@ -100,7 +99,7 @@ class DPOConfig(OfflineConfig):
             )
         if self.reference == "cached" and self.ld_alpha is not None:
             raise ValueError(
-                "reference is 'cached', which keeps sums, but ld_alpha weighs tokens one by one. Use 'frozen'."
+                "reference is 'cached', which keeps sums, but ld_alpha weighs single tokens. Use 'frozen'."
             )
         return self
 
@@ -127,10 +126,8 @@ class DPO(OfflineMethod):
 
     reference_columns = {"ref_chosen_logps": "chosen_ids", "ref_rejected_logps": "rejected_ids"}
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:  # fmt: skip
-        super().__init__(model, tokenizer, config, reference, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config, reference)
         entries, usual = config.entries, sum(config.losses[n] * e.nll for n, e in config.entries.items())
         self.nll_coef = usual if config.nll_coef is None else config.nll_coef
         self.whole_batch = any(e.whole_batch for e in entries.values())

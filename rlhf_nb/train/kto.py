@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import DataConfig, PathText
 from ..core import DataError
@@ -179,10 +179,8 @@ class KTO(OfflineMethod):
 
     reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:  # fmt: skip
-        super().__init__(model, tokenizer, config, reference, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0
         self.baseline = RunningMean(usual if config.baseline_decay is None else config.baseline_decay)
         self.desirable_share = 0.5
@@ -193,11 +191,9 @@ class KTO(OfflineMethod):
         if warn:
             check_labels(rows, self.config)
         out = tokenize_labelled(rows, self.tokenizer, self.config.data, warn)
-        if self.config.loss == "kto":
-            out = partners(out, self.config.seed)
-        else:  # no stranger is needed
-            out = [r | {"other_ids": r["completion_ids"]} for r in out]
-        return self.cache_reference(out)
+        if self.config.loss != "kto":  # no stranger is needed
+            return self.cache_reference([r | {"other_ids": r["completion_ids"]} for r in out])
+        return self.cache_reference(partners(out, self.config.seed))
 
     def collate(self, rows: list[Row]) -> LabelledAnswers:
         """Tokenized rows as one batch, with cached log-probs of the reference where rows carry them."""
@@ -269,12 +265,9 @@ class KTO(OfflineMethod):
                 labels.append(batch.label)
         reward, label = torch.cat(rewards), torch.cat(labels)
         good, bad = reward[label], reward[~label]
-        found = {
-            "rewards/chosen": good.mean(),
-            "rewards/rejected": bad.mean(),
-            "rewards/margins": good.mean() - bad.mean(),
-        }
-        return {f"eval/{k}": float(v) for k, v in (found | {"auc": (good[:, None] > bad[None]).float().mean()}).items()}
+        found = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
+        auc = float((good[:, None] > bad[None]).float().mean())
+        return {f"eval/rewards/{k}": float(v) for k, v in found.items()} | {"eval/auc": auc}
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, and a moving reference."""

@@ -3,7 +3,7 @@
 # %% ../../nbs/618_train_offline.ipynb #618aa001
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,7 +55,7 @@ class OfflineConfig(TrainConfig):
             )
         if self.reference == "moving" and self.reference_model is not None:
             raise ValueError(
-                "reference is 'moving' and reference_model is set: what follows the policy starts from it. Leave one out."
+                "reference is 'moving', which starts as the policy, and reference_model is set. Leave one out."
             )
         return self
 
@@ -128,16 +128,13 @@ class OfflineMethod(TextMethod):
         tokenizer: pads.
         config: of the run.
         reference: frozen model; None: rows carry its log-probs, or no loss needs them.
-        held_out: tokenized rows that `evaluate` measures.
     """
 
     config: Any
     reference_columns: ClassVar[dict[str, str]]  # where the reference's log-probs go: which answer's token ids
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: Any, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:
-        super().__init__(model, tokenizer, config, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: Any, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config)
         self.reference = reference
 
     def attach(self, engine: Engine, config: TrainConfig) -> None:

@@ -55,9 +55,7 @@ class OnlineDPOConfig(OnlineConfig):
         except ConfigError as e:
             raise ValueError(str(e)) from e
         if entry.whole_batch:
-            raise ValueError(
-                f"loss {self.loss!r} sorts the batch, and micro-batches would cut it: use another, for example sigmoid."
-            )
+            raise ValueError(f"loss {self.loss!r} sorts the batch, which micro-batches would cut: use sigmoid, say.")
         return self
 
 # %% ../../nbs/655_train_pairs.ipynb #655aa002

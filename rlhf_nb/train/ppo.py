@@ -3,13 +3,12 @@
 # %% ../../nbs/630_train_ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
 from ..config import OptimizerConfig, PathText
@@ -21,8 +20,8 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from .setup import Row
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, Rollout
 
 # %% auto #0
@@ -73,9 +72,7 @@ class PPOConfig(OnlineConfig):
     def _price_can_move(self) -> PPOConfig:
         """The KL target needs a price that can move."""
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError(
-                "kl_target adapts kl_coef by multiplying it, and from 0 it never moves: start with kl_coef=0.05."
-            )
+            raise ValueError("kl_target multiplies kl_coef, and from 0 it never moves: start with kl_coef=0.05.")
         return self
 
 # %% ../../nbs/630_train_ppo.ipynb #8e2b8e8e
@@ -84,7 +81,7 @@ class PPO(OnlineMethod):
 
     Args:
         net: policy and critic as one module, with the frozen reference.
-        tokenizer, rewards, config, held_out, watch: as in `OnlineMethod`.
+        tokenizer, rewards, config: as in `OnlineMethod`.
 
     Source: Schulman et al., arXiv 1707.06347; Ziegler et al., arXiv 1909.08593; details: arXiv 2403.17031.
     """
@@ -101,18 +98,11 @@ class PPO(OnlineMethod):
 
     config: PPOConfig
 
-    def __init__(
-        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, held_out: Sequence[Row] = (), watch: dict[str, Any] | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(
-            net.policy, tokenizer, rewards, config, net.reference, held_out, watch, net, net.policy_adapter
-        )
-        self.net = net
-        self.kl = (
-            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-            if config.kl_target
-            else FixedKL(config.kl_coef)
-        )
+    def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net)
+        self.net, self.adapter, coef = net, net.policy_adapter, config.kl_coef
+        target = config.kl_target
+        self.kl = AdaptiveKL(coef, target, config.kl_horizon) if target else FixedKL(coef)
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
 
     @property
@@ -146,10 +136,8 @@ class PPO(OnlineMethod):
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `token_rewards`, `advantages` and `returns`."""
-        cfg, mask = self.config, r.completion_mask
-        rewards = kl_shaped_rewards(
-            r.need("scores"), r.need("old_logps"), r.need("ref_logps"), mask, self.kl.coef, cfg.kl_kind
-        )
+        cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
+        rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl.coef, cfg.kl_kind)
         if cfg.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -169,12 +157,10 @@ class PPO(OnlineMethod):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
         cfg, mask = self.config, micro.completion_mask
-        new = self.module(
-            micro, temperature=cfg.sampling.temperature, entropy=cfg.entropy_coef > 0, token_budget=cfg.token_budget
-        )
-        policy = clipped_surrogate(
-            new.logps, micro.need("old_logps"), micro.need("advantages"), mask, cfg.clip_eps_low, cfg.clip_eps_high
-        )
+        how = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        new = self.module(micro, entropy=cfg.entropy_coef > 0, **how)
+        old, adv = micro.need("old_logps"), micro.need("advantages")
+        policy = clipped_surrogate(new.logps, old, adv, mask, cfg.clip_eps_low, cfg.clip_eps_high)
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
         terms = {"policy": (policy, 1.0), "value": (value, cfg.vf_coef)}
         if cfg.entropy_coef:
@@ -243,4 +229,4 @@ class PPOTrainer(OnlineTrainer):
         net = build_net(model, config, reward, parts["reference"])
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config), config, watch=parts["watch"])
+        return PPO(net, tokenizer, as_rewards(reward, config), config)

@@ -85,7 +85,6 @@ class Reward(TextMethod):
         members: reward models to train side by side.
         tokenizer: pads.
         config: of the run.
-        held_out: tokenized pairs that `evaluate` measures.
         demonstrations: tokenized rows whose mean score is 0 at the end.
     """
 
@@ -98,10 +97,9 @@ class Reward(TextMethod):
         members: Sequence[RewardModel],
         tokenizer: Any,
         config: RewardConfig,
-        held_out: Sequence[Row] = (),
         demonstrations: Sequence[Row] = (),
     ) -> None:
-        super().__init__(None, tokenizer, config, held_out, RewardEnsemble(members, config.token_budget))
+        super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:

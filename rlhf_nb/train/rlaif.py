@@ -22,7 +22,7 @@ from ..run.engine import Engine
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
-from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, Verdicts, agreement, label_pairs  # fmt: skip
+from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, agreement, label_pairs, verdicts_of
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
@@ -141,10 +141,7 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
     front = [rng.random() < 0.5 for _ in rows]
     prompts = [r["prompt"] for r in rows]
     a, b = ([r["chosen" if f == first else "rejected"] for r, f in zip(rows, front)] for first in (True, False))
-    got = judge.compare([*prompts, *prompts], [*a, *b], [*b, *a]) if not hasattr(judge, "verdicts") else None
-    n = len(rows)
-    both = Verdicts(got[:n], [None if p is None else 1 - p for p in got[n:]]) if got else judge.verdicts(prompts, a, b)  # type: ignore[attr-defined]
-    return agreement(both, [float(f) for f in front])
+    return agreement(verdicts_of(judge, prompts, a, b), [float(f) for f in front])
 
 
 def known_pairs(config: RLAIFConfig) -> list[Row]:

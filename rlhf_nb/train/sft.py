@@ -41,7 +41,7 @@ class SFT(TextMethod):
     """Supervised fine-tuning as a method of the loop.
 
     Args:
-        model, tokenizer, config, held_out: as in `TextMethod`.
+        model, tokenizer, config: as in `TextMethod`.
     """
 
     name = "sft"
