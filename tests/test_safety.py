@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rlhf_nb.config import TrainConfig
 from rlhf_nb.core import CheckpointError, ConfigError, RunError, read_interval
 from rlhf_nb.run import lock
 from rlhf_nb.run.callbacks import Callback
-from rlhf_nb.run.checkpoint import AsyncWriter, checkpoints_in, latest_complete
+from rlhf_nb.run.checkpoint import AsyncWriter, checkpoints_in, latest_complete, problem_of
 from rlhf_nb.run.lock import RunLock, holder_of
 from rlhf_nb.run.log import EventLog, History, RunDir, read_metrics
 from rlhf_nb.run.loop import Trainer
@@ -273,7 +275,9 @@ def test_who_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             if run.step == 10:
                 (tmp_path / "lock.json").unlink()
                 (tmp_path / "lock.json").write_text(json.dumps(other))
-                time.sleep(0.3)
+                until = time.monotonic() + 30
+                while not run.lock.lost and time.monotonic() < until:
+                    time.sleep(0.01)
                 self.log = (tmp_path / "metrics.jsonl").read_bytes()
 
     observer = Asleep()
@@ -308,6 +312,106 @@ except Exception as error:
         assert not list(folder.iterdir())
         if round == 0 and os.environ.get("CI") is None:
             break  # once is enough on a shared machine
+
+
+def small(root: Path) -> Any:
+    """A pipeline of a tiny untrained model and three steps of SFT."""
+    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+
+    sft = {"steps": 3, "epochs": None, "mini_batch_size": 4}
+    none = {"reward": None, "ppo": None, "eval_prompts": 4, "questions": 0}
+    config = PipelineConfig.preset("toy", output_dir=str(root), base={"size": "tiny"}, sft=sft, console=False, **none)
+    return RLHFPipeline(config)
+
+
+def stage(root: Path) -> Any:
+    from rlhf_nb.train.sft import SFTConfig
+
+    return SFTConfig.preset("toy", output_dir=str(root), steps=3, epochs=None, console=False)
+
+
+def start_stage(root: Path) -> None:
+    from rlhf_nb.train.stage import run_stage
+
+    run_stage(stage(root), overwrite=True)
+
+
+def start_launch(root: Path) -> None:
+    from rlhf_nb.scale.launch import launch
+
+    launch(stage(root), num_processes=2, device="cpu", overwrite=True)
+
+
+def start_labelling(root: Path) -> None:
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.rlaif import Labelling, RLAIFConfig
+
+    config = RLAIFConfig.preset("toy", output_dir=str(root), prompts=4)
+    Labelling(config, toy.build_model(0, "tiny"), toy.build_tokenizer()).run(overwrite=True)
+
+
+STARTS: dict[str, Callable[[Path], Any]] = {
+    "stage": start_stage, "launch": start_launch, "labelling": start_labelling,
+    "pipeline": lambda root: small(root).run(overwrite=True), "a stage of a pipeline": lambda root: small(root).stage("base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_whatever_starts_there_is_refused(what: str, tmp_path: Path) -> None:
+    """Another thread of this process works in the folder."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "type": "step"}\n')
+    taken, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with RunLock(tmp_path):
+            taken.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert taken.wait(60)
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        with pytest.raises(RunError, match="is in use by process"):
+            STARTS[what](tmp_path)
+    finally:
+        over.set()
+        thread.join()
+    assert [p for p in before if p.name != "lock.json"] == [
+        p for p in sorted(tmp_path.rglob("*")) if "launch" not in p.parts
+    ]
+    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1')
+
+
+def test_a_pipeline_whose_stage_was_killed_early(tmp_path: Path) -> None:
+    """Its first checkpoint had not been made: asked, then done again; the stage before it is not."""
+    small(tmp_path).stage("base")
+    config = small(tmp_path).stage_config("sft")
+    run = RunDir(config.output_dir)
+    run.open(config.to_dict())
+    log = EventLog(run.metrics_path)
+    log.append("start", 0, total_steps=3)
+    log.append("step", 1, loss=1.0)
+    log.close()
+    made = (tmp_path / "base" / "stage.json").stat().st_mtime_ns
+    with pytest.raises(CheckpointError, match=r"the log of 1 steps but no checkpoint.*--overwrite"):
+        small(tmp_path).run(resume=True)
+    small(tmp_path).run(resume=True, overwrite=True)
+    assert steps(tmp_path / "sft") == [1, 2, 3] and (tmp_path / "base" / "stage.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.slow
+def test_two_ranks_save_together(tmp_path: Path) -> None:
+    """Rank 0's clock decides for both; every checkpoint is whole, and the weights are those of a run that saved at its end."""
+    from process_cases import run_ranks
+    from safetensors.torch import load_file
+
+    run_ranks("sft", tmp_path / "timed", 2, "", steps=80, save_every="1s", keep_checkpoints=50)
+    run_ranks("sft", tmp_path / "end", 2, "", steps=80, save_every=None)
+    found = checkpoints_in(tmp_path / "timed" / "checkpoints")
+    assert len(found) > 1 and all(problem_of(p) is None and (p / "rank-00001-of-00002.json").exists() for p in found)
+    a, b = (load_file(tmp_path / f / "weights.safetensors") for f in ("timed", "end"))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
