@@ -202,7 +202,7 @@ class _Claim:
             "token": uuid.uuid4().hex,
         }
         self.folder, self.pid, self.users, self.lost = folder, pid, 1, ""
-        self.made = not folder.exists()  # then it goes again with the lock, if nothing was put into it
+        self.made = [p for p in (folder, *folder.parents) if not p.exists()]  # they go with the lock, if they are empty
         self.fd, self.thread, self.over = _take(folder, self.told), threading.current_thread(), threading.Event()
         threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
 
@@ -243,8 +243,8 @@ class _Claim:
                 if holder is not None and holder.told.get("token") == self.told["token"]:
                     (self.folder / NAME).unlink()
                 os.close(self.fd)
-                if self.made:
-                    self.folder.rmdir()
+                for folder in self.made:
+                    folder.rmdir()
 
 
 _CLAIMS: dict[str, _Claim] = {}
