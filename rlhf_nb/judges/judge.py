@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import field_validator
 from torch import Tensor
 
-from ..config import StrictConfig
+from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, suggest
 from ..evaluate.policy import wilson_interval
 
@@ -238,12 +238,12 @@ _GAPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # those each text
 class JudgeTemplate(StrictConfig):
     """The words in which a judge is asked; `{gaps}` are filled for each row."""
 
-    compare: str = Field(default=_COMPARE, description="gaps: prompt, first, second; criterion, label_a, label_b")
-    rate: str = Field(default=_RATE, description="gaps: prompt, answer; criterion, lowest, highest")
-    system: str | None = Field(default=None, description="system message in a chat; null: none")
-    criterion: str = Field(default="that it is helpful, honest and harmless", description="by what to judge by default")
-    empty: str = Field(default="(no answer)", description="what is shown for an empty answer")
-    remind: str = Field(default="Reply with one of these only: {labels}.", description="after an unusable reply")
+    compare: str = option(_COMPARE, "gaps: prompt, first, second; criterion, label_a, label_b")
+    rate: str = option(_RATE, "gaps: prompt, answer; criterion, lowest, highest")
+    system: str | None = option(None, "system message in a chat; null: none")
+    criterion: str = option("that it is helpful, honest and harmless", "by what to judge by default")
+    empty: str = option("(no answer)", "what is shown for an empty answer")
+    remind: str = option("Reply with one of these only: {labels}.", "after an unusable reply")
 
     @field_validator("compare", "rate", "remind")
     @classmethod

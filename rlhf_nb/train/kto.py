@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
-from ..config import DataConfig, PathText
+from ..config import DataConfig, PathText, option
 from ..core import DataError
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
@@ -37,23 +37,18 @@ class KTOConfig(OfflineConfig):
         "kto", {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5}, epochs=1.0
     )
 
-    output_dir: PathText = Field(default="runs/kto", min_length=1, description="the run's folder")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="prompt+completion+label, or preferences (taken apart)"
+    output_dir: PathText = option("runs/kto", "the run's folder", min_length=1)
+    data: DataConfig = option(DataConfig(), "prompt+completion+label, or preferences (taken apart)")
+    mini_batch_size: int = option(32, "answers per optimizer step, over all devices", ge=2)
+    loss: Literal["kto", "apo_zero_unpaired", "bco"] = option("kto", "kto | apo_zero_unpaired | bco")
+    beta: float = option(0.1, "price of leaving the reference; larger levels off sooner", gt=0)
+    desirable_weight: float = option(1.0, "weight of good answers", gt=0)
+    undesirable_weight: float = option(1.0, "weight of bad answers", gt=0)
+    baseline_decay: float | None = option(
+        None, "memory of the baseline: 0 this batch alone; null: 0 for kto, 0.99 for bco", ge=0, le=1
     )
-    mini_batch_size: int = Field(default=32, ge=2, description="answers per optimizer step, over all devices")
-    loss: Literal["kto", "apo_zero_unpaired", "bco"] = Field(default="kto", description="kto | apo_zero_unpaired | bco")
-    beta: float = Field(default=0.1, gt=0, description="price of leaving the reference; larger levels off sooner")
-    desirable_weight: float = Field(default=1.0, gt=0, description="weight of good answers")
-    undesirable_weight: float = Field(default=1.0, gt=0, description="weight of bad answers")
-    baseline_decay: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="memory of the baseline: 0 this batch alone; null: 0 for kto, 0.99 for bco",
-    )
-    reference: Literal["frozen", "cached", "moving"] = Field(
-        default="frozen", description="computed as needed | once, on disk | TR-DPO's moving one"
+    reference: Literal["frozen", "cached", "moving"] = option(
+        "frozen", "computed as needed | once, on disk | TR-DPO's moving one"
     )
 
     @model_validator(mode="after")

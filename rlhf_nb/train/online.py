@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
@@ -55,10 +55,8 @@ def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict
 class OnlineConfig(TrainConfig):
     """What all methods share that learn from their own answers."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="prompts; further columns go to the reward functions"
-    )
+    model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
+    data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
@@ -67,25 +65,21 @@ class OnlineConfig(TrainConfig):
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, eps=1e-5), description="AdamW and its schedule"
-    )
-    num_generations: int = Field(default=1, ge=1, description="answers to each prompt: the group")
-    mini_batch_size: int = Field(default=64, ge=1, description="answers per optimizer step, over all devices")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
+    num_generations: int = option(1, "answers to each prompt: the group", ge=1)
+    mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
         default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="price of one nat of drift; 0: no reference is kept")
-    kl_budget: float | None = Field(
-        default=None, gt=0, description="nats per answer that are too much: a warning, or the end of the run"
-    )
+    kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
+    kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     missing_eos: float | None = Field(
         default=None, description="score of an answer without EOS; null: as the reward says"
     )
     mask_truncated: bool = Field(default=False, description="answers that were cut teach nothing")
-    old_logps: Literal["auto", "sampler", "recompute"] = Field(
-        default="auto", description="where π_old comes from; auto: the sampler's own where it computes in fp32"
+    old_logps: Literal["auto", "sampler", "recompute"] = option(
+        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32"
     )
     importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
     samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
-from ..config import OptimizerConfig, PathText
+from ..config import OptimizerConfig, PathText, option
 from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
 from ..run.control import Control
@@ -35,34 +35,27 @@ class PPOConfig(OnlineConfig):
         "ppo", 3e-4, rollout_batch_size=128, mini_batch_size=64, num_inner_epochs=2, kl_coef=0.2
     )
 
-    output_dir: PathText = Field(default="runs/ppo", min_length=1, description="the run's folder")
-    critic: Literal["separate", "shared", "hydra"] = Field(
-        default="separate",
-        description="own model | head on the policy | policy, value, reward, reference as adapters of one backbone",
+    output_dir: PathText = option("runs/ppo", "the run's folder", min_length=1)
+    critic: Literal["separate", "shared", "hydra"] = option(
+        "separate", "own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
     )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=3e-6, eps=1e-5), description="AdamW and its schedule"
-    )
-    rollout_batch_size: int = Field(default=512, ge=1, description="answers per collect, over all devices")
-    num_inner_epochs: int = Field(default=4, ge=1, description="passes over each rollout")
-    kl_coef: float = Field(default=0.05, ge=0, description="price of one nat of drift, in units of reward")
-    kl_target: float | None = Field(
-        default=None, gt=0, description="nats per answer to hold by adapting kl_coef; null: fixed"
-    )
-    kl_horizon: float = Field(default=10_000, gt=0, description="answers in which kl_coef can change by 20 %")
-    kl_kind: KLKind = Field(default="k1", description="estimator in the reward: k1, k2 or k3")
-    target_kl: float | None = Field(
-        default=None, gt=0, description="policy/approxkl_avg at which the passes over a rollout end early"
-    )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
-    lam: float = Field(default=0.95, ge=0, le=1, description="GAE's λ: 0 trusts the critic, 1 the outcome")
-    clip_eps_low: float = Field(default=0.2, ge=0, le=1, description="how far a ratio may fall")
-    clip_eps_high: float = Field(default=0.2, ge=0, description="how far a ratio may rise")
-    value_clip_eps: float | None = Field(default=0.2, gt=0, description="how far a value may move; null: no clipping")
-    vf_coef: float = Field(default=0.1, ge=0, description="weight of the value loss")
-    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    whiten_advantages: bool = Field(default=True, description="advantages to mean 0, variance 1 over the rollout")
-    whiten_rewards: bool = Field(default=False, description="token rewards to variance 1, mean kept")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "AdamW and its schedule")
+    rollout_batch_size: int = option(512, "answers per collect, over all devices", ge=1)
+    num_inner_epochs: int = option(4, "passes over each rollout", ge=1)
+    kl_coef: float = option(0.05, "price of one nat of drift, in units of reward", ge=0)
+    kl_target: float | None = option(None, "nats per answer to hold by adapting kl_coef; null: fixed", gt=0)
+    kl_horizon: float = option(10_000, "answers in which kl_coef can change by 20 %", gt=0)
+    kl_kind: KLKind = option("k1", "estimator in the reward: k1, k2 or k3")
+    target_kl: float | None = option(None, "policy/approxkl_avg at which the passes over a rollout end early", gt=0)
+    gamma: float = option(1.0, "discount per token", ge=0, le=1)
+    lam: float = option(0.95, "GAE's λ: 0 trusts the critic, 1 the outcome", ge=0, le=1)
+    clip_eps_low: float = option(0.2, "how far a ratio may fall", ge=0, le=1)
+    clip_eps_high: float = option(0.2, "how far a ratio may rise", ge=0)
+    value_clip_eps: float | None = option(0.2, "how far a value may move; null: no clipping", gt=0)
+    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    whiten_advantages: bool = option(True, "advantages to mean 0, variance 1 over the rollout")
+    whiten_rewards: bool = option(False, "token rewards to variance 1, mean kept")
     normalize_scores: bool = Field(default=False, description="divide scores by their running standard deviation")
     missing_eos: float | None = Field(
         default=-1.0, description="score of an answer without EOS; null: as the reward says"
