@@ -8,7 +8,7 @@ import hashlib
 import random
 import warnings
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['DTYPES', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError', 'RunError',
-           'suggest', 'did_you_mean', 'GPU', 'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed',
-           'seed_everything', 'rng_state', 'set_rng_state']
+           'suggest', 'did_you_mean', 'check_choice', 'GPU', 'probe_gpu', 'Precision', 'pick_device',
+           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state']
 
 # %% ../nbs/000_core.ipynb #be3465a6
 class RlhfError(Exception):
@@ -67,6 +67,20 @@ def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
     """The end of an error message about a mistyped name: "Did you mean 'x'?", or `otherwise` where nothing looks alike."""
     near = suggest(name, choices)
     return f"Did you mean {near!r}?" if near else otherwise
+
+
+def check_choice(what: str, value: Any, choices: Iterable[str], error: type[RlhfError] = ConfigError) -> None:
+    """Refuse a word that is none of those known; the message names the nearest, or all there are.
+
+    Args:
+        what: how the setting is called in the message.
+        value: what somebody wrote.
+        choices: what is valid.
+        error: what is raised.
+    """
+    known = list(choices)
+    if value not in known:
+        raise error(f"{what} {value!r} is unknown. {did_you_mean(str(value), known, 'There are: ' + ', '.join(known))}")
 
 # %% ../nbs/000_core.ipynb #ea410878
 class GPU(NamedTuple):

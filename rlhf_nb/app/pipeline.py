@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge
+from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge, option
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data import toy
 from ..data.formats import ASSISTANT, HUMAN
@@ -44,14 +44,11 @@ __all__ = ['CLASSIC', 'BLUE', 'ORANGE', 'GREEN', 'Curves', 'BaseConfig', 'Pipeli
 class BaseConfig(StrictConfig):
     """An untrained model and its tokenizer, made on the spot."""
 
-    architecture: dict[str, Any] | None = Field(
-        default=None,
-        description="a transformers config (model_type: qwen2, hidden_size: 256, ...); null: the toy model",
+    architecture: dict[str, Any] | None = option(
+        None, "a transformers config (model_type: qwen2, hidden_size: 256, ...); null: the toy model"
     )
-    size: Literal["tiny", "small", "medium", "large"] = Field(default="small", description="of the toy model")
-    vocab_size: int = Field(
-        default=4096, ge=259, description="tokens of the byte-level BPE learnt from the data; not for the toy model"
-    )
+    size: Literal["tiny", "small", "medium", "large"] = option("small", "of the toy model")
+    vocab_size: int = option(4096, "tokens of the byte-level BPE learnt from the data; not for the toy model", ge=259)
 
     @model_validator(mode="after")
     def _named(self) -> BaseConfig:
@@ -80,26 +77,20 @@ class PipelineConfig(StrictConfig):
         },
     }  # fmt: skip
 
-    output_dir: PathText = Field(
-        default="runs/pipeline", min_length=1, description="the pipeline's folder; each stage has one inside"
+    output_dir: PathText = option("runs/pipeline", "the pipeline's folder; each stage has one inside", min_length=1)
+    seed: int = option(0, "of every stage", ge=0)
+    data: PathText | None = option(
+        None, "'toy', a file, a directory or a hub name: for every stage without a data.path"
     )
-    seed: int = Field(default=0, ge=0, description="of every stage")
-    data: PathText | None = Field(
-        default=None, description="'toy', a file, a directory or a hub name: for every stage without a data.path"
+    device: str | None = option(
+        None, "of every stage; null: as each stage says", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$"
     )
-    device: str | None = Field(
-        default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="of every stage; null: as each stage says"
-    )
-    processes: int = Field(
-        default=1, ge=1, description="that train each stage together, on this machine, started anew for each"
-    )
-    strategy: str = Field(
-        default="ddp", description="of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload"
-    )
-    eval_prompts: int = Field(default=256, ge=1, description="held-out prompts that every model answers at the end")
-    questions: int = Field(default=5, ge=0, description="of these, how many are printed with their answers")
-    console: bool = Field(default=True, description="show progress")
-    base: BaseConfig | None = Field(default=None, description="make the starting model here; null: sft.model names one")
+    processes: int = option(1, "that train each stage together, on this machine, started anew for each", ge=1)
+    strategy: str = option("ddp", "of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload")
+    eval_prompts: int = option(256, "held-out prompts that every model answers at the end", ge=1)
+    questions: int = option(5, "of these, how many are printed with their answers", ge=0)
+    console: bool = option(True, "show progress")
+    base: BaseConfig | None = option(None, "make the starting model here; null: sft.model names one")
 
     if TYPE_CHECKING:
 
