@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
-from .core import ConfigError, check_choice, suggest
+from .core import ConfigError, check_choice, read_interval, suggest
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
            'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
            'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
@@ -536,6 +536,7 @@ Betas = Annotated[
     tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
 
 class LoraSettings(StrictConfig):
@@ -684,8 +685,9 @@ class TrainConfig(StrictConfig):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
     )
-    save_every: int | None = Field(default=None, ge=1, description="steps between checkpoints; null: only at the end")
+    save_every: Every = Field(default="10min", description="steps or time between checkpoints; null: only at the end")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    keep_best: str | None = Field(default=None, description="metric whose best checkpoint stays, too: eval/loss:min")
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
     eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)
