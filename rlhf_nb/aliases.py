@@ -28,7 +28,7 @@ SAME: dict[str, str] = {
     "completion_only_loss": "data.completion_only", "assistant_only_loss": "data.completion_only",
     "logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every", "save_total_limit": "keep_checkpoints",
     "beta": "kl_coef", "epsilon_high": "clip_eps_high", "cliprange_value": "value_clip_eps",
-    "mask_truncated_completions": "mask_truncated", "importance_sampling_level": "level",
+    "mask_truncated_completions": "mask_truncated", "missing_eos_penalty": "missing_eos", "importance_sampling_level": "level",
     "f_divergence_type": "divergence", "use_weighting": "wpo", "center_rewards_coefficient": "center_coef",
     "ref_model_sync_steps": "sync_every", "ref_model_mixup_alpha": "sync_mixup",
 }  # fmt: skip
@@ -110,7 +110,6 @@ EXPLAINED: dict[str, str] = {
     "reward_weights": "weights of reward functions: here reward=Rewards([f, g], weights=[1.0, 0.5])",
     "reward_model_path": "a reward model: here reward=FOLDER",
     "sft_model_path": "the policy to start from: here model.name_or_path=FOLDER",
-    "missing_eos_penalty": "what is taken from the score of a cut completion: here missing_eos, the score that it gets",
     "loss_type": "how tokens are averaged: here per (sequence, token or length), or variant, which sets every switch of a paper at once",
     "rpo_alpha": "the weight of a log-likelihood term: here nll_coef, averaged over the tokens of the chosen completions",
     "loss_weights": "weights of several losses: here loss={'sigmoid': 1.0, 'bco_pair': 0.5}, and nll_coef for the likelihood of the chosen ones",

@@ -325,9 +325,10 @@ def show_results(results: dict[str, Any], path: Path) -> None:
         console.print(
             "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model believes."
         )
-    accuracy = results["stages"].get("reward", {}).get("eval/accuracy")
-    if accuracy is not None:
-        console.print(f"The reward model orders {accuracy:.0%} of held-out pairs rightly.")
+    scores = results["stages"].get("reward", {})
+    if "eval/accuracy" in scores:
+        other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
+        console.print(f"The reward model orders {scores['eval/accuracy']:.0%} of held-out pairs rightly{other}.")
     labels = results["stages"].get("rlaif", {})
     if "judge/accuracy" in labels:
         console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")

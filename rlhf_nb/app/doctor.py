@@ -187,6 +187,14 @@ def check_sampling(config: Any) -> list[Finding]:
         why = "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy than the one at 1"
         fix = "use the same temperature when you sample from the result"
         out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
+    if config.missing_eos is not None and config.missing_eos_mode == "fixed":
+        why = "where a finished answer scores below that, it pays never to end"
+        what, cost = (
+            f"an answer without EOS is worth {config.missing_eos:g}, whatever it says",
+            abs(config.missing_eos) or 1,
+        )
+        fix = f"missing_eos={cost:g} missing_eos_mode=subtract takes something from its score instead"
+        out.append(Finding("warning", what, why, fix))
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/920_app_doctor.ipynb #cc1668fb

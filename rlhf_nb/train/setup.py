@@ -37,7 +37,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'in_kind', 'load_rows',
-           'held_out_of_stream', 'stream_rows', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
+           'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
            'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
@@ -87,7 +87,7 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
         return list(to_unpaired(pairs[: n // 2])), list(to_unpaired(held))
     if kind == "prompt":
         return toy.train_prompts(n, here), toy.test_prompts(TOY_HELD_OUT, there)
-    return toy.sft_rows(n + TOY_HELD_OUT, here)[:n], toy.sft_rows(n + TOY_HELD_OUT, here)[n:]
+    return toy.sft_rows(n, here), toy.sft_rows(TOY_HELD_OUT, there, test=True)
 
 
 def place_of(data: DataConfig) -> str:
@@ -187,6 +187,18 @@ def stream_rows(
     return StreamSource(rows, seed, data.shuffle_buffer, tokens)
 
 # %% ../../nbs/600_train_setup.ipynb #4d1fd134
+def leaked(rows: Iterable[Row], held_out: Sequence[Row]) -> int:
+    """How many tokenized held-out rows stand among those to train on, token for token."""
+
+    def tokens(row: Row) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(row.get(k, ())) for k in ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids"))
+
+    asked = [tokens(row) for row in held_out]
+    there = set(asked)
+    found = {t for row in rows if (t := tokens(row)) in there}
+    return sum(t in found for t in asked)
+
+
 def toy_presets(folder: str, optimizer: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
     """The presets of a method: its defaults, and what is good in the toy world.
 
@@ -331,6 +343,13 @@ class TextTrainer(Trainer):
             source = MemorySource(method.tokenize(rows), config.seed)
         source = self.prepare_source(source, config)
         method.held_out = method.tokenize(eval_rows, warn=False) if eval_rows else []
+        known = leaked(getattr(getattr(source, "source", source), "rows", ()), method.held_out)
+        if known:
+            warnings.warn(
+                f"held-out rows: {known} of {len(method.held_out)} stand in the training rows, too, so what is measured on them is memory. "
+                "Leave them out of one of the two.",
+                stacklevel=3,
+            )
         super().__init__(method, source, config, callbacks=callbacks, **options)
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
