@@ -17,26 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import ModelError, did_you_mean
+from ..core import ModelError, check_choice
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from rlhf_nb.models.load import (
-    adapter_names,
-    check_loaded,
-    check_whole,
-    compare_outputs,
-    disable_dropout,
-    evaluating,
-    find_model,
-    load_or_explain,
-    merged_weights,
-    probe_ids,
-    resize_embeddings,
-    save_weights,
-    staged,
-    using_adapter,
-)
+from .load import adapter_names, check_loaded, check_whole, compare_outputs, disable_dropout, evaluating
+from .load import find_model, load_or_explain, merged_weights, probe_ids, resize_embeddings
+from .load import save_weights, staged, using_adapter
 from ..types import Completions
 
 Pooling = Literal["last", "mean"]
@@ -81,13 +68,9 @@ class ScalarHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if kind not in ("linear", "mlp"):
-            hint = did_you_mean(kind, ["linear", "mlp"], "Use 'linear' or 'mlp'.")
-            raise ModelError(f"head kind {kind!r} doesn't exist. {hint}")
+        check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
-            raise ModelError(
-                f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
-            )
+            raise ModelError(f"a linear head has no middle layer: with hidden={hidden} use kind='mlp'.")
         self.kind, self.hidden, self.dropout = kind, (hidden or hidden_size) if kind == "mlp" else None, dropout
         last = nn.Linear(self.hidden or hidden_size, 1, bias=False, dtype=torch.float32)
         layers: list[nn.Module] = [nn.Dropout(dropout), last]
@@ -235,8 +218,7 @@ class RewardModel(ScalarModel):
         adapter: str | None = None, lora_config: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
-        if pooling not in ("last", "mean"):
-            raise ModelError(f"pooling is {pooling!r}: use 'last' or 'mean'.")
+        check_choice("pooling", pooling, ("last", "mean"), ModelError)
         self.pooling = pooling
 
     def forward(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
@@ -271,7 +253,7 @@ class RewardModel(ScalarModel):
         """
         if not len(c):
             raise ModelError(
-                "the reward's bias can't be set from zero demonstrations: give the completions that SFT learns from."
+                "the reward's bias can't be set from zero demonstrations: give those that SFT learns from."
             )
         with evaluating(self):
             scores = self.score(c, token_budget).double()
@@ -530,24 +512,14 @@ def _head_state(where: str) -> dict[str, Tensor]:
     return load_file(file) if file.exists() else {}
 
 # %% ../../nbs/310_models_heads.ipynb #15be145b
-def load_scalar(
-    cls: type[_S],
-    name: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
-    device: Any = "cpu",
-    **options: Any,
-) -> _S:
+def load_scalar(cls: type[_S], name: str | Path, *, device: Any = "cpu", **options: Any) -> _S:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
     Args:
         cls: RewardModel or ValueModel.
         name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
-        dtype: of the decoder; the head is fp32.
-        attn_implementation: attention kernel.
         device: where to.
-        options: passed to `from_pretrained`.
+        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
 
     Raises:
         ModelError: nothing there, more than one label, or a classifier whose score can't be told from its parts.
@@ -555,7 +527,7 @@ def load_scalar(
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True, **options}
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True} | options
     options.setdefault("output_loading_info", True)
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():
@@ -563,9 +535,7 @@ def load_scalar(
     about = dict(getattr(config, "reward_head", None) or {})
     role = getattr(config, "reward_role", cls.role)
     if role == "value" and cls.role == "reward":
-        raise ModelError(
-            f"{where!r} is a value model (it guesses future reward), not a reward model. Load it with ValueModel.load."
-        )
+        raise ModelError(f"{where!r} is a value model, not a reward model. Load it with ValueModel.load.")
     extra = {"pooling": about["pooling"]} if cls.role == "reward" and "pooling" in about else {}
     if kind == "adapter":
         decoder, read = _load_adapted(where, config, cls.role, options)
@@ -624,9 +594,7 @@ def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]
     read = read_adapter(where)
     base = read.lora_config.base_model_name_or_path
     if not base:
-        raise ModelError(
-            f"{where!r} is an adapter that doesn't say which model it belongs to; load the merged model saved beside it."
-        )
+        raise ModelError(f"{where!r} is an adapter that doesn't name its model; load the merged one beside it.")
     decoder, info = load_or_explain("model", find_model(base)[1], lambda: AutoModel.from_pretrained(base, **options))
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})
     if config is not None:

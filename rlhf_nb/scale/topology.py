@@ -175,19 +175,15 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    holds: tuple[Held, ...] | None = (
-        None  # models in memory; None: what the method holds by default, and a reward model
-    )
-    checkpointing: bool = False  # activations of a layer are computed again instead of kept
+    holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
+    recompute: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
 
     def __post_init__(self) -> None:
         if self.info.leaves == "pairs":
-            raise ConfigError(
-                f"{self.method} trains nothing, so there is nothing to plan: it needs what its models weigh."
-            )
+            raise ConfigError(f"{self.method} trains nothing: it needs what its models weigh.")
         for name in ("prompt", "completion", "token_budget", "mini_batch", "group"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
@@ -274,12 +270,12 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
 
     Args:
         shape: of the model.
-        job: formats, adapters, checkpointing.
+        job: formats, adapters, recompute.
         tokens: of the forward.
         row: as in `layer_activations`.
     """
     one = tokens * layer_activations(shape, job, row)
-    if job.checkpointing:
+    if job.recompute:
         return one + shape.layers * tokens * shape.hidden * job.format.residual
     return shape.layers * one
 
@@ -403,9 +399,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
-            raise ConfigError(
-                f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0, 1, 2 or 3."
-            )
+            raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
         least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
         if least is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
@@ -480,9 +474,7 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
-    if (
-        split.stage == 3 and not job.checkpointing
-    ):  # transformers' layers, under hooks, also keep norms before their weight
+    if split.stage == 3 and not job.recompute:  # under hooks, layers also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
@@ -593,5 +585,5 @@ def job_of(config: Any, precision: Precision) -> Job:
     return Job(
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
-        holds=held, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        holds=held, recompute=config.recompute, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

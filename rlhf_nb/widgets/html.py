@@ -9,19 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # %% auto #0
-__all__ = ['escape', 'prompt_text', 'table_html', 'svg_text', 'svg_page']
+__all__ = ['escape', 'table_html', 'svg_text', 'svg_page']
 
 # %% ../../nbs/806_widgets_html.ipynb #339d4d28
 def escape(text: Any) -> str:
     """Text that can't become markup, whoever (or whatever policy) wrote it."""
     return html.escape(str(text))
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as text; messages as "role: content", one a line."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
-    return str(prompt)
 
 
 def _cell(value: Any) -> str:
