@@ -17,15 +17,45 @@ from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
 from .core import ConfigError, did_you_mean, suggest
+from .untrusted import MAX_DEPTH, Unreadable, json_value, mend
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
-           'say_value', 'say_kind', 'explain', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
-           'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
+__all__ = ['MAX_CONFIG', 'MAX_VALUES', 'PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'dump_yaml',
+           'read_config_file', 'merge', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'StrictConfig',
+           'LoraSettings', 'ModelConfig', 'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #cf0b2bbf
+MAX_CONFIG = 250_000  # characters of a config file; a long one has five thousand
+MAX_VALUES = 50_000  # values in it, each counted as often as aliases repeat it
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as version 1.2 reads it: 1e-5 is a number, `no` is text, 12:30 is not a sum; and no key twice."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level, self._sizes = 0, dict[int, int]()  # of nodes, by id: how many values each stands for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node, refused when it is too deep, or when aliases make more of it than anybody has written."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        again, mark = isinstance(event, yaml.AliasEvent), event.start_mark
+        self._level += 1
+        if self._level > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_DEPTH} levels inside each other", mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if again and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside what it repeats", mark)
+        if not again and node is not None:
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [n for x in inner for n in (x if isinstance(x, tuple) else (x,))]
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(n)] for n in parts)
+            if self._sizes[id(node)] > MAX_VALUES:
+                raise yaml.composer.ComposerError(
+                    None, None, f"aliases make more than {MAX_VALUES:,} values of it", mark
+                )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping, refused when a key is written twice (plain YAML keeps the last one without a word)."""
@@ -67,16 +97,39 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOA
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML text as plain values, by the rules of YAML 1.2; no tags that build objects."""
-    return yaml.load(text, Loader=_Loader)
+    """YAML text as plain values, by the rules of YAML 1.2; no tags that build objects.
+
+    Args:
+        text: whoever wrote it: its length, its depth and what its aliases make of it are bounded.
+
+    Raises:
+        Unreadable: no YAML within the bounds.
+    """
+    if len(text) > MAX_CONFIG:
+        raise Unreadable(f"{len(text):,} characters, and at most {MAX_CONFIG:,} are read")
+    try:
+        return mend(yaml.load(text, Loader=_Loader))
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark
+        place = (mark.line + 1, mark.column + 1) if mark else (None, None)
+        raise Unreadable(e.problem or "not YAML", *place) from e
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as e:
+        raise Unreadable(str(e).partition("\n")[0] or "not YAML") from e
+
+
+def dump_yaml(value: Any) -> str:
+    """Plain values as YAML text that `parse_yaml` reads back, and readers of YAML 1.1 alike."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 # %% ../nbs/010_config.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, refused when a key is written twice."""
-    for key, _ in pairs:
-        if sum(k == key for k, _ in pairs) > 1:
-            raise ValueError(f"key {key!r} is written twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise Unreadable(f"key {key!r} is written twice")
+        found[key] = value
+    return found
 
 
 def _find_file(path: Path) -> Path:
@@ -112,14 +165,13 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """
     path = _find_file(Path(path))
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text, object_pairs_hook=_no_twins) if path.suffix == ".json" else parse_yaml(text)
-    except yaml.MarkedYAMLError as e:
-        mark = f", line {e.problem_mark.line + 1}, column {e.problem_mark.column + 1}" if e.problem_mark else ""
-        raise ConfigError(f"config file {str(path)!r}{mark}: {e.problem or 'not YAML'}.") from e
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"config file {str(path)!r}, line {e.lineno}, column {e.colno}: {e.msg}.") from e
-    except (OSError, ValueError, yaml.YAMLError) as e:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG + 1)
+        data = json_value(text, MAX_CONFIG, pairs=_no_twins) if path.suffix == ".json" else parse_yaml(text)
+    except Unreadable as e:
+        mark = "" if e.line is None else f", line {e.line}, column {e.column}"
+        raise ConfigError(f"config file {str(path)!r}{mark}: {e}.") from e
+    except (OSError, ValueError) as e:
         raise ConfigError(f"config file {str(path)!r} can't be read: {e}.") from e
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"config file {str(path)!r} holds {say_value(data)}, expected `key: value` settings.")
@@ -144,9 +196,11 @@ def _parse_value(text: str) -> Any:
     bracketed = text[:1] in ("[", "{", "'", '"')
     try:
         value = parse_yaml(text)
-    except yaml.YAMLError as e:
+    except Unreadable as e:
         if bracketed:
-            raise ConfigError(f"override value {text!r} is not valid YAML: check its brackets and quotes.") from e
+            raise ConfigError(
+                f"override value {text!r:.80} is not valid YAML ({e}): check its brackets and quotes."
+            ) from e
         return text
     plain_text = isinstance(value, str | dict | list) or (value is None and text not in _NULLS)
     return text if plain_text and not bracketed else value
@@ -448,7 +502,7 @@ class StrictConfig(BaseModel):
         Args:
             comments: say behind each key what it is for.
         """
-        text: str = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+        text = dump_yaml(self.to_dict())
         return _with_comments(type(self), text) if comments else text
 
     def save(self, path: str | Path) -> Path:

@@ -26,6 +26,7 @@ from pydantic import Field, field_validator
 from ..config import PathText, StrictConfig
 from ..core import ConfigError, RewardError
 from .judge import JudgeTemplate, TemplateJudge, fill
+from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['EndpointConfig', 'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge']
@@ -141,8 +142,8 @@ def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float
         silent = isinstance(why, TimeoutError)
         raise _TryAgain(f"no answer within {timeout:g} s" if silent else f"{type(why).__name__}: {why}") from e
     try:
-        reply = json.loads(raw)
-    except ValueError as e:
+        reply = json_value(raw)
+    except Unreadable as e:
         raise _GiveUp(f"{raw[:60]!r} is not JSON, so {address} is not an address with OpenAI's interface.") from e
     if isinstance(reply, dict) and "error" in reply and not reply.get("choices"):
         raise _TryAgain(f"the server reports {str(reply['error'])[:200]}")
@@ -218,9 +219,9 @@ class AnswerCache:
         self._torn = bool(lines[-1])  # the last line is "" unless it is torn
         for line in filter(None, lines):
             try:
-                entry = json.loads(line)
+                entry = json_value(line)
                 self.found[str(entry["key"])] = [float(p) for p in entry["probs"]]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 self.damaged += 1
 
     @staticmethod
