@@ -132,7 +132,9 @@ def _check_sizes(file: Path, most: int) -> None:
             todo += value.items()
         limit = min((n for part, n in _MOST.items() if part in key), default=most)
         if isinstance(value, int) and abs(value) > limit:
-            raise ModelError(f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged.")
+            raise ModelError(
+                f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
+            )
 
 
 def _check_index(index: Path) -> None:
@@ -309,7 +311,10 @@ def _generic_tokenizer(folder: Path) -> bool:
         config = json_value((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    generic = isinstance(config, dict) and config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    generic = isinstance(config, dict) and config.get("tokenizer_class") in (
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+    )
     return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..core import CheckpointError
+from ..core import CheckpointError, printable
 from ..untrusted import json_value
 
 # %% auto #0
@@ -278,7 +278,7 @@ def latest_complete(root: str | Path, warn: Callable[[str], None] | None = None)
         problem = problem_of(folder)
         if problem is None:
             return folder
-        message = f"the checkpoint {folder} was passed over: {problem}"
+        message = printable(f"the checkpoint {folder} was passed over: {problem}")
         if warn is None:
             warnings.warn(message, stacklevel=2)
         else:

@@ -256,7 +256,11 @@ def _request_of(line: Line, at: int) -> dict[str, Any]:
         return {"id": f"at-{at}", "request": line.head, "problem": line.problem or "no object with a request"}
     found = {k: _short(row[k]) for k in ("served", "id", "request", "key", "value", "step", "ok") if k in row}
     if "served" in found:
-        if isinstance(found["served"], str) and isinstance(found.get("step"), int) and {"ok", "request"} <= found.keys():
+        if (
+            isinstance(found["served"], str)
+            and isinstance(found.get("step"), int)
+            and {"ok", "request"} <= found.keys()
+        ):
             return found
         return {
             "id": f"at-{at}",

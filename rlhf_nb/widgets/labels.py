@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, RunError, derive_seed, suggest
-from ..data.formats import check_text
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import win_rate
 from ..rollout.sampler import sample
@@ -171,6 +170,11 @@ def _text(value: Any) -> str:
     return value
 
 
+def _prompt(value: Any) -> Any:
+    """A prompt: text, or messages of whatever roles."""
+    return value if isinstance(value, list) and all(isinstance(m, dict) for m in value) else _text(value)
+
+
 class LabelStore:
     """Labels of one or several people in an append-only file of JSON lines.
 
@@ -210,7 +214,7 @@ class LabelStore:
                 if line.problem:
                     raise Unreadable(line.problem)
                 self._take(line.value)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, DataError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 self.torn += 1
                 warnings.warn(f"{self.path}: a line is torn or no label and was left out: {line.head!r}", stacklevel=3)
         return len(lines)
@@ -221,7 +225,7 @@ class LabelStore:
             if e["verdict"] not in VERDICTS:
                 raise ValueError(e["verdict"])
             one, two = map(str, e["sources"])
-            pair = Pair(check_text(e["prompt"]), _text(e["first"]), _text(e["second"]), (one, two))
+            pair = Pair(_prompt(e["prompt"]), _text(e["first"]), _text(e["second"]), (one, two))
             about = (e["verdict"], _text(e["annotator"]), float(e["time"]), float(e["seconds"]), bool(e["swapped"]))
             self._labels[_text(e["id"])] = Label(e["id"], pair, *about)
         elif e["type"] == "undo":
