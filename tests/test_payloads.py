@@ -106,8 +106,12 @@ def page(folder: Path, words: list[str]) -> str:
     ]
     short = folder / "short"
     short.mkdir()
-    (short / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "type": "step", "loss": 1.0}) + "\n" for i in range(3)))
-    made += [report({w: short}, folder / "r.html", pngs=False).read_text() for w in words]  # each word once as the run's name
+    (short / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i, "type": "step", "loss": 1.0}) + "\n" for i in range(3))
+    )
+    made += [
+        report({w: short}, folder / "r.html", pngs=False).read_text() for w in words
+    ]  # each word once as the run's name
     board = Dashboard({words[3]: run}, widgets=False)
     for reader in board.readers:
         reader.poll()

@@ -205,6 +205,8 @@ class LabelStore:
             size = os.fstat(f.fileno()).st_size
             if size < self._offset:
                 raise RunError(f"{self.path} became shorter: somebody cut or replaced it. Open it anew.")
+            if size == self._offset:
+                return 0
             f.seek(self._offset)
             lines = [line for line in json_lines(f) if line.ended]
         self._offset += sum(line.size for line in lines)
