@@ -248,3 +248,28 @@ def test_bpe_beside_another_familys_model_survives_saving(tmp_path: Path) -> Non
     save_model(Qwen2ForCausalLM(config), tok, tmp_path / "model")
     again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path / "model")))
     assert again(text)["input_ids"] == tok(text)["input_ids"] and len(again) == len(tok)
+
+
+def test_a_streamed_run_trains_on_no_held_out_row_and_drops_what_teaches_nothing(tmp_path: Path) -> None:
+    """Held-out rows are the first of the stream; neither they nor their repetitions are trained on, and one bad row ends nothing."""
+    from rlhf_nb import SFTConfig, SFTTrainer
+
+    words = "Ducks eat seeds and like what you".split()
+    rows = [{"prompt": "Visitor: Hi Pip!\nPip:", "completion": f" {a} {b}."} for a in words for b in words][:40]
+    rows[20]["completion"] = " "
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in [*rows, rows[3]]))
+    data = {"path": str(path), "streaming": True, "eval_size": 8, "max_length": 64}
+    config = SFTConfig(
+        output_dir=tmp_path / "run", model={"name_or_path": "toy"}, data=data, steps=4, epochs=None, device="cpu",
+        mini_batch_size=8, rollout_batch_size=8, console=False,
+    )  # fmt: skip
+    trainer = SFTTrainer(config)
+    assert trainer.config.data.max_prompt_length == 32 and len(trainer.method.held_out) == 8
+    held = {tuple(r["completion_ids"]) for r in trainer.method.held_out}
+    with pytest.warns(UserWarning, match="1 of the first .* rows of the stream teach nothing"):
+        given = {tuple(r["completion_ids"]) for _ in range(8) for r in trainer.source.next_batch(8)}
+    assert len(given) == 31 and not given & held
+    assert trainer.model is trainer.method.model
+    with pytest.raises(AttributeError, match=r"the numbers of all steps are in trainer\.history"):
+        _ = trainer.state

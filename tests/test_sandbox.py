@@ -33,7 +33,7 @@ def sandboxed() -> set[int]:
     found = set()
     for p in psutil.process_iter(["cmdline", "status"]):
         if p.info["status"] != psutil.STATUS_ZOMBIE and any(
-            "_child(int(sys.argv[1])" in a for a in p.info["cmdline"] or ()
+            "_child(job, int(sys.argv[2])" in a for a in p.info["cmdline"] or ()
         ):
             found.add(p.pid)
     return found
@@ -74,7 +74,7 @@ MODES = ["all", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("hook"
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     """The sandbox with everything, with the audit hook alone, and with the kernel's fences alone."""
     if request.param == "hook":
-        return Sandbox(timeout_s=1, wall_s=2.5, fences=())
+        return Sandbox(timeout_s=1, wall_s=2.5, fences=(), programs_may_escape=True)
     box = Sandbox(timeout_s=1, wall_s=2.5)
     if request.param == "kernel":
         if missing := set(runner.FENCES) - set(box.fences_here()):
@@ -281,7 +281,7 @@ def add(a, b):
     import lzma, sqlite3, uuid, csv
     return int(open("note.txt").read()) + P(0).x + asyncio.run(main()) - 6
 """
-    result = Sandbox(timeout_s=5, fences=fences).run(code, TESTS)
+    result = Sandbox(timeout_s=5, fences=fences, programs_may_escape=True).run(code, TESTS)
     assert result.outcome == "passed" and result.passed == (True, True), result
     assert set(result.fences) <= {*fences, "audit hook"} and "audit hook" in result.fences
 
@@ -367,7 +367,7 @@ def test_files_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     descriptors = len(os.listdir("/proc/self/fd")) if LINUX else 0
     for fences in ((), runner.FENCES):
-        box = Sandbox(timeout_s=1, fences=fences)
+        box = Sandbox(timeout_s=1, fences=fences, programs_may_escape=True)
         assert box.run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.mkdir('locked', 0)").outcome == "passed"  # fmt: skip
     assert os.listdir(tmp_path) == []
     if LINUX:

@@ -24,14 +24,29 @@ from .templates import encode_continuations, encode_dialogues, encode_pairs, enc
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
-__all__ = ['PERCENTILES', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
+__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
            'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
            'collate_prompts', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
+_KNOWN = {c for names in COLUMNS.values() for c in names}
+
+
 def _warn(message: str, level: int = 3) -> None:
     """One counted warning, shown at the line of whoever called the public function."""
     warnings.warn(message, DataWarning, stacklevel=level)
+
+
+def row_key(row: Row, columns: Sequence[str] | None = None) -> bytes:
+    """What two rows share when they say the same.
+
+    Args:
+        row: of a dataset.
+        columns: that count; default: the columns of the known formats, or all where a row has none of these.
+    """
+    used = [c for c in (columns or _KNOWN) if c in row] or list(row)
+    text = json.dumps({c: row[c] for c in used}, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn: bool = True) -> list[Row]:
@@ -42,13 +57,10 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
         columns: what makes two rows equal; default: the columns of the known formats, or all where a row has none of these.
         warn: say how many were dropped.
     """
-    known = {c for names in COLUMNS.values() for c in names}
     seen, kept, total = set(), [], 0
     for row in rows:
         total += 1
-        used = [c for c in (columns or known) if c in row] or list(row)
-        text = json.dumps({c: row[c] for c in used}, sort_keys=True, default=str)
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        key = row_key(row, columns)
         if key not in seen:
             seen.add(key)
             kept.append(row)

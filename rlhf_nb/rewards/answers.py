@@ -116,7 +116,7 @@ class AnswerReward(ABC):
         self.unreadable += len(bad)
         return parsed
 
-    def score_all(self, texts: list[str], answers: list[Any]) -> list[float]:
+    def score_all(self, texts: list[str], answers: list[Any]) -> list[float | None]:
         """Rewards of many texts; a subclass may work on them at once."""
         return [self.score(text, answer) for text, answer in zip(texts, answers)]
 
@@ -125,8 +125,8 @@ class AnswerReward(ABC):
         """A right answer as `score` wants it; ValueError says why it can't be read."""
 
     @abstractmethod
-    def score(self, text: str, answer: Any) -> float:
-        """The reward of one text."""
+    def score(self, text: str, answer: Any) -> float | None:
+        """The reward of one text; None: no opinion."""
 
 # %% ../../nbs/442_rewards_answers.ipynb #32f35986
 _LINE_MARK = re.compile(r"####[ \t]*([^\n]*)|\banswer\**[ \t]*(?:is|:|=)\**:?[ \t]*([^\n]*)", re.IGNORECASE)

@@ -3,7 +3,6 @@
 # %% ../../nbs/450_rewards_code.ipynb #1bab008e
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -16,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, suggest
 from .answers import AnswerReward, after_thinking
-from ..sandbox.runner import FENCES, Sandbox, SandboxResult
+from ..sandbox.runner import Sandbox, SandboxResult, _holds
+from ..sandbox.verdict import translate
 
 # %% auto #0
 __all__ = ['extract_code', 'CodeTests', 'parse_tests', 'PythonTests']
@@ -40,8 +40,24 @@ def extract_code(text: str) -> str:
 class CodeTests(NamedTuple):
     """What a program must do."""
 
-    scripts: tuple[str, ...]  # Python with assertions, run in the program's namespace
+    scripts: tuple[str, ...]  # Python with assertions about what the program defines
     pairs: tuple[tuple[str, str], ...]  # (input, expected output) of the whole program
+    setup: str = ""  # Python that the scripts need
+    entry_point: str = ""  # the name that they ask the program for; "": each that nobody else defines
+
+
+def _scripts(given: dict[str, Any]) -> CodeTests:
+    """Tests from {"test": .., "entry_point": .., "setup": ..}, by these names or those of HumanEval and MBPP."""
+    tests, setup, entry = (
+        next((given[key] for key in keys if given.get(key)), "")
+        for keys in (("tests", "test", "test_list"), ("setup", "test_setup_code", "prompt"), ("entry_point",))
+    )
+    scripts = tests if isinstance(tests, list) else [tests]
+    if not all(isinstance(x, str) for x in (*scripts, setup, entry)):
+        raise ValueError("expected Python as tests and setup, and a name as entry_point")
+    if not scripts or not all(x.strip() for x in scripts):
+        raise ValueError("a test is empty")
+    return CodeTests(tuple(scripts), (), setup, entry)
 
 
 def _pairs(given: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -59,37 +75,53 @@ def _pairs(given: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple(zip(left, right))
 
 # %% ../../nbs/450_rewards_code.ipynb #4eb64f07
+def _is_script(test: Any) -> bool:
+    """Whether a test is Python rather than JSON; scripts of one row are read together, since they share names."""
+    return isinstance(test, str) and bool(test.strip()) and test.lstrip()[0] not in "{["
+
+
 def parse_tests(tests: Any) -> CodeTests:
     """Tests in any of the usual forms.
 
     Args:
         tests: a script with assertions; {"input": text, "output": text}; {"inputs": [...], "outputs": [...]}; a list
-            of these, or of (input, output) tuples; or JSON of one of these.
+            of these, or of (input, output) tuples; {"test": script or scripts, "setup": Python that they need,
+            "entry_point": the name that they ask the program for} (a row of HumanEval or MBPP has it all); or JSON of
+            one of these.
 
     Raises:
-        ValueError: there are none, or they can't be read.
+        ValueError: there are none, they can't be read, or they can't be judged from outside the program.
     """
     if isinstance(tests, str):
         if tests.lstrip()[:1] in ("{", "["):
             with suppress(json.JSONDecodeError):
                 return parse_tests(json.loads(tests))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ast.parse(tests)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-            raise ValueError(f"a test is no Python: {e}") from e
         if not tests.strip():
             raise ValueError("a test is empty")
+        translate((tests,))
         return CodeTests((tests,), ())
     if isinstance(tests, dict):
-        return CodeTests((), _pairs(tests))
+        found = _scripts(tests) if {"test", "tests", "test_list"} & {*tests} else CodeTests((), _pairs(tests))
+        translate(found.scripts, found.setup, found.entry_point)
+        return found
     if isinstance(tests, tuple) and len(tests) == 2:
         return CodeTests((), _pairs({"input": tests[0], "output": tests[1]}))
     if not isinstance(tests, list) or not tests:
         raise ValueError("there are no tests in it")
-    parts = [parse_tests(tuple(t) if isinstance(t, list) else t) for t in tests]
-    return CodeTests(sum((p.scripts for p in parts), ()), sum((p.pairs for p in parts), ()))
+    parts = [
+        CodeTests((t,), ()) if _is_script(t) else parse_tests(tuple(t) if isinstance(t, list) else t) for t in tests
+    ]
+    setups, entries = {p.setup for p in parts if p.setup}, {p.entry_point for p in parts if p.entry_point}
+    if len(entries) > 1 or len(setups) > 1:
+        raise ValueError("tests of one row must share their setup and entry_point")
+    found = CodeTests(
+        sum((p.scripts for p in parts), ()),
+        sum((p.pairs for p in parts), ()),
+        min(setups, default=""),
+        min(entries, default=""),
+    )
+    translate(found.scripts, found.setup, found.entry_point)
+    return found
 
 # %% ../../nbs/450_rewards_code.ipynb #5baa4620
 def _same_output(got: str, want: str) -> bool:
@@ -106,9 +138,10 @@ class PythonTests(AnswerReward):
         score: "fraction" of the tests, or "all": 1 only if every one passes.
         workers: programs at a time (default: up to 4, by the number of cores).
         name: for logs.
-        limits: of the sandbox: timeout_s, wall_s, memory_mb, output_kb, disk_mb, fences (see `Sandbox`).
+        limits: of the sandbox: timeout_s, wall_s, memory_mb, output_kb, disk_mb, fences, programs_may_escape (see `Sandbox`).
 
     After a call, `results` holds how each program ended, for the rows that have tests, and `outcomes` counts the endings.
+    Tests that can't be judged from outside the program give no reward, and are counted in `unreadable`.
     """
 
     def __init__(
@@ -135,11 +168,11 @@ class PythonTests(AnswerReward):
         """A row's tests."""
         return parse_tests(answer)
 
-    def score(self, text: str, answer: Any) -> float:
-        """The reward of one program."""
+    def score(self, text: str, answer: Any) -> float | None:
+        """The reward of one program; None if its tests can't be judged."""
         return self.score_all([text], [answer])[0]
 
-    def score_all(self, texts: list[str], answers: list[CodeTests]) -> list[float]:
+    def score_all(self, texts: list[str], answers: list[CodeTests]) -> list[float | None]:
         """Shares in [0, 1]; several programs at a time; one that occurs twice with the same tests runs once."""
         jobs = [(extract_code(text), tests) for text, tests in zip(texts, answers, strict=True)]
         unique = list(dict.fromkeys(jobs))
@@ -147,19 +180,31 @@ class PythonTests(AnswerReward):
             ended = dict(zip(unique, pool.map(lambda job: self._grade(*job), unique), strict=True))
         self.results = [ended[job] for job in jobs]
         self.outcomes = dict(Counter(r.outcome for r in self.results))
-        if not self._warned and {fence for r in self.results for fence in r.fences} == {"audit hook"}:
+        if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
             self._warned = True
             warnings.warn(
-                f"reward {self.name!r}: this machine gives the sandbox no fence of the kernel ({', '.join(FENCES)}), so only an audit hook inside "
-                "Python stands between the policy's programs and your files. Run the training in a container.",
+                f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, and you said that "
+                "programs may escape. Let nothing be in reach that you would miss.",
                 stacklevel=3,
             )
-        shares = (sum(r.passed) / len(r.passed) for r in self.results)
-        return [float(share == 1) if self.all_or_nothing else share for share in shares]
+        if unclear := [r.unclear[0] for r in self.results if r.unclear]:
+            if not self.unreadable:
+                warnings.warn(
+                    f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from outside the program "
+                    f"and give no reward (first: {unclear[0]}). Repair or drop these rows; `.unreadable` goes on counting.",
+                    stacklevel=3,
+                )
+            self.unreadable += len(unclear)
+        return [None if r.unclear else self._share(r.passed) for r in self.results]
+
+    def _share(self, passed: Sequence[bool]) -> float:
+        """A program's reward by its tests."""
+        share = sum(passed) / len(passed)
+        return float(share == 1) if self.all_or_nothing else share
 
     def _grade(self, code: str, tests: CodeTests) -> SandboxResult:
         """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest fails."""
-        runs = [self.sandbox.run(code, tests.scripts)] if tests.scripts else []
+        runs = [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point)] if tests.scripts else []
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:
             if runs and (runs[-1].outcome == "timeout" or (self.all_or_nothing and not all(passed))):

@@ -8,20 +8,21 @@ import marshal
 import math
 import os
 import platform
-import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
+from .verdict import _codec, _judge, _program, translate
 
 # %% auto #0
 __all__ = ['FENCES', 'SandboxResult', 'Sandbox']
@@ -56,12 +57,17 @@ def _namespaces(libc: Any, folder: str, size: int) -> bool:
             f.write(text)
     private, no_suid_dev_exec = 0x4000 | 0x40000, 2 | 4 | 8
     libc.mount(None, b"/", None, private, None)
-    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, f"size={size},mode=700".encode()) == 0:
+    if (
+        libc.mount(
+            b"tmpfs", folder.encode(), b"tmpfs", no_suid_dev_exec, f"size={size},nr_inodes=4096,mode=700".encode()
+        )
+        == 0
+    ):
         os.chdir(folder)
     return True
 
 # %% ../../nbs/448_sandbox_runner.ipynb #37c3894d
-def _landlock(libc: Any, folder: str, readable: Sequence[str]) -> bool:
+def _landlock(libc: Any, folder: str, readable: Sequence[str], judge: bool) -> bool:
     """(in the child) Files can be opened below `readable` (to read) and `folder` (to write), and nowhere else."""
     import ctypes
     import os
@@ -75,7 +81,8 @@ def _landlock(libc: Any, folder: str, readable: Sequence[str]) -> bool:
     if abi < 1:
         return False
     every = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
-    rules = struct.pack("QQQ", every, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]  # files; TCP; signals, sockets
+    # files; TCP; sockets, signals (the judge's death must reach the program)
+    rules = struct.pack("QQQ", every, 3, 1 if judge else 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = call(444, ctypes.c_char_p(rules), word(len(rules)), word(0))
     if ruleset < 0:
         return False
@@ -182,7 +189,7 @@ def _audit(folder: str, readable: Sequence[str]) -> None:
     files = (*lists, "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.truncate", "os.link", "os.symlink")
     never = tuple(
         "subprocess. os.exec os.spawn os.posix_spawn os.fork os.system os.kill pty. os.ch os.utime os.setxattr os.removexattr "
-        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec".split()
+        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec cpython.PyInterpreterState_New".split()
     )
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -202,32 +209,34 @@ def _audit(folder: str, readable: Sequence[str]) -> None:
 
     sys.addaudithook(hook)
 
+# %% ../../nbs/448_sandbox_runner.ipynb #5e0d2a01
+def _drop_rights(libc: Any) -> None:
+    """(in both children) Give up root's rights over processes and the machine; those to read files of others stay."""
+    import ctypes
+    import struct
+
+    files = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: a Python that belongs to another user
+    header, rights = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
+    if libc.capget(header, rights) == 0:
+        effective, permitted, *_ = struct.unpack("6I", rights.raw)
+        rights.raw = struct.pack("6I", effective & files, permitted & files, 0, 0, 0, 0)
+        libc.capset(header, rights)
+
 # %% ../../nbs/448_sandbox_runner.ipynb #b45bb41b
-def _enclose(job: dict[str, Any]) -> list[str]:
-    """(in the child) Put up all limits and fences that this machine allows; returns the names of those that stand."""
+def _enclose(job: dict[str, Any], libc: Any, judge: bool) -> list[str]:
+    """(in both children) Put up the fences that this machine allows; returns the names of those that stand."""
     import os
     import sys
 
-    _limit(job["limits"])
-    folder, up, libc, no_new_processes = os.getcwd(), [], None, {"NPROC": 0}  # the kernel doesn't count root's
-    try:
+    folder, up, no_new_processes = os.getcwd(), [], {"NPROC": 0}  # the kernel doesn't count root's
+    if libc is not None:
         import ctypes
 
-        libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    except (ImportError, OSError):
-        pass  # a Python without ctypes: no fences of the kernel
-    if libc is not None:
         word, die_with_parent, no_new_privileges = ctypes.c_ulong, 1, 38
+        _drop_rights(libc)
         libc.prctl(die_with_parent, word(9))
-        if "namespaces" in job["fences"] and _namespaces(libc, folder, job["disk"]):
-            up.append("namespaces")
-            inner = os.fork()
-            if inner:
-                code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
-                os._exit(code if code >= 0 else 128 - code)
-            libc.prctl(die_with_parent, word(9))
         if libc.prctl(no_new_privileges, word(1), word(0), word(0), word(0)) == 0:
-            if "landlock" in job["fences"] and _landlock(libc, folder, job["readable"]):
+            if "landlock" in job["fences"] and _landlock(libc, folder, job["readable"], judge):
                 up.append("landlock")
             _limit(no_new_processes)
             if "seccomp" in job["fences"] and _seccomp(libc, job["arch"], job["refused"]):
@@ -238,73 +247,96 @@ def _enclose(job: dict[str, Any]) -> list[str]:
     _audit(folder, job["readable"])
     return [*up, "audit hook"]
 
+
+def _holds(fences: Sequence[str]) -> bool:
+    """(on both sides) Whether the kernel keeps a program from files, and from processes or the network."""
+    return "landlock" in fences and ("seccomp" in fences or "namespaces" in fences)
+
 # %% ../../nbs/448_sandbox_runner.ipynb #c142d88a
-def _examine(job: dict[str, Any], secret: int, say: int) -> None:
-    """(in the child) Run the program, then its tests; for each that passes, send its secret, and one more at the end."""
-    import builtins
-    import os
-    import sys
-
-    # bound before the program runs, which may replace whatever it can reach
-    read, read_at, write, leave, run, update = os.read, os.pread, os.write, os._exit, exec, vars(builtins).update
-    no_trace, no_profile, flushes = sys.settrace, sys.setprofile, (sys.stdout.flush, sys.stderr.flush)
-    anything, exits = BaseException, SystemExit
-    tests = [compile(test, f"<test {i}>", "exec", dont_inherit=True) for i, test in enumerate(job["tests"])]
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # only `site` defines them, and programs use them
-    module = type(sys)(job["name"])
-    sys.modules["__main__"] = sys.modules[job["name"]] = module
-    space, kept = vars(module), dict(vars(builtins))
-
-    def attempt(code: Any, filename: str) -> bool:
-        try:
-            run(compile(code, filename, "exec", dont_inherit=True) if filename else code, space)
-            return True
-        except exits as e:
-            write(2, b"SystemExit\n")
-            return not tests and (e.code is None or e.code == 0)  # a program may say that it is done
-        except anything as e:
-            write(2, f"{type(e).__name__}: {e}\n".encode(errors="replace")[:2000])
-            return False
-
-    fine = attempt(job["code"], "<program>")
-    for test in tests if fine else ():
-        update(kept)
-        no_trace(None)
-        no_profile(None)
-        passed, token = attempt(test, ""), read(secret, 16)
-        fine = fine and passed
-        write(say, token if passed else b"")
-    for flush in flushes:
-        flush()
-    write(say, read_at(secret, 16, 8))
-    leave(0 if fine else 1)
-
-# %% ../../nbs/448_sandbox_runner.ipynb #e33ab35d
-def _child(secret: int, say: int) -> None:
-    """(in the child) Read the job, shut the doors, say which ones, and run it."""
+def _child(job: dict[str, Any], tests: int, tell: int) -> None:
+    """(in the child) Shut the doors, fork; here the judge, there the program. Tell the fences, the verdicts, the end."""
     import marshal
     import os
     import sys
+    import time
 
     sys.path[:] = [path for path in sys.path if path]  # without the current folder
-    size, data = int.from_bytes(os.read(secret, 8), "little"), b""
-    os.lseek(secret, 24, os.SEEK_SET)  # over the last secret, which is read when all is done
-    while len(data) < size:
-        data += os.read(secret, size - len(data))
-    job = marshal.loads(data)
     libraries = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
     job["readable"] = [*sys.path, os.path.join(sys.base_prefix, "lib"), *libraries]
-    fences = _enclose(job)
-    os.write(say, ",".join(fences).encode() + b"\n")
-    _examine(job, secret, say)
+    _limit(job["limits"])
+    libc, up = None, []
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    except (ImportError, OSError):
+        pass  # a Python without ctypes: no fences of the kernel
+    if libc is not None:
+        libc.prctl(1, ctypes.c_ulong(9))  # die with the parent
+        if "namespaces" in job["fences"] and _namespaces(libc, os.getcwd(), job["disk"]):
+            up.append("namespaces")
+    pack, unpack, send, receive = _codec()
+    questions, answers = os.pipe(), os.pipe()
+    program = os.fork()
+    mine = (questions[1], answers[0], tests, tell) if program else (questions[0], answers[1])
+    for other in {*questions, *answers, tests, tell} - {*mine}:
+        os.close(other)
+    if not program:
+        up += _enclose(job, libc, False)
+        send(answers[1], ",".join(up).encode())
+        if job["may_escape"] or _holds(up):
+            _program(job, questions[0], answers[1])
+        os._exit(1)
+    if libc is not None:
+        libc.prctl(4, ctypes.c_ulong(0))  # nobody reads the judge's memory
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    for at in range(3):
+        os.dup2(nowhere, at)
+    _enclose(job, libc, True)
+    at_end = False
+
+    def say(text: str) -> None:
+        os.write(tell, text.encode(errors="replace") + b"\n")
+
+    try:
+        say(receive(answers[0]).decode())
+        well = unpack(receive(answers[0]), dict.fromkeys) is True
+        at_end = True
+        if well and job["asked"]:
+            with open(tests, "rb") as f:
+                at_end = _judge(marshal.load(f), questions[1], answers[0], say)
+    except Exception:
+        pass  # the program left before it had run, or closed its channel
+    os.close(questions[1])
+    ended, status = 0, 0
+    for _ in range(400):
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.0005)
+    say(f".{os.waitstatus_to_exitcode(status) if ended else 1} {int(at_end)}")
+    os._exit(0)
 
 # %% ../../nbs/448_sandbox_runner.ipynb #7272a0d9
 @lru_cache(maxsize=1)
 def _child_source() -> str:
-    """The functions above as one script."""
-    parts = (_limit, _namespaces, _landlock, _seccomp, _path_rule, _audit, _enclose, _examine, _child)
-    lines = ["from __future__ import annotations", *(inspect.getsource(f) for f in parts)]
-    return "\n".join([*lines, "import sys", "_child(int(sys.argv[1]), int(sys.argv[2]))"])
+    """What runs in the child as one script."""
+    fences = (_limit, _namespaces, _landlock, _seccomp, _path_rule, _audit, _drop_rights, _enclose, _holds)
+    parts = (*fences, _codec, _program, _judge, _child)
+    return "\n".join(["from __future__ import annotations", *(inspect.getsource(f) for f in parts)])
+
+
+@lru_cache(maxsize=2)
+def _child_code(source: str) -> bytes:
+    """The script compiled, so that no child has to."""
+    return marshal.dumps(compile(source, "<sandbox>", "exec", dont_inherit=True))
+
+
+_BEGIN = """import marshal, sys
+with open(int(sys.argv[1]), "rb") as f:
+    code, job = marshal.load(f), marshal.load(f)
+exec(code)
+_child(job, int(sys.argv[2]), int(sys.argv[3]))"""
 
 # %% ../../nbs/448_sandbox_runner.ipynb #2bb83853
 class SandboxResult(NamedTuple):
@@ -313,8 +345,9 @@ class SandboxResult(NamedTuple):
     passed: tuple[bool, ...]  # for each test
     outcome: str  # "passed", "failed", "timeout", "crashed", or "left": it ended before the tests did
     stdout: str
-    stderr: str
+    stderr: str  # what it complained of, then why tests failed
     fences: tuple[str, ...]  # those that stood
+    unclear: tuple[str, ...] = ()  # what in the tests couldn't be judged, whatever the program does
 
 
 def _listen(hear: int, process: subprocess.Popen[bytes], wall_s: float) -> tuple[bytes, bool]:
@@ -342,25 +375,38 @@ def _tail(file: IO[bytes], limit: int) -> str:
     return os.pread(file.fileno(), limit, max(0, size - limit)).decode(errors="replace")
 
 # %% ../../nbs/448_sandbox_runner.ipynb #b149b0e0
-def _job(box: Sandbox, code: str, tests: tuple[str, ...]) -> tuple[bytes, list[bytes]]:
-    """What the child reads (size, last secret, job, secrets of the tests), and all secrets, the last one last."""
+def _job(box: Sandbox, code: str, asked: bool) -> bytes:
+    """What the child reads: the script, and what the program's process may know."""
     arch, refused = _refused_calls(platform.machine())
     limits = {"CPU": math.ceil(box.timeout_s), "AS": box.memory_mb << 20, "FSIZE": box.output_kb << 10}
-    job: dict[str, Any] = {"code": code, "tests": tests, "name": "solution" if tests else "__main__"}
+    job: dict[str, Any] = {"code": code, "asked": asked, "name": "solution" if asked else "__main__"}
     job |= {"limits": limits | {"NOFILE": 64, "CORE": 0, "MSGQUEUE": 0}, "disk": box.disk_mb << 20}
-    job |= {"fences": tuple(box.fences), "arch": arch, "refused": tuple(refused)}
-    data, tokens = marshal.dumps(job), [secrets.token_bytes(16) for _ in range(len(tests) + 1)]
-    return len(data).to_bytes(8, "little") + tokens[-1] + data + b"".join(tokens[:-1]), tokens
+    job |= {"fences": tuple(box.fences), "arch": arch, "refused": tuple(refused), "may_escape": box.programs_may_escape}
+    return _child_code(_child_source()) + marshal.dumps(job)
 
 
-def _start(folder: str, files: Sequence[IO[bytes]], say: int) -> subprocess.Popen[bytes]:
+def _start(folder: str, files: Sequence[IO[bytes]], tell: int) -> subprocess.Popen[bytes]:
     """Start the child: nothing from site-packages, an empty environment, a session of its own."""
     env = {k: os.environ[k] for k in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if k in os.environ}
     env |= {"HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}  # sets in the same order
-    stdin, stdout, stderr, job = files
-    command = [sys.executable, *"-s -S -B -X utf8 -c".split(), _child_source(), str(job.fileno()), str(say)]
-    pipes: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": (job.fileno(), say)}
+    stdin, stdout, stderr, job, tests = files
+    passed = (job.fileno(), tests.fileno(), tell)
+    command = [sys.executable, *"-s -S -B -X utf8 -c".split(), _BEGIN, *map(str, passed)]
+    pipes: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": passed}
     return subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A new folder, removed whatever lies in it."""
+    path = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield path
+    finally:
+        try:
+            shutil.rmtree(path)
+        except (OSError, RecursionError):  # locked, or nested deeper than Python descends
+            subprocess.run(["rm", "-rf", "--", path], check=False, stderr=subprocess.DEVNULL)
 
 # %% ../../nbs/448_sandbox_runner.ipynb #616c17cb
 def _outcome(in_time: bool, ended: int, told_end: bool, all_passed: bool) -> str:
@@ -388,9 +434,11 @@ class Sandbox:
         output_kb: of standard output, of standard error, and of any file.
         disk_mb: of all files together, where namespaces stand.
         fences: those of the kernel to put up where the machine has them: "namespaces", "landlock", "seccomp".
+        programs_may_escape: run programs also where the kernel doesn't keep them from your files (no landlock, or
+            neither of the others: macOS, an old Linux). The audit hook inside Python, which is always on, is no boundary
+            against determined code. For a container that has nothing to lose.
 
-    An audit hook inside Python is always on. Alone (macOS, or a Linux that refuses all three) it is no boundary against
-    determined code: then use a container around the training. `fences_here` says what stands on this machine.
+    `fences_here` says what stands on this machine.
 
     Raises:
         ConfigError: a limit that makes no sense, or a machine without the limits of a POSIX system (Windows).
@@ -402,6 +450,7 @@ class Sandbox:
     output_kb: int = 256
     disk_mb: int = 16
     fences: tuple[str, ...] = FENCES
+    programs_may_escape: bool = False
 
     def __post_init__(self) -> None:
         if os.name != "posix" or not sys.executable:
@@ -414,42 +463,71 @@ class Sandbox:
         if unknown := [f for f in self.fences if f not in FENCES]:
             raise ConfigError(f"fences: {unknown[0]!r} is none of {', '.join(FENCES)}.")
 
-    def run(self, code: str, tests: Sequence[str] = (), stdin: str = "") -> SandboxResult:
-        """Run a program, then tests in its namespace; whatever happens, its session is killed and its folder removed.
+    def run(
+        self, code: str, tests: Sequence[str] = (), stdin: str = "", setup: str = "", entry_point: str = ""
+    ) -> SandboxResult:
+        """Run a program, then judge it by tests; whatever happens, its session is killed and its folder removed.
 
         Args:
             code: the program. Without tests it runs as `__main__`.
-            tests: Python with assertions; each passes if it ends without an exception.
+            tests: Python with assertions; each passes if it ends without an exception. They run outside the program and
+                ask it for what they don't define (see `translate`).
             stdin: what the program reads.
+            setup: Python that runs before the tests, with what they need.
+            entry_point: the name that the tests ask the program for; "": every name that they don't define.
+
+        Raises:
+            ValueError: a test is no Python, or can't be judged from outside the program.
+            ConfigError: the kernel of this machine wouldn't keep the program from your files; it was not run.
         """
-        data, tokens = _job(self, code, tuple(tests))
+        result = self._run(code, tuple(tests), stdin, setup, entry_point)
+        if result.fences and not self.programs_may_escape and not _holds(result.fences):
+            raise ConfigError(
+                f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your files, and a "
+                "program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run the training on such "
+                "a machine; or, in a container that has nothing to lose, say programs_may_escape=True."
+            )
+        return result
+
+    def _run(self, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
+        """`run`, and where the fences don't hold a result of a program that wasn't run."""
+        questions, prepared = translate(tests, setup, entry_point)
+        todo = marshal.dumps(
+            {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
+        )
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True))
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
-            for file, content in ((files[0], stdin.encode(errors="surrogatepass")), (files[3], data)):
+            folder = stack.enter_context(_folder())
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
+            given = (stdin.encode(errors="surrogatepass"), b"", b"", _job(self, code, bool(tests)), todo)
+            for file, content in zip(files, given, strict=True):
                 file.write(content)
                 file.seek(0)
-            hear, say = os.pipe()
+            hear, tell = os.pipe()
             stack.callback(os.close, hear)
             try:
-                process = _start(folder, files, say)
+                process = _start(folder, files, tell)
             finally:
-                os.close(say)
+                os.close(tell)
             try:
                 heard, in_time = _listen(hear, process, self.wall_s or 3 * self.timeout_s)
             finally:
                 with suppress(OSError):  # the number of a session isn't given away while it has members
                     os.killpg(process.pid, signal.SIGKILL)
-                code_ = process.wait()
-            names, _, told = heard.partition(b"\n")
-            known = {told[i : i + 16] for i in range(0, len(told), 16)}
-            passed = tuple(token in known for token in tokens[:-1])
-            ended = code_ if code_ <= 128 else 128 - code_  # the waiting process passes a signal on as 128 + its number
-            outcome = _outcome(in_time, ended, tokens[-1] in known, all(passed))
+                ended = process.wait()
+            fences, *told = heard.decode(errors="replace").split("\n")[:-1] or [""]
+            verdicts, at_end = [line for line in told if line[:1] != "."], 0
+            if ended == 0 and told and told[-1][:1] == ".":
+                ended, at_end = (int(x) for x in told[-1][1:].split())
+            passed = tuple(line[:1] == "+" for line in verdicts[: len(tests)])
+            passed += (False,) * (len(tests) - len(passed))
+            outcome = _outcome(in_time, ended, bool(at_end), all(passed))
+            why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
             said, complained = _tail(files[1], self.output_kb << 10), _tail(files[2], 2000)
-            fences = tuple(names.decode(errors="replace").split(",")) if names else ()
-            return SandboxResult(passed, outcome, said, complained, fences)
+            unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
+            return SandboxResult(
+                passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
+            )
 
     def fences_here(self) -> tuple[str, ...]:
         """The fences that stand on this machine, found out by starting an empty program."""
-        return self.run("").fences
+        return self._run("", (), "", "", "").fences

@@ -3,10 +3,12 @@
 # %% ../../nbs/600_train_setup.ipynb #8fcd2eab
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,9 +18,9 @@ from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, Precision, decide_precision, derive_seed
 from ..data import toy
 from ..data.convert import to_unpaired
-from ..data.formats import detect_format, to_rows
-from ..data.readers import OpenRows, open_rows, read_rows
-from ..data.sources import MemorySource, StreamSource, deduplicate
+from ..data.formats import DataWarning, detect_format, to_rows
+from ..data.readers import open_rows, read_rows
+from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..run.callbacks import Callback
@@ -35,7 +37,8 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
-           'make_source', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
+           'held_out_of_stream', 'stream_rows', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
+           'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -107,7 +110,7 @@ def in_kind(rows: Iterable[Row], kind: Kind) -> Iterator[Row]:
 
 # %% ../../nbs/600_train_setup.ipynb #2308f380
 def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows in the format of a method.
+    """Training and held-out rows in the format of a method, all of them in memory.
 
     Args:
         data: where rows come from; duplicates are dropped unless `dedup` is off.
@@ -130,27 +133,49 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 # %% ../../nbs/600_train_setup.ipynb #f3a9e376
-def make_source(
-    data: DataConfig, rows: list[Row], kind: Kind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
-) -> MemorySource | StreamSource:
-    """A stateful source of tokenized rows.
+def held_out_of_stream(data: DataConfig, kind: Kind) -> list[Row]:
+    """The rows that a streamed run evaluates on: those of `eval_split`, else the first `eval_size` of the stream.
 
     Args:
-        data: `streaming` reads `data.path` as it goes and ignores `rows`.
-        rows: of `load_rows`.
+        data: where the stream comes from.
+        kind: as in `load_rows`.
+    """
+    split = data.split if data.eval_split is None else data.eval_split
+    n = (data.eval_size or 0) if data.eval_split is None else None
+    return list(islice(in_kind(open_rows(data.path or "", split, data.subset)(), kind), n)) if n != 0 else []
+
+
+def stream_rows(
+    data: DataConfig, held: Sequence[Row], kind: Kind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
+) -> StreamSource:
+    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever it stands.
+
+    Args:
+        data: where the stream comes from, and its `shuffle_buffer`.
+        held: rows that are evaluated on.
         kind: as in `load_rows`.
         seed: of the order.
         tokenize: rows to tokenized rows; may drop some.
     """
-    if not data.streaming or is_toy(data.path):
-        return MemorySource(tokenize(rows), seed)
-    opened: OpenRows = open_rows(data.path or "", data.split, data.subset)
+    opened, away = open_rows(data.path or "", data.split, data.subset), {row_key(r) for r in held}
 
-    def tokens() -> Any:
-        for row in in_kind(opened(), kind):
-            yield from tokenize([row])
+    def rows() -> Iterator[Row]:
+        return (row for row in in_kind(opened(), kind) if row_key(row) not in away)
 
-    return StreamSource(tokens, seed, data.shuffle_buffer)
+    seen = told = 0
+
+    def tokens(chunk: list[Row]) -> list[Row]:
+        nonlocal seen, told
+        out, seen = tokenize(chunk), seen + len(chunk)
+        if len(out) < len(chunk) and not told:
+            told = len(chunk) - len(out)
+            more = "later ones are dropped without a word"
+            warnings.warn(
+                f"{told} of the first {seen} rows of the stream teach nothing and are dropped; {more}.", DataWarning, 2
+            )
+        return out
+
+    return StreamSource(rows, seed, data.shuffle_buffer, tokens)
 
 # %% ../../nbs/600_train_setup.ipynb #4d1fd134
 def toy_presets(folder: str, optimizer: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
@@ -255,7 +280,7 @@ class TextTrainer(Trainer):
         config: of the run.
         model: the language model to train, or to start from; default: loaded from `config.model`.
         tokenizer: of that model; must be given with it.
-        rows: in any format of `data.formats` that fits; default: loaded from `config.data`.
+        rows: in any format of `data.formats` that fits; default: loaded from `config.data`, or streamed from there.
         eval_rows: held-out rows.
         callbacks: observers of the run.
         parts: what else the method is made of; subclasses that take more than the above hand it on here.
@@ -284,11 +309,20 @@ class TextTrainer(Trainer):
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
+        streamed = rows is None and config.data.streaming and not is_toy(config.data.path)
         if rows is None:
-            rows, held = load_rows(config.data, self.kind, config.seed)
+            rows, held = [], held_out_of_stream(config.data, self.kind) if streamed else []
+            if not streamed:
+                rows, held = load_rows(config.data, self.kind, config.seed)
             eval_rows = held if eval_rows is None else eval_rows
         method = self.make_method(config, model, tokenizer, rows, **(parts or {}))
-        source = self.make_source(config, rows, method)
+        if streamed:
+            source: Any = stream_rows(
+                config.data, eval_rows or [], self.kind, config.seed, partial(method.tokenize, warn=False)
+            )
+        else:
+            source = MemorySource(method.tokenize(rows), config.seed)
+        source = self.prepare_source(source, config)
         method.held_out = method.tokenize(eval_rows, warn=False) if eval_rows else []
         super().__init__(method, source, config, callbacks=callbacks, **options)
 
@@ -296,6 +330,6 @@ class TextTrainer(Trainer):
         """The method on this model; `rows` are those to train on, not tokenized."""
         return self.method_class(model, tokenizer, config)
 
-    def make_source(self, config: Any, rows: list[Row], method: TextMethod) -> Any:
-        """Where the loop takes its rows from."""
-        return make_source(config.data, rows, self.kind, config.seed, method.tokenize)
+    def prepare_source(self, source: MemorySource | StreamSource, config: Any) -> Any:
+        """Where the loop takes its rows from, made of a source of tokenized rows."""
+        return source
