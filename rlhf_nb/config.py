@@ -632,7 +632,9 @@ class DataConfig(StrictConfig):
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = Field(default=None, description="split to evaluate on; null: eval_size rows of split")
     eval_size: int | None = Field(default=None, ge=1, description="rows of split held out; null: none")
-    max_prompt_length: int = Field(default=512, ge=1, description="tokens of a prompt")
+    max_prompt_length: int = Field(
+        default=512, ge=1, description="tokens of a prompt; unset, and max_length is less: half of it"
+    )
     max_length: int = Field(default=1024, ge=2, description="tokens of prompt and completion together")
     completion_only: bool = Field(default=True, description="loss on completions or assistant turns only")
     dedup: bool = Field(default=True, description="drop rows that occur twice")
@@ -642,6 +644,8 @@ class DataConfig(StrictConfig):
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
         """Lengths and evaluation rows must not contradict each other."""
+        if "max_prompt_length" not in self.model_fields_set and self.max_prompt_length >= self.max_length:
+            object.__setattr__(self, "max_prompt_length", self.max_length // 2)
         if self.max_prompt_length >= self.max_length:
             raise ValueError(
                 f"max_prompt_length is {self.max_prompt_length} but max_length is {self.max_length}: no room is left "

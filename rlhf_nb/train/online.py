@@ -490,9 +490,9 @@ class OnlineTrainer(TextTrainer):
             reference = Reference(model)
         return self.method_class(model, tokenizer, rewards, config, reference, watch=parts["watch"])
 
-    def make_source(self, config: Any, rows: list[Row], method: TextMethod) -> Any:
+    def prepare_source(self, source: Any, config: Any) -> Any:
         """Prompts, asked for in numbers of answers."""
-        return PromptsOf(super().make_source(config, rows, method), config.num_generations)
+        return PromptsOf(source, config.num_generations)
 
     def prompts(self, n: int | None = None) -> PromptBatch:
         """The prompts of the next n answers (default: a rollout batch)."""

@@ -17,11 +17,12 @@ from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
 from ..models.load import ensure_pad, is_toy, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
+from ..run.hf_callbacks import as_callback
 from ..run.loop import Trainer
 from .setup import load_policy
 
 # %% auto #0
-__all__ = ['RENAMED', 'NOT_HERE', 'rows_of', 'lora_settings', 'our_arguments', 'speak_trl']
+__all__ = ['RENAMED', 'NOT_HERE', 'ELSEWHERE', 'rows_of', 'lora_settings', 'our_arguments', 'speak_trl']
 
 # %% ../../nbs/602_train_words.ipynb #a5461fe6
 RENAMED = {
@@ -232,8 +233,30 @@ def _train(self: Any, resume_from_checkpoint: Any = None) -> Any:
     return self.fit(resume=bool(resume_from_checkpoint))
 
 
+def _add_callback(self: Any, callback: Any) -> None:
+    """TRL's word for one more observer: a callback of ours or a transformers `TrainerCallback`."""
+    self.observers.active.append(as_callback(callback))
+
+
+ELSEWHERE = {
+    "state": "the numbers of all steps are in trainer.history, the step is trainer.step",
+    "args": "the settings are in trainer.config",
+    "processing_class": "the tokenizer is trainer.method.tokenizer",
+    "train_dataset": "rows come from trainer.source",
+    "push_to_hub": "save_model(folder) writes plain transformers files; upload that folder with `hf upload NAME FOLDER`",
+    "log": "trainer.event('name', key=value) writes into the run's log",
+    "predict": "rlhf_nb.score gives log-probs of answers, trainer.evaluate() the method's metrics",
+}  # TRL's attributes that a trainer hasn't: what to use
+
+
+def _say_where(self: Any, name: str) -> Any:
+    """An attribute that isn't there: where it is, when TRL's trainers have it."""
+    more = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+    raise AttributeError(f"{type(self).__name__} has no {name!r}{more}", name=name, obj=self)
+
+
 def speak_trl(trainer: Any, kind: type[StrictConfig]) -> None:
-    """Let a trainer's constructor take TRL's arguments too, and give it `train()`; done by `register`.
+    """Let a trainer's constructor take TRL's arguments too, and give it `train()`, `add_callback()` and `model`; done by `register`.
 
     Args:
         trainer: changed in place, if it is a class of trainers.
@@ -253,5 +276,10 @@ def speak_trl(trainer: Any, kind: type[StrictConfig]) -> None:
         ours(self, **our_arguments(trainer.__name__, kind, takes, args, given))
 
     trainer.__init__ = __init__  # type: ignore[method-assign]
-    if not hasattr(trainer, "train"):
-        trainer.train = _train  # type: ignore[attr-defined]
+    words: dict[str, Any] = {"train": _train, "add_callback": _add_callback, "__getattr__": _say_where}
+    words |= {
+        "model": property(lambda self: self.method.model, doc="TRL's place of the language model that is trained.")
+    }
+    for name, what in words.items():
+        if not hasattr(trainer, name):
+            setattr(trainer, name, what)
