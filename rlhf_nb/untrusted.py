@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
+
+import yaml
 
 from .core import mended, printable
 
 # %% auto #0
-__all__ = ['MAX_DEPTH', 'MAX_LINE', 'Unreadable', 'mend', 'json_value', 'Line', 'json_lines']
+__all__ = ['MAX_DEPTH', 'MAX_LINE', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value', 'Line', 'json_lines',
+           'parse_yaml', 'dump_yaml']
 
 # %% ../nbs/003_untrusted.ipynb #e91e278a
 MAX_DEPTH = 64  # brackets in brackets
@@ -130,3 +134,100 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
         head = printable(raw[:60].decode("utf-8", "replace").strip())
         yield Line(number, start, size, value, problem, ended, head)
         start += size
+
+# %% ../nbs/003_untrusted.ipynb #cf0b2bbf
+MAX_CONFIG = 250_000  # characters of a config file; a long one has five thousand
+MAX_VALUES = 50_000  # values in it, each counted as often as aliases repeat it
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as version 1.2 reads it: 1e-5 is a number, `no` is text, 12:30 is not a sum; and no key twice."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level, self._sizes = 0, dict[int, int]()  # of nodes, by id: how many values each stands for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node, refused when it is too deep, or when aliases make more of it than anybody has written."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        again, mark = isinstance(event, yaml.AliasEvent), event.start_mark
+        self._level += 1
+        if self._level > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_DEPTH} levels inside each other", mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if again and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside what it repeats", mark)
+        if not again and node is not None:
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [n for x in inner for n in (x if isinstance(x, tuple) else (x,))]
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(n)] for n in parts)
+            if self._sizes[id(node)] > MAX_VALUES:
+                raise yaml.composer.ComposerError(
+                    None, None, f"aliases make more than {MAX_VALUES:,} values of it", mark
+                )
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, refused when a key is written twice (plain YAML keeps the last one without a word)."""
+        seen = set()
+        for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode)):
+            if key.value in seen:
+                problem = f"key {key.value!r} is written twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+_SCALARS = [  # tag, form, first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", [*"-+0123456789"]),
+    ("float", FLOAT, [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", [*"-+."]),
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("merge", r"<<", ["<"]),
+]
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _form, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _first)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what both YAML versions read alike: a text that either would take for a number gets quotes."""
+
+
+def _one_line(dumper: _Dumper, data: list[Any]) -> yaml.Node:
+    """A list of plain values in one line."""
+    flow = not any(isinstance(x, dict | list) for x in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+_Dumper.add_representer(list, _one_line)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{FLOAT})$"), [*"-+.0123456789"])
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML text as plain values, by the rules of YAML 1.2; no tags that build objects.
+
+    Args:
+        text: whoever wrote it: its length, its depth and what its aliases make of it are bounded.
+
+    Raises:
+        Unreadable: no YAML within the bounds.
+    """
+    if len(text) > MAX_CONFIG:
+        raise Unreadable(f"{len(text):,} characters, and at most {MAX_CONFIG:,} are read")
+    try:
+        return mend(yaml.load(text, Loader=_Loader))
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark
+        place = (mark.line + 1, mark.column + 1) if mark else (None, None)
+        raise Unreadable(e.problem or "not YAML", *place) from e
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as e:
+        raise Unreadable(str(e).partition("\n")[0] or "not YAML") from e
+
+
+def dump_yaml(value: Any) -> str:
+    """Plain values as YAML text that `parse_yaml` reads back, and readers of YAML 1.1 alike."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)

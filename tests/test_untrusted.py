@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import pickle
-import re
 import stat
 import time
 import warnings
@@ -45,9 +44,9 @@ runner = CliRunner()
 
 HOMES = {  # what reads foreign bytes -> the modules that may call it
     "json.loads": {"untrusted", "run.strategies"},  # the latter: an environment variable that `launch` sets
-    "json.load": set(), "yaml.load": {"config"}, "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
+    "json.load": set(), "yaml.load": {"untrusted"}, "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": set(), "pickle.loads": set(), "torch.load": set(), "dill.load": set(), "dill.loads": set(),
-    "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.runner"},
+    "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.runner", "sandbox.verdict"},
 }  # fmt: skip
 
 
@@ -90,7 +89,7 @@ def test_foreign_bytes_have_one_home() -> None:
 
 
 def test_a_few_hundred_damaged_files() -> None:
-    done, faults = fuzz.campaign(500, seed=7)
+    done, faults = fuzz.campaign(300, seed=7)
     assert not faults, "\n".join(faults)
     assert len(done) == len(fuzz.TARGETS)
 
@@ -182,7 +181,7 @@ def test_sft_and_doctor_say_which_row_holds_half_a_character(tmp_path: Path) -> 
     said = sft(tmp_path / "run", "steps=2", f"data.path={data}")
     assert "1 row holds half of a character" in said and "row 5" in said
     looked = runner.invoke(app, ["doctor", "sft", "--toy", f"data.path={data}", f"output_dir={tmp_path / 'x'}"])
-    assert looked.exit_code == 0 and "half of a character" in re.sub(r"[│\s]+", " ", looked.output), looked.output
+    assert looked.exit_code == 0 and "surrogate" in looked.output and "first is row 5" in looked.output, looked.output
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

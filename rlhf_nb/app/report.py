@@ -19,13 +19,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..config import dump_yaml
 from ..run.callbacks import short_number
 from ..core import RunError, printable
 from ..widgets.charts import line_chart, thin, to_png
 from ..widgets.health import health_of
 from ..widgets.html import escape
 from ..widgets.panels import LAYOUT, control_text, group_panels, lights_html, runs_html
+from ..untrusted import dump_yaml
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0

@@ -187,7 +187,7 @@ def read_reply(choice: Any, labels: Sequence[str]) -> tuple[list[float] | None, 
         places = [x for x in choice["logprobs"]["content"] if _bare(x["token"]) == labels[at]]
         place = places[0 if re.match(r"\W*" + re.escape(labels[at]), str(text)) else -1]
         top = [(_bare(t["token"]), math.exp(float(t["logprob"]))) for t in place["top_logprobs"]]
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return sure, False  # no log-probs, or in another form: the text alone
     mass = [sum(p for word, p in top if word == label) for label in labels]
     total = sum(mass)

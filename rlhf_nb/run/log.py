@@ -17,9 +17,8 @@ from typing import Any, TextIO
 
 import torch
 
-from ..config import dump_yaml, parse_yaml
 from ..core import RunError, mended, suggest
-from ..untrusted import Line, Unreadable, json_lines, json_value
+from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes',
