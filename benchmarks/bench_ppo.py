@@ -238,7 +238,7 @@ def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
     with torch.no_grad():
-        out, ref, scores = net(c), wide(net.reference_logps(c)), reward.score(c)
+        out, ref, scores = net(c), wide(net.reference.logps(c)), reward.score(c)
         plus = Completions.from_lists(prompts, [x + [eos] for x in completions], pad)
         values = torch.where(longer, wide(net.values(plus)[:, :width]), 0.0)
     logps = wide(out.logps)

@@ -59,14 +59,9 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "scale_rewards": lambda value: {"scale": {True: "group", False: "none"}.get(value, value)},
     "loss_type": lambda value: {"loss": value},
 }  # fmt: skip
-ONE_UPDATE_A_STEP = {
-    "max_steps",
-    "warmup_steps",
-}  # counted in optimizer steps there and in collects here: equal only without rollouts
-VALUES = {
-    ("lr_scheduler_type", "constant_with_warmup"): "constant",
-    ("max_grad_norm", 0): None,
-}
+# counted in optimizer steps there and in collects here: equal only without rollouts
+ONE_UPDATE_A_STEP = {"max_steps", "warmup_steps"}
+VALUES = {("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None}
 
 # %% ../nbs/005_aliases.ipynb #950ead67
 EXPLAINED: dict[str, str] = {
@@ -87,7 +82,7 @@ EXPLAINED: dict[str, str] = {
     "bf16": "autocast in bf16: here precision=bf16, or precision=fp32 for none (auto decides by the device)",
     "fp16": "autocast in fp16: here precision=fp16, or precision=fp32 for none (auto decides by the device)",
     "report_to": "dashboards: here trackers=[tensorboard], a list of names; every run writes metrics.jsonl anyway",
-    "save_strategy": "when to save: here save_every=100 in steps; null saves only at the end",
+    "save_strategy": "when to save: here save_every=100 (steps) or 10min; null saves only at the end",
     "eval_strategy": "when to evaluate: here eval_every=100 in steps; null evaluates only at the end",
     "logging_strategy": "when to log: here log_every=10 in steps; metrics.jsonl has every step",
     "logging_dir": "the folder of the logs: here everything is in output_dir",
@@ -141,9 +136,8 @@ def elsewhere(key: str) -> str:
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:
     """The settings that a foreign key and its value stand for, by dotted name; None where it stands for none of this config's."""
     if key in SAME:
-        found: dict[str, Any] | None = {
-            SAME[key]: VALUES.get((key, value), value) if isinstance(value, str | int | float) else value
-        }
+        plain = isinstance(value, str | int | float)
+        found: dict[str, Any] | None = {SAME[key]: VALUES.get((key, value), value) if plain else value}
     elif key in CONVERTED and not (key in ONE_UPDATE_A_STEP and has("sampling")):
         found = CONVERTED[key](value)
     else:
@@ -162,9 +156,7 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
         ConfigError: a setting is given under two names.
     """
     out, foreign = dict(data), [k for k in data if isinstance(k, str) and not has(k)]
-    for key in sorted(
-        foreign, key=lambda k: k not in CONVERTED
-    ):  # epsilon is both clips, epsilon_high then the upper one
+    for key in sorted(foreign, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
         found = _settings(key, data[key], has)
         if found is None:
             continue

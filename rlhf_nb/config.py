@@ -15,13 +15,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
-from .core import ConfigError, did_you_mean, suggest
+from .core import ConfigError, check_choice, read_interval, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'read_config_file', 'merge', 'parse_overrides', 'say_value',
-           'say_kind', 'explain', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig', 'OptimizerConfig',
-           'SamplingConfig', 'TrainConfig']
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'parse_overrides', 'say_value',
+           'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
+           'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,9 +128,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
                 above = ".".join(parts[: i + 1])
-                raise ConfigError(
-                    f"override {item!r}: {above} was given a value before, so nothing can be set inside it."
-                )
+                raise ConfigError(f"override {item!r}: {above} was given a value before: nothing can be set inside it.")
         group[parts[-1]] = _parse_value(text)
     return out
 
@@ -321,6 +319,17 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
     return lines[0] if len(lines) == 1 else f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {s}" for s in lines)
 
 # %% ../nbs/010_config.ipynb #d7b4f7a1
+def option(default: Any, about: str, **limits: Any) -> Any:
+    """A setting of a config: `lr: float = option(1e-5, "peak learning rate", gt=0)`.
+
+    Args:
+        default: its value when nothing is said; a group of settings is never changed, so one object serves all.
+        about: what it is for, in a few words.
+        limits: ge, gt, le, lt, min_length, max_length, pattern, as in pydantic's `Field`, which may be used as well.
+    """
+    return Field(default=default, description=about, **limits)
+
+
 class StrictConfig(BaseModel):
     """A group of settings: checked when made, never changed, the same in Python, YAML, JSON and `key=value`."""
 
@@ -423,9 +432,7 @@ class StrictConfig(BaseModel):
         """What a preset sets, in this class and in those it is built on."""
         levels = [c.__dict__.get("presets", {}) for c in reversed(cls.__mro__)]
         known = sorted({p for level in levels for p in level})
-        if name not in known:
-            hint = did_you_mean(name, known, f"There are: {', '.join(known)}.")
-            raise ConfigError(f"preset {name!r} doesn't exist in {cls.__name__}. {hint}")
+        check_choice(f"{cls.__name__}'s preset", name, known)
         values: dict[str, Any] = {}
         for level in levels:
             values = merge(values, level.get(name, {}))
@@ -485,22 +492,17 @@ Betas = Annotated[
     tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
 
 class LoraSettings(StrictConfig):
     """Low-rank adapters: train a few million numbers beside a frozen model."""
 
-    r: int = Field(default=16, ge=1, description="rank of the update")
-    alpha: float = Field(default=32, gt=0, description="the update is scaled by alpha / r")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="on the adapter's input; 0 in RL and preference training"
-    )
-    target_modules: list[str] | Literal["all-linear"] = Field(
-        default="all-linear", description="layers that get an adapter"
-    )
-    quantize_4bit: bool = Field(
-        default=False, description="QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)"
-    )
+    r: int = option(16, "rank of the update", ge=1)
+    alpha: float = option(32, "the update is scaled by alpha / r", gt=0)
+    dropout: float = option(0.0, "on the adapter's input; 0 in RL and preference training", ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = option("all-linear", "layers that get an adapter")
+    quantize_4bit: bool = option(False, "QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)")
 
     @model_validator(mode="after")
     def _some_layers(self) -> LoraSettings:
@@ -516,11 +518,11 @@ class ModelConfig(StrictConfig):
     name_or_path: PathText | None = Field(default=None, description="directory or hub name; null: the toy model")
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
-    dtype: PrecisionName = Field(default="auto", description="format of the weights; auto: decided from the device")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
-        default="sdpa", description="attention kernel"
+    dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = option(
+        "sdpa", "attention kernel"
     )
-    chat_template: PathText | None = Field(default=None, description="Jinja text or file; null: the tokenizer's own")
+    chat_template: PathText | None = option(None, "Jinja text or file; null: the tokenizer's own")
     revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
     gradient_checkpointing: bool = Field(default=False, description="compute activations twice instead of keeping them")
@@ -539,9 +541,9 @@ class DataConfig(StrictConfig):
     )
     max_length: int = Field(default=1024, ge=2, description="tokens of prompt and completion together")
     completion_only: bool = Field(default=True, description="loss on completions or assistant turns only")
-    dedup: bool = Field(default=True, description="drop rows that occur twice")
-    streaming: bool = Field(default=False, description="read rows as they are needed, never the whole set")
-    shuffle_buffer: int = Field(default=1000, ge=1, description="rows held for shuffling while streaming")
+    dedup: bool = option(True, "drop rows that occur twice")
+    streaming: bool = option(False, "read rows as they are needed, never the whole set")
+    shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
@@ -564,13 +566,13 @@ class DataConfig(StrictConfig):
 class OptimizerConfig(StrictConfig):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
-    weight_decay: float = Field(default=0.0, ge=0, description="pull of the weights towards 0")
-    betas: Betas = Field(default=(0.9, 0.999), description="decay of the running averages of gradient and square")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the averaged square; 1e-5 in PPO")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="lr after the warm-up")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of the run (collects, in RL) from 0 to lr")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradients are cut to this norm; null: never")
+    lr: float = option(1e-5, "peak learning rate", gt=0)
+    weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
+    betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
+    eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("linear", "lr after the warm-up")
+    warmup_steps: int = option(0, "steps of the run (collects, in RL) from 0 to lr", ge=0)
+    max_grad_norm: float | None = option(1.0, "gradients are cut to this norm; null: never", gt=0)
 
     @model_validator(mode="after")
     def _decays(self) -> OptimizerConfig:
@@ -583,16 +585,14 @@ class OptimizerConfig(StrictConfig):
 class SamplingConfig(StrictConfig):
     """How completions are drawn."""
 
-    max_new_tokens: int = Field(default=64, ge=1, description="longest completion, EOS included")
-    min_new_tokens: int = Field(default=0, ge=0, description="EOS is impossible before this many tokens")
-    temperature: float = Field(default=1.0, gt=0, description="divides the logits; log-probs are taken at it too")
-    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: off")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens of this total mass; 1: off")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="drop tokens below this fraction of the likeliest; 0: off"
-    )
-    sampler: Literal["auto", "ours", "generate", "continuous"] = Field(
-        default="auto", description="who draws: our decoder, or transformers' generate or continuous batching"
+    max_new_tokens: int = option(64, "longest completion, EOS included", ge=1)
+    min_new_tokens: int = option(0, "EOS is impossible before this many tokens", ge=0)
+    temperature: float = option(1.0, "divides the logits; log-probs are taken at it too", gt=0)
+    top_k: int = option(0, "keep the k likeliest tokens; 0: off", ge=0)
+    top_p: float = option(1.0, "keep the likeliest tokens of this total mass; 1: off", gt=0, le=1)
+    min_p: float = option(0.0, "drop tokens below this fraction of the likeliest; 0: off", ge=0, lt=1)
+    sampler: Literal["auto", "ours", "generate", "continuous"] = option(
+        "auto", "who draws: our decoder, or transformers' generate or continuous batching"
     )
 
     @model_validator(mode="after")
@@ -624,31 +624,32 @@ class TrainConfig(StrictConfig):
         },
     }  # fmt: skip
 
-    output_dir: PathText = Field(default="runs/run", min_length=1, description="the run's folder")
-    seed: int = Field(default=0, ge=0, description="decides every random choice of the run")
-    steps: int | None = Field(default=None, ge=1, description="batches collected; wins over epochs; null: use epochs")
-    epochs: float | None = Field(default=1.0, gt=0, description="passes over the data; null: use steps")
-    mini_batch_size: int = Field(default=16, ge=1, description="rows per optimizer step, over all devices")
+    output_dir: PathText = option("runs/run", "the run's folder", min_length=1)
+    seed: int = option(0, "decides every random choice of the run", ge=0)
+    steps: int | None = option(None, "batches collected; wins over epochs; null: use epochs", ge=1)
+    epochs: float | None = option(1.0, "passes over the data; null: use steps", gt=0)
+    mini_batch_size: int = option(16, "rows per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
         default_factory=lambda data: data.get("mini_batch_size", 1),
         ge=1, description="rows per collect, over all devices; left out: mini_batch_size",
     )  # fmt: skip
-    micro_batch_size: int | None = Field(default=None, ge=1, description="most rows per forward; null: no limit")
-    token_budget: int = Field(default=4096, ge=1, description="most tokens per forward, padding included")
-    num_inner_epochs: int = Field(default=1, ge=1, description="passes over each collected batch")
+    micro_batch_size: int | None = option(None, "most rows per forward; null: no limit", ge=1)
+    token_budget: int = option(4096, "most tokens per forward, padding included", ge=1)
+    num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     precision: PrecisionName = Field(default="auto", description="number format of the computation")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
     )
-    save_every: int | None = Field(default=None, ge=1, description="steps between checkpoints; null: only at the end")
+    save_every: Every = Field(default="10min", description="steps or time between checkpoints; null: only at the end")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    keep_best: str | None = Field(default=None, description="metric whose best checkpoint stays, too: eval/loss:min")
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
-    eval_every: int | None = Field(default=None, ge=1, description="steps between evaluations; null: only at the end")
+    eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)
     trackers: list[Tracker] = Field(default_factory=list, description="dashboards to report to; none by default")
-    max_nonfinite: int = Field(default=3, ge=0, description="NaN or Inf steps in a row that are skipped, not fatal")
-    console: bool = Field(default=True, description="show progress")
+    max_nonfinite: int = option(3, "NaN or Inf steps in a row that are skipped, not fatal", ge=0)
+    console: bool = option(True, "show progress")
 
     @model_validator(mode="after")
     def _sizes(self) -> TrainConfig:

@@ -98,7 +98,7 @@ def _row_index(index: Index, n: int) -> slice | Tensor:
     if rows.dtype == torch.bool:
         if rows.shape != (n,):
             raise DataError(
-                f"a mask of shape {list(rows.shape)} can't choose among {n} rows: it needs one entry per row."
+                f"a mask of shape {list(rows.shape)} can't choose among {n} rows: one entry per row is needed."
             )
         return rows.nonzero().flatten()
     if rows.dim() != 1 or (rows.numel() and rows.is_floating_point()):
@@ -224,9 +224,7 @@ def _check_ids(owner: Batch, name: str) -> None:
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise DataError(f"{who}: {name} is {say_shape(x)}, expected token ids int64[rows, tokens].")
     if x.numel() and int(x.min()) < 0:
-        raise DataError(
-            f"{who}: {name} holds {int(x.min())}, but token ids start at 0. What to ignore is said by a mask."
-        )
+        raise DataError(f"{who}: {name} holds {int(x.min())}, but ids start at 0. What to ignore is said by a mask.")
 
 
 def _check_prompts(owner: Batch) -> None:
@@ -236,16 +234,12 @@ def _check_prompts(owner: Batch) -> None:
     mask, who = cast(Tensor, getattr(owner, "prompt_mask")), type(owner).__name__  # noqa: B009
     empty = (~mask.any(1)).nonzero()
     if len(empty):
-        raise DataError(
-            f"{who}: prompt {int(empty[0])} is empty, so nothing could predict its first token. Drop the row."
-        )
+        raise DataError(f"{who}: prompt {int(empty[0])} is empty, so nothing predicts its first token. Drop the row.")
     holes = (mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero()
     if len(holes):
         row = int(holes[0])
         shown = "".join(str(int(m)) for m in mask[row, :40].tolist())
-        raise DataError(
-            f"{who}: prompt_mask of row {row} is {shown}, but prompts are padded on the left: zeros, then ones."
-        )
+        raise DataError(f"{who}: prompt_mask[{row}] is {shown}; prompts are padded on the left: zeros, then ones.")
 
 
 def _check_lens(owner: Batch, name: str, ids: str) -> None:

@@ -103,7 +103,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_HeadLogps.forward", "entropy without its sign", "-(lp.exp() * lp).sum(-1)", "(lp.exp() * lp).sum(-1)", "nb, test_logprobs"),
     ("_pack_trees", "answers see each other", "(branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])", "(branch[:, None, :] >= 0)", "nb, test_logprobs"),
     ("_pack_trees", "answers go on counting positions", "position.view(-1)[at] -= before[:, None].expand_as(real)[real]", "pass", "nb, test_logprobs"),
-    ("_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
+    ("scoring.head:_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
     ("why_no_trees", "a window that is too short", "and longest > window", "and longest > 10 * window", "nb, test_logprobs"),
     ("_mean_states", "the prompt does not count", "(p.branch == 0).sum(1)[p.tree] + torch", "torch", "nb, test_logprobs"),
     # models

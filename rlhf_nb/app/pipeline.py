@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge
+from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge, option
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data import toy
 from ..data.formats import ASSISTANT, HUMAN
@@ -26,7 +26,9 @@ from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..rewards.base import RewardModelFn
+from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
+from ..run.state import clean_saves
 from ..scale.launch import check_request, launch
 from ..train.online import load_reward
 from ..train.ppo import PPOConfig
@@ -44,14 +46,11 @@ __all__ = ['CLASSIC', 'BLUE', 'ORANGE', 'GREEN', 'Curves', 'BaseConfig', 'Pipeli
 class BaseConfig(StrictConfig):
     """An untrained model and its tokenizer, made on the spot."""
 
-    architecture: dict[str, Any] | None = Field(
-        default=None,
-        description="a transformers config (model_type: qwen2, hidden_size: 256, ...); null: the toy model",
+    architecture: dict[str, Any] | None = option(
+        None, "a transformers config (model_type: qwen2, hidden_size: 256, ...); null: the toy model"
     )
-    size: Literal["tiny", "small", "medium", "large"] = Field(default="small", description="of the toy model")
-    vocab_size: int = Field(
-        default=4096, ge=259, description="tokens of the byte-level BPE learnt from the data; not for the toy model"
-    )
+    size: Literal["tiny", "small", "medium", "large"] = option("small", "of the toy model")
+    vocab_size: int = option(4096, "tokens of the byte-level BPE learnt from the data; not for the toy model", ge=259)
 
     @model_validator(mode="after")
     def _named(self) -> BaseConfig:
@@ -80,26 +79,20 @@ class PipelineConfig(StrictConfig):
         },
     }  # fmt: skip
 
-    output_dir: PathText = Field(
-        default="runs/pipeline", min_length=1, description="the pipeline's folder; each stage has one inside"
+    output_dir: PathText = option("runs/pipeline", "the pipeline's folder; each stage has one inside", min_length=1)
+    seed: int = option(0, "of every stage", ge=0)
+    data: PathText | None = option(
+        None, "'toy', a file, a directory or a hub name: for every stage without a data.path"
     )
-    seed: int = Field(default=0, ge=0, description="of every stage")
-    data: PathText | None = Field(
-        default=None, description="'toy', a file, a directory or a hub name: for every stage without a data.path"
+    device: str | None = option(
+        None, "of every stage; null: as each stage says", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$"
     )
-    device: str | None = Field(
-        default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="of every stage; null: as each stage says"
-    )
-    processes: int = Field(
-        default=1, ge=1, description="that train each stage together, on this machine, started anew for each"
-    )
-    strategy: str = Field(
-        default="ddp", description="of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload"
-    )
-    eval_prompts: int = Field(default=256, ge=1, description="held-out prompts that every model answers at the end")
-    questions: int = Field(default=5, ge=0, description="of these, how many are printed with their answers")
-    console: bool = Field(default=True, description="show progress")
-    base: BaseConfig | None = Field(default=None, description="make the starting model here; null: sft.model names one")
+    processes: int = option(1, "that train each stage together, on this machine, started anew for each", ge=1)
+    strategy: str = option("ddp", "of several processes: ddp, zero1, zero2, zero3, fsdp2, zero2_offload, zero3_offload")
+    eval_prompts: int = option(256, "held-out prompts that every model answers at the end", ge=1)
+    questions: int = option(5, "of these, how many are printed with their answers", ge=0)
+    console: bool = option(True, "show progress")
+    base: BaseConfig | None = option(None, "make the starting model here; null: sft.model names one")
 
     if TYPE_CHECKING:
 
@@ -385,12 +378,17 @@ class RLHFPipeline:
         return config.replace(**over)
 
     def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """One stage; skipped when it is finished, unless `overwrite`.
+        """One stage; skipped when it is finished, unless `overwrite` (which with `resume` only replaces what left no checkpoint).
 
         Raises:
-            RunError: a stage that it builds on is not finished.
+            RunError: a stage that it builds on is not finished, or somebody works in the folder.
         """
-        config, done = self.stage_config(stage), {} if overwrite else self.finished(stage)
+        with RunLock(self.path):
+            return self._stage(stage, resume, overwrite)
+
+    def _stage(self, stage: str, resume: bool, overwrite: bool) -> StageResult:
+        """A stage of a pipeline whose folder nobody else has."""
+        config, done = self.stage_config(stage), {} if overwrite and not resume else self.finished(stage)
         if done:
             self.say(f"{stage}: finished before, skipped.")
             return StageResult(stage, self.model_dir(stage), done["metrics"], done["seconds"], True)
@@ -413,6 +411,7 @@ class RLHFPipeline:
     def _make_base(self, config: BaseConfig) -> StageResult:
         """The starting model."""
         begin, folder = time.perf_counter(), self.path / "base"
+        clean_saves(folder)
         model, tokenizer = make_base(config, self.data_for("base"), self.config.seed)
         save_model(model, tokenizer, folder / "model")
         metrics = {"parameters": float(sum(p.numel() for p in model.parameters())), "tokens": float(len(tokenizer))}
@@ -468,16 +467,18 @@ class RLHFPipeline:
 
         Args:
             resume: skip what is finished, go on with what was begun.
-            overwrite: delete what an earlier pipeline left in this folder, and begin anew.
+            overwrite: delete what an earlier pipeline left in this folder, and begin anew; with `resume`, only what left no
+                checkpoint.
 
         Raises:
-            RunError: the folder holds another pipeline, or the settings of a finished stage were changed.
+            RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage were changed.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """
-        self.open_folder(resume, overwrite)
-        for stage in self.stages:
-            self.stage(stage, resume)
-        return self.evaluate()
+        with RunLock(self.path):
+            self.open_folder(resume, overwrite)
+            for stage in self.stages:
+                self.stage(stage, resume, resume and overwrite)
+            return self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
         """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from ..core import DataError, suggest
+from ..core import DataError, check_choice, suggest
 from ..untrusted import mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
@@ -23,8 +23,8 @@ class DataWarning(UserWarning):
 
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
-           'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'is_hh', 'parse_hh',
-           'format_hh', 'extract_prompt', 'to_format', 'whole_rows', 'to_rows']
+           'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'prompt_text', 'is_hh',
+           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/200_data_formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -83,10 +83,7 @@ def detect_format(
     """
     order = list(allowed or COLUMNS)
     for name in order:
-        if name not in COLUMNS:
-            raise DataError(
-                f"There is no data format {name!r}; did you mean {suggest(name, COLUMNS)!r}? The formats are {', '.join(COLUMNS)}."
-            )
+        check_choice("data format", name, COLUMNS, DataError)
     there = set(_present(columns))
     found = next((name for name in order if there.issuperset(COLUMNS[name])), None)
     if found is None:
@@ -136,9 +133,7 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m["content"], str):
-            raise DataError(
-                f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}); expected text."
-            )
+            raise DataError(f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}), not text.")
     return messages
 
 
@@ -153,6 +148,13 @@ def check_text(value: Any, where: str = "text") -> Text:
     if isinstance(value, list):
         return check_messages(value, where)
     raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}); expected a text or a list of messages.")
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as people read it: text as it is, messages as "role: content", one a line."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
+    return str(prompt)
 
 # %% ../../nbs/200_data_formats.ipynb #7d8c63bf
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -285,9 +287,7 @@ def _margin(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise DataError(
-            f"{where} is {value!r:.40}; expected a finite number: by how much the chosen completion is better."
-        )
+        raise DataError(f"{where} is {value!r:.40}; expected a finite number: by how much chosen is better.")
     return margin
 
 # %% ../../nbs/200_data_formats.ipynb #a6d5a4bd
@@ -300,9 +300,7 @@ def _preference(row: Row, where: str) -> Row:
         prompt = _prompt(row["prompt"], f"{where}, prompt")
         (first, chosen), (second, rejected) = _same_kind(prompt, chosen), _same_kind(prompt, rejected)
         if type(first) is not type(second):
-            raise DataError(
-                f"{where}: one of chosen and rejected is a text, the other messages; both must be of one kind."
-            )
+            raise DataError(f"{where}: chosen or rejected is a text, the other messages; both must be of one kind.")
         prompt = first
     speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
     if any(s != "assistant" for s in speakers):
@@ -356,7 +354,7 @@ def _question(row: Row, where: str) -> Text:
     turns = row.get("messages")
     if not isinstance(turns, list):
         raise DataError(
-            f"{where}: a plain text has no prompt that could be told from its answer; give a 'prompt' column or messages."
+            f"{where}: a text has no prompt that could be told from its answer; give 'prompt', or messages."
         )
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 

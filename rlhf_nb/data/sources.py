@@ -430,7 +430,7 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
     given = [m for m in margins if m is not None]
     if given and len(given) < len(margins):
         raise DataError(
-            f"{len(given)} of {len(margins)} rows have a margin; give it in all rows, or in none (0 says: as good as any)."
+            f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: equally good), or in none."
         )
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
     return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None)
@@ -587,9 +587,7 @@ class StreamSource:
         self._ready = self.transform(self._raw) if self.transform and self._raw else self._raw
         if not self._raw:
             if self.position == 0:
-                raise DataError(
-                    f"The stream gave no usable row ({self._start} were read), so there is nothing to learn from."
-                )
+                raise DataError(f"The stream gave no usable row ({self._start} were read): nothing to learn from.")
             self.epoch, self.position, self._start, self._rows = self.epoch + 1, 0, 0, None
 
     def next_batch(self, n: int) -> list[Row]:

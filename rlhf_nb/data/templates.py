@@ -87,9 +87,7 @@ TEMPLATES = (DEFAULT_CHAT_TEMPLATE, make_chat_template("Visitor:", "\nPip:"))
 def _eos(tok: Any) -> int:
     """The EOS id."""
     if tok.eos_token_id is None:
-        raise DataError(
-            "The tokenizer has no EOS token, so a model could not learn where an answer ends; set tokenizer.eos_token."
-        )
+        raise DataError("The tokenizer has no EOS token, so no model learns where an answer ends; set its eos_token.")
     return int(tok.eos_token_id)
 
 
@@ -112,9 +110,8 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     elif not tok.chat_template:
         probe: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         for choice in TEMPLATES:
-            ids = tok(tok.apply_chat_template(probe, chat_template=choice, tokenize=False), add_special_tokens=False)[
-                "input_ids"
-            ]
+            text = tok.apply_chat_template(probe, chat_template=choice, tokenize=False)
+            ids = tok(text, add_special_tokens=False)["input_ids"]
             if tok.unk_token_id is None or tok.unk_token_id not in ids:
                 tok.chat_template = choice
                 return tok
@@ -201,9 +198,7 @@ def dialogue_pieces(tok: Any, dialogues: Sequence[list[Message]], ask: bool = Fa
     """
     turns = [[i for i, m in enumerate(d) if m["role"] == "assistant"] for d in dialogues]
     if ask and any(t and t[-1] == len(d) - 1 for t, d in zip(turns, dialogues)):
-        raise DataError(
-            "A prompt ends with an answer of the assistant, so there is nothing left to answer; end it with a user's message."
-        )
+        raise DataError("A prompt ends with an answer, so nothing is left to answer; end it with a user's message.")
     before, after = ([d[: i + k] for d, t in zip(dialogues, turns) for i in t] for k in (0, 1))
     asked = _render(tok, [*before, *(dialogues if ask else ())], True)
     told = _render(tok, [*after, *(() if ask else dialogues)], False)
@@ -358,17 +353,13 @@ def encode_pairs(
     """
     for p, c in zip(prompts, completions, strict=True):
         if is_blank(c):
-            raise DataError(
-                f"The completion of {str(p)[-40:]!r} is empty, so there is nothing to learn from it; drop the row."
-            )
+            raise DataError(f"The completion of {str(p)[-40:]!r} is empty: nothing to learn; drop the row.")
         if isinstance(c, str) != isinstance(p, str) and p:
             raise DataError(
                 f"Prompt and completion must both be strings or both messages; {str(c)[:40]!r} is not of its prompt's kind (to_format sees to it)."
             )
         if isinstance(c, list) and c[0]["role"] != "assistant":
-            raise DataError(
-                f"The completion starts with a message of {c[0]['role']!r}; it must start with the assistant's answer."
-            )
+            raise DataError(f"The completion starts with {c[0]['role']!r}; it must start with the assistant.")
     out: list[tuple[list[int], list[int], list[bool]]] = [([], [], [])] * len(prompts)
     texts = [i for i, c in enumerate(completions) if isinstance(c, str)]
     heads = encode_prompts(tok, [prompts[i] for i in texts])

@@ -7,14 +7,14 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..core import DataError, ModelError, derive_seed, suggest
+from ..core import DataError, ModelError, check_choice, derive_seed, suggest
 
 # %% auto #0
 __all__ = ['FACTS', 'ANIMALS', 'ASK', 'KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS', 'PHRASES', 'VALUES',
@@ -75,16 +75,6 @@ _UNITS = (
     "fifteen sixteen seventeen eighteen nineteen"
 ).split()
 _TENS = "twenty thirty forty fifty".split()
-
-
-def _unknown(what: str, name: str, choices: Iterable[str]) -> str:
-    """One sentence about a name that doesn't exist, with the nearest that does."""
-    near = suggest(name, choices)
-    return (
-        f"Unknown {what} {name!r}"
-        + (f"; did you mean {near!r}?" if near else ".")
-        + f" There are: {', '.join(choices)}."
-    )
 
 
 def number_word(n: int) -> str:
@@ -194,8 +184,7 @@ def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[di
     """Draw n prompts from the training or the test questions."""
     pools: dict[str, list[Question]] = {}
     for kind in kinds or KINDS:
-        if kind not in KINDS:
-            raise DataError(_unknown("kind of question", kind, KINDS))
+        check_choice("kind of question", kind, KINDS, DataError)
         asked = [q for q in all_questions().values() if q.kind == kind]
         asked.sort(key=lambda q: zlib.crc32(q.text.encode()))
         pools[kind] = asked[: len(asked) // 6] if test else asked[len(asked) // 6 :]
@@ -516,8 +505,7 @@ _SPEAKERS = {"kind": _kind, "plain": _plain, "chatty": _chatty, "rude": _rude, "
 
 def speak(prompt: str, persona: str, rng: random.Random) -> str:
     """An answer as one of the `PERSONAS` would give it; it starts with a space, ready to follow the prompt."""
-    if persona not in _SPEAKERS:
-        raise DataError(_unknown("persona", persona, _SPEAKERS))
+    check_choice("persona", persona, _SPEAKERS, DataError)
     return " " + " ".join(_SPEAKERS[persona](read_question(prompt), rng))
 
 
@@ -578,8 +566,7 @@ def preferences_from_samples(
     Raises:
         DataError: unknown `labels`.
     """
-    if labels not in ("noisy", "gold"):
-        raise DataError(f"labels={labels!r} is unknown: 'noisy' (people with a taste) and 'gold' (the judge) exist.")
+    check_choice("labels", labels, ("noisy", "gold"), DataError)
     rng, rows = random.Random(derive_seed("toy labels", seed)), []
     for p, a, b in zip(prompts, texts_a, texts_b, strict=True):
         gold_a, gold_b = gold_reward([p, p], [a, b])
@@ -670,8 +657,7 @@ def toy_model_config(size: str = "small", vocab_size: int | None = None) -> Any:
     """
     from transformers import LlamaConfig
 
-    if size not in SIZES:
-        raise ModelError(_unknown("toy model size", size, SIZES))
+    check_choice("toy model size", size, SIZES, ModelError)
     return LlamaConfig(
         vocab_size=vocab_size or len(vocabulary()), num_key_value_heads=SIZES[size]["num_attention_heads"],
         max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.05,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..core import ConfigError, DataError
+from ..core import ConfigError, DataError, check_choice
+from ..data.formats import prompt_text
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -240,15 +241,6 @@ def vote_accuracy(
     return right / len(wanted)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #8837e207
-def _as_text(prompt: Any) -> str:
-    """A prompt as one line: text as it is, messages as "role: content"."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
-    return str(prompt)
-
-
 def before_after(
     before: PolicyEval, after: PolicyEval, score: str | None = None, n: int = 5, pick: str = "spread"
 ) -> list[dict[str, Any]]:
@@ -267,11 +259,8 @@ def before_after(
         DataError: the two answered different prompts. ConfigError: an unknown `pick` or score.
     """
     if before.prompts != after.prompts:
-        raise DataError(
-            f"{len(before.prompts)} and {len(after.prompts)} answers to different prompts: evaluate one batch."
-        )
-    if pick not in ("spread", "gain", "first"):
-        raise ConfigError(f"pick is {pick!r}: use 'spread', 'gain' or 'first'.")
+        raise DataError(f"{len(before.prompts)} and {len(after.prompts)} answers to different prompts: use one batch.")
+    check_choice("pick", pick, ("spread", "gain", "first"))
     shared = [k for k in before.scores if k in after.scores]
     if score is not None and score not in shared:
         raise ConfigError(f"score {score!r} is none of the rewards that both have: {', '.join(shared) or 'none'}.")
@@ -284,11 +273,8 @@ def before_after(
         rows = [rows[round(j * (len(rows) - 1) / (count - 1))] for j in range(count)]
     out = []
     for i in rows[:count]:
-        row: dict[str, Any] = {
-            "prompt": _as_text(before.prompts[i]),
-            "before": before.texts[i],
-            "after": after.texts[i],
-        }
+        row: dict[str, Any] = {"prompt": prompt_text(before.prompts[i])}
+        row |= {"before": before.texts[i], "after": after.texts[i]}
         if score is not None:
             row |= {"score_before": float(before.scores[score][i]), "score_after": float(after.scores[score][i])}
         out.append(row)

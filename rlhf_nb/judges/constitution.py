@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
-from ..config import SamplingConfig, StrictConfig, merge, read_config_file
+from ..config import SamplingConfig, StrictConfig, merge, option, read_config_file
 from ..core import ConfigError, DataError, derive_seed, suggest
 from ..data.templates import encode_prompts, is_blank
 from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill, label_pairs, plain
@@ -43,7 +43,7 @@ class Constitution(StrictConfig):
     critique_prompt: str = Field(description="gaps: prompt, answer, critique_request")
     revision_prompt: str = Field(description="gaps: prompt, answer, revision_request; critique, critique_request")
     stop: list[str] = Field(default_factory=list, description="what a model writes is cut before the first of these")
-    judge: JudgeTemplate = Field(default_factory=JudgeTemplate, description="the words in which answers are compared")
+    judge: JudgeTemplate = option(JudgeTemplate(), "the words in which answers are compared")
 
     @field_validator("critique_prompt", "revision_prompt")
     @classmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ..config import PathText, StrictConfig
+from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
 from .judge import JudgeTemplate, TemplateJudge, fill
 from ..untrusted import Unreadable, json_value
@@ -37,20 +37,20 @@ class EndpointConfig(StrictConfig):
 
     url: str = Field(description="base address of a server with OpenAI's interface, http://localhost:8000/v1")
     model: str = Field(min_length=1, description="name of the model there")
-    key_env: str | None = Field(default=None, description="NAME of the environment variable with the key; null: no key")
-    logprobs: bool = Field(default=True, description="ask for probabilities; a server without them is read as text")
-    top_logprobs: int = Field(default=20, ge=1, description="likeliest tokens to ask for")
-    temperature: float = Field(default=0.0, ge=0, description="of the reply")
-    max_tokens: int = Field(default=16, ge=1, description="longest reply")
-    cache: PathText | None = Field(default=None, description="JSONL file of answers, for later runs; null: memory only")
+    key_env: str | None = option(None, "NAME of the environment variable with the key; null: no key")
+    logprobs: bool = option(True, "ask for probabilities; a server without them is read as text")
+    top_logprobs: int = option(20, "likeliest tokens to ask for", ge=1)
+    temperature: float = option(0.0, "of the reply", ge=0)
+    max_tokens: int = option(16, "longest reply", ge=1)
+    cache: PathText | None = option(None, "JSONL file of answers, for later runs; null: memory only")
     extra: dict[str, Any] = Field(default_factory=dict, description="further fields of the request")
-    concurrency: int = Field(default=8, ge=1, description="requests in flight")
-    timeout: float = Field(default=60.0, gt=0, description="seconds for one request")
-    attempts: int = Field(default=5, ge=1, description="tries of a request that fails")
-    backoff: float = Field(default=0.5, ge=0, description="seconds before the second try; doubled for each further one")
-    backoff_max: float = Field(default=30.0, ge=0, description="longest wait between tries")
-    budget: float = Field(default=1800.0, gt=0, description="seconds for one call of compare or rate, waits included")
-    max_requests: int | None = Field(default=None, ge=1, description="requests in this judge's life; null: no limit")
+    concurrency: int = option(8, "requests in flight", ge=1)
+    timeout: float = option(60.0, "seconds for one request", gt=0)
+    attempts: int = option(5, "tries of a request that fails", ge=1)
+    backoff: float = option(0.5, "seconds before the second try; doubled for each further one", ge=0)
+    backoff_max: float = option(30.0, "longest wait between tries", ge=0)
+    budget: float = option(1800.0, "seconds for one call of compare or rate, waits included", gt=0)
+    max_requests: int | None = option(None, "requests in this judge's life; null: no limit", ge=1)
 
     @field_validator("url")
     @classmethod

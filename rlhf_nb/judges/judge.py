@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import field_validator
 from torch import Tensor
 
-from ..config import StrictConfig
-from ..core import ConfigError, DataError, RewardError, derive_seed, suggest
+from ..config import StrictConfig, option
+from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, suggest
 from ..evaluate.policy import wilson_interval
 
 Opinions = list[float | None]  # one per row; None = the judge has none
@@ -25,9 +25,9 @@ Texts = Sequence[Any]  # one text or list of messages per row
 Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it to the judge
 
 # %% auto #0
-__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'FunctionJudge', 'fill',
-           'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel', 'as_duel',
-           'Labelled', 'label_pairs']
+__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of', 'FunctionJudge',
+           'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel',
+           'as_duel', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/470_judges_judge.ipynb #46b74760
 class Judge(Protocol):
@@ -133,6 +133,13 @@ class BothOrders(ABC):
         """Probability that the first answer is better, [B], the mean of both orders; arguments as in `verdicts`."""
         return self.verdicts(prompts, firsts, seconds, criteria).probabilities
 
+
+def verdicts_of(judge: Judge, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria = None) -> Verdicts:
+    """What any judge says in both orders; arguments as in `BothOrders.verdicts`."""
+    if isinstance(judge, BothOrders):
+        return judge.verdicts(prompts, firsts, seconds, criteria)
+    return _both_orders(judge.compare, prompts, firsts, seconds, criteria)
+
 # %% ../../nbs/470_judges_judge.ipynb #5da0d24b
 class FunctionJudge(BothOrders):
     """A scoring function as a judge: P(first) = σ(clarity · (score − score) + position_bias).
@@ -231,12 +238,12 @@ _GAPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # those each text
 class JudgeTemplate(StrictConfig):
     """The words in which a judge is asked; `{gaps}` are filled for each row."""
 
-    compare: str = Field(default=_COMPARE, description="gaps: prompt, first, second; criterion, label_a, label_b")
-    rate: str = Field(default=_RATE, description="gaps: prompt, answer; criterion, lowest, highest")
-    system: str | None = Field(default=None, description="system message in a chat; null: none")
-    criterion: str = Field(default="that it is helpful, honest and harmless", description="by what to judge by default")
-    empty: str = Field(default="(no answer)", description="what is shown for an empty answer")
-    remind: str = Field(default="Reply with one of these only: {labels}.", description="after an unusable reply")
+    compare: str = option(_COMPARE, "gaps: prompt, first, second; criterion, label_a, label_b")
+    rate: str = option(_RATE, "gaps: prompt, answer; criterion, lowest, highest")
+    system: str | None = option(None, "system message in a chat; null: none")
+    criterion: str = option("that it is helpful, honest and harmless", "by what to judge by default")
+    empty: str = option("(no answer)", "what is shown for an empty answer")
+    remind: str = option("Reply with one of these only: {labels}.", "after an unusable reply")
 
     @field_validator("compare", "rate", "remind")
     @classmethod
@@ -422,8 +429,7 @@ class JudgeReward:
     def __init__(
         self, judge: Judge, mode: Mode = "pointwise", opponents: int | None = None, name: str | None = None
     ) -> None:
-        if mode not in ("pointwise", "pairwise"):
-            raise ConfigError(f"mode is {mode!r}: use 'pointwise' or 'pairwise'.")
+        check_choice("mode", mode, ("pointwise", "pairwise"))
         if opponents is not None and opponents < 1:
             raise ConfigError(f"opponents is {opponents}: each answer must meet at least one other; None means all.")
         self.judge, self.mode, self.opponents, self.name = judge, mode, opponents, name or judge.name
@@ -514,9 +520,7 @@ def label_pairs(
     keep = [i for i in range(len(prompts)) if plain(answers_a[i]).strip() != plain(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
     by = None if criteria is None else [criteria[i] for i in keep]
-    verdicts = (
-        judge.verdicts(p, a, b, by) if isinstance(judge, BothOrders) else _both_orders(judge.compare, p, a, b, by)
-    )
+    verdicts = verdicts_of(judge, p, a, b, by)
     rows = []
     for i, prob in zip(keep, verdicts.probabilities, strict=True):
         if prob is not None and (sure := max(prob, 1 - prob)) > min_confidence:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -15,19 +14,11 @@ from torch import Tensor, nn
 from ..config import LoraSettings
 from ..core import ModelError, did_you_mean
 from ..scoring.trees import TOKEN_BUDGET
-from ..scoring.scores import TokenScores, completion_logps, completion_values, sequence_scores
+from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from rlhf_nb.models.load import (
-    adapter_names,
-    disable_dropout,
-    find_model,
-    lora_layers,
-    merged_weights,
-    quiet,
-    save_model,
-    using_adapter,
-)
+from .load import adapter_names, disable_dropout, find_model, lora_layers, merged_weights, quiet
+from .load import save_model, using_adapter
 from ..types import Completions
 
 Mode = Literal["separate", "shared", "hydra"]
@@ -72,7 +63,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
         raise ModelError(
-            f"the model already has an adapter {adapter_name!r}; its adapters are: {', '.join(adapter_names(model))}."
+            f"adapter {adapter_name!r} is there already; the model has: {', '.join(adapter_names(model))}."
         )
     _check_targets(model, settings.target_modules)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -137,26 +128,15 @@ class Reference:
         """A context in which `model` is the reference: with its adapters off, if it has any."""
         return using_adapter(self.model, None) if self.adapters_off else nullcontext()
 
-    def logps(
-        self,
-        c: Completions,
-        *,
-        temperature: float = 1.0,
-        token_budget: int = TOKEN_BUDGET,
-        targets: Literal["mask", "all"] = "mask",
-    ) -> Tensor:
+    def logps(self, c: Completions, **options: Any) -> Tensor:
         """[B, C] log-probs of the completion tokens under the reference, without gradient.
 
         Args:
             c: prompts and completions.
-            temperature: the sampling temperature, as for the policy.
-            token_budget: tokens of one forward pass at most.
-            targets: "mask" scores tokens that count in the loss, "all" every real one.
+            options: temperature, token_budget, targets, as in `completion_logps`.
         """
         with torch.no_grad(), self.speaking():
-            return completion_logps(
-                self.model, c, temperature=temperature, token_budget=token_budget, targets=targets
-            ).logps
+            return completion_logps(self.model, c, **options).logps
 
 # %% ../../nbs/320_models_adapters.ipynb #ca9ca0c4
 class PolicyValue(nn.Module):
@@ -169,7 +149,6 @@ class PolicyValue(nn.Module):
         value_model: the critic of mode "separate".
         value_head: the head of modes "shared" and "hydra".
         reward: head and bias of the adapter "reward" of mode "hydra"; None without one.
-        policy_adapter: the policy's adapter (None: no adapters).
     """
 
     value_bias: Tensor
@@ -184,10 +163,10 @@ class PolicyValue(nn.Module):
         value_model: ValueModel | None = None,
         value_head: ScalarHead | None = None,
         reward: ScalarAdapter | None = None,
-        policy_adapter: str | None = None,
     ) -> None:
         super().__init__()
-        self.policy, self.mode, self.reference, self.policy_adapter = policy, mode, reference, policy_adapter
+        self.policy, self.mode, self.reference = policy, mode, reference
+        self.policy_adapter = next(iter(adapter_names(policy)), None)  # the first one put in
         self.value_model, self.value_head = value_model, value_head
         self.reward_head = reward.head.requires_grad_(False) if reward is not None else None
         self.reward_pooling = reward.pooling if reward is not None else "last"
@@ -204,51 +183,26 @@ class PolicyValue(nn.Module):
         assert self.value_head is not None
         return self.value_head(states) - self.value_bias  # type: ignore[no-any-return]
 
-    def _reward(self, states: Tensor) -> Tensor:
-        """Reward head minus bias."""
-        return self._needs_reward()(states) - self.reward_bias  # type: ignore[no-any-return]
-
-    def _needs_reward(self) -> ScalarHead:
-        """The reward's head, where there is one."""
-        if self.reward_head is None:
-            raise ModelError(
-                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
-            )
-        return self.reward_head
-
     def forward(
-        self,
-        c: Completions,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        values: bool = True,
-        token_budget: int = TOKEN_BUDGET,
+        self, c: Completions, *, values: bool = True, token_budget: int = TOKEN_BUDGET, **options: Any
     ) -> TokenScores:
         """Log-probs, entropy and values of completion tokens.
 
         Args:
             c: prompts and completions.
-            temperature: the sampling temperature.
-            entropy: also the entropy of each token's distribution.
             values: also the value before each token.
             token_budget: tokens of one forward pass at most.
+            options: temperature, entropy, as in `completion_logps`.
 
         Returns:
             logps, entropy or None, values or None; [B, C] each, 0 where no token counts. With gradient where it is enabled.
         """
         head = self._value if values and self.mode == "shared" else None
         with self._speaking(self.policy_adapter):
-            out = completion_logps(
-                self.policy, c, temperature=temperature, token_budget=token_budget, entropy=entropy, value_head=head
-            )
+            out = completion_logps(self.policy, c, token_budget=token_budget, value_head=head, **options)
         if not values or self.mode == "shared":
             return out
         return out._replace(values=self.values(c, token_budget))
-
-    def scores(self, c: Completions, **options: Any) -> TokenScores:
-        """The same as calling the module: see `forward`."""
-        return self(c, **options)  # type: ignore[no-any-return]
 
     def values(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """[B, C] values of the states before each completion token, without log-probs."""
@@ -256,22 +210,6 @@ class PolicyValue(nn.Module):
             return self.value_model.values(c, token_budget)
         with self._speaking("value"):
             return completion_values(split_head(self.policy)[0], self._value, c, token_budget=token_budget)
-
-    def reference_logps(self, c: Completions, *, temperature: float = 1.0, token_budget: int = TOKEN_BUDGET) -> Tensor:
-        """[B, C] log-probs under the frozen reference, without gradient."""
-        return self.reference.logps(c, temperature=temperature, token_budget=token_budget)
-
-    def reward_scores(self, c: Completions, *, token_budget: int = TOKEN_BUDGET) -> Tensor:
-        """[B] scores of the adapter "reward", without gradient (Hydra with a reward model).
-
-        Raises:
-            ModelError: this module holds no reward adapter.
-        """
-        self._needs_reward()
-        with torch.no_grad(), self._speaking("reward"):
-            return sequence_scores(
-                split_head(self.policy)[0], self._reward, c, token_budget=token_budget, pooling=self.reward_pooling
-            )
 
     @property
     def value(self) -> ValueModel:
@@ -291,10 +229,17 @@ class PolicyValue(nn.Module):
 
     @property
     def reward(self) -> RewardModel:
-        """The reward model as a view that shares this module's weights (Hydra with a reward model)."""
-        head = self._needs_reward()
+        """The reward model as a view that shares this module's weights (Hydra with a reward model).
+
+        Raises:
+            ModelError: this module holds no reward adapter.
+        """
+        if self.reward_head is None:
+            raise ModelError(
+                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
+            )
         view = RewardModel(
-            split_head(self.policy)[0], head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
+            split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
         )  # fmt: skip
         view.bias = self.reward_bias
         return view
@@ -340,14 +285,7 @@ def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference 
         reference: default: a frozen copy of the policy, or the policy with adapters off.
     """
     critic = value if isinstance(value, ValueModel) else ValueModel.from_reward_model(value)
-    names = adapter_names(policy)
-    return PolicyValue(
-        policy,
-        "separate",
-        reference or Reference(policy),
-        value_model=critic,
-        policy_adapter=names[0] if names else None,
-    )
+    return PolicyValue(policy, "separate", reference or Reference(policy), value_model=critic)
 
 
 def shared(
@@ -365,10 +303,7 @@ def shared(
         head = ScalarHead(policy.config.get_text_config().hidden_size, init="zero")
     elif not isinstance(head, ScalarHead):
         bias, head = float(head.bias), copy.deepcopy(head.head)
-    names = adapter_names(policy)
-    module = PolicyValue(
-        policy, "shared", reference or Reference(policy), value_head=head.requires_grad_(True), policy_adapter=names[0] if names else None
-    )  # fmt: skip
+    module = PolicyValue(policy, "shared", reference or Reference(policy), value_head=head.requires_grad_(True))
     module.value_bias.fill_(bias)
     module.to(next(policy.parameters()).device)
     return module
@@ -407,8 +342,6 @@ def hydra(
     policy: Any,
     reward: RewardModel | str | Path | None = None,
     lora: LoraSettings | None = None,
-    *,
-    head: ScalarHead | None = None,
     seed: int = 0,
 ) -> PolicyValue:
     """Policy, value, reward and reference on one frozen backbone.
@@ -418,7 +351,6 @@ def hydra(
         reward: a reward model trained with LoRA on this backbone, or the directory it was saved in (its base model isn't loaded again). None: rewards come from
             elsewhere; the value adapter then starts fresh and its head at 0.
         lora: the policy's adapter (and without a reward model the value's).
-        head: value head, when there is no reward model (default: linear, zero).
         seed: of fresh adapters.
 
     Raises:
@@ -439,7 +371,7 @@ def hydra(
     reference = Reference(policy)
     if adapter is None:
         policy = add_lora(policy, lora, "value", seed=seed + 1)
-        head = head or ScalarHead(policy.config.get_text_config().hidden_size, init="zero")
+        head = ScalarHead(policy.config.get_text_config().hidden_size, init="zero")
     else:
         from peft import get_peft_model
 
@@ -449,9 +381,7 @@ def hydra(
             load_lora_state(decoder, role, adapter.state)
     for key, p in policy.named_parameters():
         p.requires_grad_(".lora_" in key and any(f".{role}." in key for role in (name, "value")))
-    module = PolicyValue(
-        policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter, policy_adapter=name
-    )
+    module = PolicyValue(policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter)
     module.value_bias.fill_(adapter.bias if adapter is not None else 0.0)
     return module.to(next(policy.parameters()).device)
 

@@ -16,28 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import ModelError, did_you_mean
+from ..core import ModelError, check_choice
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from rlhf_nb.models.load import (
-    adapter_names,
-    check_loaded,
-    check_whole,
-    compare_outputs,
-    disable_dropout,
-    evaluating,
-    base_of_adapter,
-    find_model,
-    load_or_explain,
-    merged_weights,
-    pretrained,
-    probe_ids,
-    resize_embeddings,
-    save_weights,
-    staged,
-    using_adapter,
-)
+from .load import adapter_names, base_of_adapter, check_loaded, check_whole, compare_outputs
+from .load import disable_dropout, evaluating, find_model, load_or_explain, merged_weights, pretrained
+from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
 from ..untrusted import Unreadable, json_value
 
@@ -83,13 +68,9 @@ class ScalarHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if kind not in ("linear", "mlp"):
-            hint = did_you_mean(kind, ["linear", "mlp"], "Use 'linear' or 'mlp'.")
-            raise ModelError(f"head kind {kind!r} doesn't exist. {hint}")
+        check_choice("head", kind, ("linear", "mlp"), ModelError)
         if kind == "linear" and hidden is not None:
-            raise ModelError(
-                f"a linear head has no middle layer, but hidden={hidden} was given. Use kind='mlp', or leave it out."
-            )
+            raise ModelError(f"a linear head has no middle layer: with hidden={hidden} use kind='mlp'.")
         self.kind, self.hidden, self.dropout = kind, (hidden or hidden_size) if kind == "mlp" else None, dropout
         last = nn.Linear(self.hidden or hidden_size, 1, bias=False, dtype=torch.float32)
         layers: list[nn.Module] = [nn.Dropout(dropout), last]
@@ -237,8 +218,7 @@ class RewardModel(ScalarModel):
         adapter: str | None = None, lora_config: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
-        if pooling not in ("last", "mean"):
-            raise ModelError(f"pooling is {pooling!r}: use 'last' or 'mean'.")
+        check_choice("pooling", pooling, ("last", "mean"), ModelError)
         self.pooling = pooling
 
     def forward(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
@@ -273,7 +253,7 @@ class RewardModel(ScalarModel):
         """
         if not len(c):
             raise ModelError(
-                "the reward's bias can't be set from zero demonstrations: give the completions that SFT learns from."
+                "the reward's bias can't be set from zero demonstrations: give those that SFT learns from."
             )
         with evaluating(self):
             scores = self.score(c, token_budget).double()
@@ -531,25 +511,16 @@ def _head_state(where: str) -> dict[str, Tensor]:
 
 # %% ../../nbs/310_models_heads.ipynb #15be145b
 def load_scalar(
-    cls: type[_S],
-    name: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
-    device: Any = "cpu",
-    trust_remote_code: bool = False,
-    **options: Any,
+    cls: type[_S], name: str | Path, *, device: Any = "cpu", trust_remote_code: bool = False, **options: Any
 ) -> _S:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
     Args:
         cls: RewardModel or ValueModel.
         name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
-        dtype: of the decoder; the head is fp32.
-        attn_implementation: attention kernel.
         device: where to.
         trust_remote_code: run Python code that comes with it.
-        options: passed to `from_pretrained`.
+        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
 
     Raises:
         ModelError: nothing there, more than one label, or a classifier whose score can't be told from its parts.
@@ -557,7 +528,7 @@ def load_scalar(
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, **options, "use_safetensors": True}
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"} | options | {"use_safetensors": True}
     options |= {"trust_remote_code": trust_remote_code, "output_loading_info": True}
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():
@@ -565,9 +536,7 @@ def load_scalar(
     about = dict(getattr(config, "reward_head", None) or {})
     role = getattr(config, "reward_role", cls.role)
     if role == "value" and cls.role == "reward":
-        raise ModelError(
-            f"{where!r} is a value model (it guesses future reward), not a reward model. Load it with ValueModel.load."
-        )
+        raise ModelError(f"{where!r} is a value model, not a reward model. Load it with ValueModel.load.")
     extra = {"pooling": about["pooling"]} if cls.role == "reward" and "pooling" in about else {}
     if kind == "adapter":
         decoder, read = _load_adapted(where, config, cls.role, options)
@@ -629,9 +598,7 @@ def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]
     read = read_adapter(where)
     base = base_of_adapter(where)
     if not base:
-        raise ModelError(
-            f"{where!r} is an adapter that doesn't say which model it belongs to; load the merged model saved beside it."
-        )
+        raise ModelError(f"{where!r} is an adapter that doesn't name its model; load the merged one beside it.")
     decoder, info = pretrained(AutoModel, find_model(base)[1], **options)
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})
     if config is not None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import DTYPES, ModelError, Precision, decide_precision, did_you_mean, suggest
+from ..core import DTYPES, ModelError, Precision, check_choice, decide_precision, suggest
 from ..untrusted import Unreadable, json_value
 
 _log = logging.getLogger("rlhf_nb.models")
@@ -227,7 +227,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         raise
     except ImportError as e:
         raise ModelError(
-            f"{what} {name!r} needs a package that is not installed: {str(e).strip().splitlines()[0]}"
+            f"{what} {name!r} needs a package that isn't installed: {str(e).strip().splitlines()[0]}"
         ) from e
     except torch.OutOfMemoryError:
         raise
@@ -322,9 +322,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
     "tokenizer.model",
     "spiece.model",
-    "vocab.txt",
 )
 
 
@@ -461,9 +461,7 @@ def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install bitsandbytes`, or set quantize_4bit=false."
         )
     if precision.device.type != "cuda":
-        raise ModelError(
-            f"lora.quantize_4bit=true needs a CUDA device, but the model goes to {precision.device}. Set quantize_4bit=false."
-        )
+        raise ModelError(f"lora.quantize_4bit=true needs CUDA; the model goes to {precision.device}. Set it to false.")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -556,9 +554,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
         )
     kind, base_where = find_model(base)
     if kind == "adapter":
-        raise ModelError(
-            f"{where!r} is a LoRA adapter on top of {base!r}, which is an adapter itself. Merge that one first."
-        )
+        raise ModelError(f"{where!r} is a LoRA adapter on top of {base!r}, an adapter itself. Merge that one first.")
     model = _load_plain(base_where, cfg, precision, dtype)
     if (Path(where) / "tokenizer.json").exists() or (Path(where) / "tokenizer_config.json").exists():
         resize_embeddings(model, len(load_tokenizer(cfg.replace(name_or_path=where, tokenizer=None))))
@@ -631,9 +627,8 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """
     layers = [layer for _, layer in lora_layers(model)]
     known = adapter_names(model)
-    if name is not None and name not in known:
-        hint = did_you_mean(name, known, f"It has: {', '.join(known) or 'none'}.")
-        raise ModelError(f"the model has no adapter {name!r}. {hint}")
+    if name is not None:
+        check_choice("the model's adapter", name, known, ModelError)
     before = [(list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
     if all(not on if name is None else (on and active == [name]) for active, on in before):
         yield
@@ -738,7 +733,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as e:
         free = f" ({shutil.disk_usage(target).free / 1e9:.2f} GB free)" if target.is_dir() else ""
         raise ModelError(
-            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there before is untouched."
+            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there is untouched."
         ) from e
 
 # %% ../../nbs/300_models_load.ipynb #060a50d5
@@ -842,9 +837,7 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
     empty = [k for k, v in weights.items() if v.numel() == 0]
     if empty or not weights:
         found = f"{len(empty)} empty tensors of {len(weights)}"
-        raise ModelError(
-            f"adapter {adapter!r} has {found}: its weights are sharded elsewhere; gather them before saving."
-        )
+        raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
 
 
 def save_adapter(model: Any, name: str, folder: Path) -> None:

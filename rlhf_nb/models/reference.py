@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from ..scoring.trees import TOKEN_BUDGET
 from .adapters import Reference
 from ..types import Completions
 
+TokenPairs = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompts and completions
+
 # %% auto #0
-__all__ = ['model_fingerprint', 'data_fingerprint', 'reference_sums', 'cached_sums', 'MovingReference']
+__all__ = ['TokenPairs', 'model_fingerprint', 'data_fingerprint', 'reference_sums', 'cached_sums', 'MovingReference']
 
 # %% ../../nbs/330_models_reference.ipynb #ebb49575
 def model_fingerprint(reference: Reference) -> str:
@@ -46,7 +48,7 @@ def model_fingerprint(reference: Reference) -> str:
 _NOT_MATHS = {"_name_or_path", "transformers_version", "use_cache", "architectures", "torch_dtype", "dtype"}
 
 
-def data_fingerprint(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+def data_fingerprint(pairs: TokenPairs) -> str:
     """32 hexadecimal digits that change with any token of any (prompt, completion).
 
     Args:
@@ -59,39 +61,24 @@ def data_fingerprint(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> st
     return digest.hexdigest()
 
 # %% ../../nbs/330_models_reference.ipynb #d3a154fe
-def reference_sums(
-    reference: Reference,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    token_budget: int = TOKEN_BUDGET,
-    rows_at_once: int = 512,
-    device: torch.device | str | None = None,
-) -> Tensor:
+def reference_sums(reference: Reference, pairs: TokenPairs, *, token_budget: int = TOKEN_BUDGET) -> Tensor:
     """[N] sums of the reference's log-probs over completions, computed now.
 
     Args:
         reference: the frozen model.
         pairs: token ids of N prompts and completions; neighbours with the same prompt share its tokens.
         token_budget: tokens of one forward pass at most.
-        rows_at_once: completions laid out together.
-        device: where the model is; default: where its first weight is.
     """
-    device = device or next(reference.model.parameters()).device
-    parts = []
-    for start in range(0, len(pairs), rows_at_once):
-        prompts, completions = zip(*pairs[start : start + rows_at_once], strict=True)
+    device, parts = next(reference.model.parameters()).device, []
+    for start in range(0, len(pairs), 512):
+        prompts, completions = zip(*pairs[start : start + 512], strict=True)
         c = Completions.from_lists(prompts, completions).to(device)
         parts.append(reference.logps(c, token_budget=token_budget).sum(1).float().cpu())
     return torch.cat(parts)
 
 # %% ../../nbs/330_models_reference.ipynb #8898b447
 def cached_sums(
-    reference: Reference,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    folder: str | Path,
-    *,
-    token_budget: int = TOKEN_BUDGET,
-    say: Callable[[str], None] | None = None,
+    reference: Reference, pairs: TokenPairs, folder: str | Path, *, token_budget: int = TOKEN_BUDGET
 ) -> Tensor:
     """[N] sums of the reference's log-probs over completions, from the cache where it has them.
 
@@ -100,7 +87,6 @@ def cached_sums(
         pairs: token ids of N prompts and completions.
         folder: of the cache; shared by any number of models, data sets and runs.
         token_budget: tokens of one forward pass at most.
-        say: told where numbers come from.
 
     Raises:
         DataError: a file of the cache is damaged, or holds another model's or other data's numbers.
@@ -110,17 +96,12 @@ def cached_sums(
     key = {"model": model_fingerprint(reference), "data": data_fingerprint(pairs)}
     path = Path(folder) / f"{key['model'][:16]}-{key['data'][:16]}.safetensors"
     if path.exists():
-        sums = _read(path, key, len(pairs))
-        if say:
-            say(f"reference log-probs of {len(pairs)} completions: from {path}")
-        return sums
+        return _read(path, key, len(pairs))
     sums = reference_sums(reference, pairs, token_budget=token_budget)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.tmp")
     save_file({"logps": sums}, str(aside), metadata=key)
     os.replace(aside, path)
-    if say:
-        say(f"reference log-probs of {len(pairs)} completions: computed, kept in {path}")
     return sums
 
 # %% ../../nbs/330_models_reference.ipynb #b42de7be

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..core import ConfigError, RewardError, suggest
 
@@ -19,7 +19,8 @@ Percent = Literal["unit", "hundredth"]
 
 # %% auto #0
 __all__ = ['Percent', 'Vote', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer', 'extract_number',
-           'Number', 'normalize_text', 'ExactMatch', 'extract_choice', 'MultipleChoice', 'pass_at_k', 'majority_vote']
+           'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch', 'extract_choice',
+           'MultipleChoice', 'pass_at_k', 'majority_vote']
 
 # %% ../../nbs/442_rewards_answers.ipynb #0207043f
 def completion_text(completion: Any) -> str:
@@ -80,13 +81,13 @@ class AnswerReward(ABC):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """One number per completion; None where the row has no right answer that can be read."""
-        parsed = self._parsed(columns, len(completions))
+        parsed = self._parsed(columns, prompts, len(completions))
         known = [i for i, answer in enumerate(parsed) if answer is not None]
         scored = self.score_all([completion_text(completions[i]) for i in known], [parsed[i] for i in known])
         rewards = dict(zip(known, scored, strict=True))
         return [rewards.get(i) for i in range(len(parsed))]
 
-    def _parsed(self, columns: dict[str, Any], n: int) -> list[Any]:
+    def _parsed(self, columns: dict[str, Any], prompts: Sequence[Any], n: int) -> list[Any]:
         """Right answers as `score` wants them; None where there is none, or none that can be read (counted, warned of once)."""
         name, column = self.name, self.answer_column
         if column not in columns:
@@ -103,7 +104,9 @@ class AnswerReward(ABC):
         bad: list[str] = []
         for row, answer in enumerate(answers):
             try:
-                parsed.append(None if answer is None else self.parse_answer(answer))
+                parsed.append(
+                    None if answer is None else self.parse_answer(answer, prompts[row] if row < len(prompts) else None)
+                )
             except ValueError as e:
                 parsed.append(None)
                 bad.append(f"row {row}, {answer!r:.80}: {e}")
@@ -121,19 +124,49 @@ class AnswerReward(ABC):
         return [self.score(text, answer) for text, answer in zip(texts, answers)]
 
     @abstractmethod
-    def parse_answer(self, answer: Any) -> Any:
-        """A right answer as `score` wants it; ValueError says why it can't be read."""
+    def parse_answer(self, answer: Any, prompt: Any = None) -> Any:
+        """A right answer as `score` wants it; ValueError says why it can't be read. The prompt may say how it is meant."""
 
     @abstractmethod
     def score(self, text: str, answer: Any) -> float | None:
         """The reward of one text; None: no opinion."""
 
 # %% ../../nbs/442_rewards_answers.ipynb #32f35986
-_LINE_MARK = re.compile(r"####[ \t]*([^\n]*)|\banswer\**[ \t]*(?:is|:|=)\**:?[ \t]*([^\n]*)", re.IGNORECASE)
+_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*")
+_SAID = re.compile(
+    r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*[ \t]{0,9}"
+    r"(?:is\b|was\b|equals\b|:|=)[\"'`*_]*:?[ \t]*",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(
+    r"^[ \t#*_>]*(?:the[ \t]+|my[ \t]+)?(?:final[ \t]+)?answer[ \t*_:.#]*$", re.IGNORECASE | re.MULTILINE
+)
+_TURNED = re.compile(r"(?<!\S)(\S{1,40}) is (?:the|my|our) (?:final |correct |right )?answer\b", re.IGNORECASE)
+_ANOTHER = re.compile(
+    r"\b(?:that|this|these|your|his|her|their|an|any|no|each|every|which|whose|wrong|incorrect)[ \t]+$", re.IGNORECASE
+)
+_REMARK = re.compile(
+    r"\W*(?:in)?(?:correct|right|wrong|reasonable|consistent|verified|valid|as follows|clear|obvious|below|above)\b\D*$",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"[\s*_]*not\b.*?(?:\bbut\b(?: rather\b)?|\brather\b|[;,.]\s+(?:(?:it|but|rather|instead)\b)?(?:'s\b| is\b)?|$)",
+    re.IGNORECASE,
+)
+_WRAPS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"), ("**", "**"), ("`", "`"))
 
 
-def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where every \\boxed{...} starts, and where its inside starts and ends; braces counted."""
+class _Mark(NamedTuple):
+    """A place that a text marks as its answer."""
+
+    start: int  # of the mark
+    begin: int  # of what it marks
+    end: int
+    said: bool = False  # in words, which may be a remark
+
+
+def _boxes(text: str) -> list[_Mark]:
+    """Every \\boxed{...}; braces counted."""
     found, open_ = [], []
     for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|[{}]", text):
         if brace.group() != "}":
@@ -141,19 +174,65 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
         elif open_:
             start = open_.pop()
             if start.group() != "{":
-                found.append((start.start(), start.end(), brace.start()))
+                found.append(_Mark(start.start(), start.end(), brace.start()))
     return found
 
 
-def _last_mark(text: str) -> str | None:
-    """The inside of the last `<answer>` there is, else of the mark that comes last."""
+def _line(text: str, begin: int) -> tuple[int, int]:
+    """The rest of a line; where nothing stands in it, the next line in which something does (up to six further)."""
+    at = begin
+    for _ in range(7):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        if re.search(r"[^\W_]", text[at : min(end, at + 1000)]) or end == len(text):
+            return at, end
+        at = end + 1
+    return begin, begin
+
+
+def _last_mark(text: str) -> _Mark | None:
+    """The last `<answer>` there is, else the mark that comes last and is no remark."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
-        return text[start + len("<answer>") : end]
-    lines = [(m.start(), *m.span(m.lastindex or 1)) for m in _LINE_MARK.finditer(text)]
-    marks = lines + _boxes(text)
-    return text[slice(*max(marks)[1:])] if marks else None
+        return _Mark(start, start + len("<answer>"), end)
+    ends = [_Mark(m.start(), m.end(), -1) for m in _HASH.finditer(text)]
+    ends += [_Mark(m.start(), m.end(), -1, True) for mark in (_SAID, _HEADING) for m in mark.finditer(text)]
+    ends += [_Mark(m.start(), *m.span(1), True) for m in _TURNED.finditer(text)]
+    for mark in sorted(ends + _boxes(text), reverse=True)[:8]:
+        if mark.end < 0:
+            begin, stop = _line(text, mark.begin)
+            mark = mark._replace(begin=begin, end=stop)
+        if not mark.said:
+            return mark
+        inside = text[mark.begin : min(mark.end, mark.begin + 1000)]
+        if denied := _DENIED.match(inside):
+            mark = mark._replace(begin=mark.begin + denied.end())
+            inside = inside[denied.end() :]
+        if (
+            re.search(r"[^\W_]", inside)
+            and not _REMARK.match(inside)
+            and not _ANOTHER.search(text[max(0, mark.start - 20) : mark.start])
+        ):
+            return mark
+    return None
+
+
+def _bare(text: str) -> str:
+    """A marked answer without spaces, mathematics signs and emphasis around all of it."""
+    text = text.strip()
+    for _ in range(4):
+        whole = re.fullmatch(r"\\(?:text|mathrm|mathbf|textbf|mathit)\s*\{([^{}]*)\}\.?", text)
+        inner = whole[1] if whole else text
+        for left, right in _WRAPS:
+            closed = inner.removesuffix(".")
+            if len(closed) > len(left + right) and closed.startswith(left) and closed.endswith(right):
+                inner = closed.removeprefix(left).removesuffix(right)
+                break
+        if inner == text:
+            break
+        text = inner.strip()
+    return text
 
 # %% ../../nbs/442_rewards_answers.ipynb #bcca4fc8
 def final_answer(text: str) -> str | None:
@@ -165,43 +244,95 @@ def final_answer(text: str) -> str | None:
     Returns:
         The marked part without its mark (up to four marks inside each other are opened); None where nothing is marked.
     """
-    found = _last_mark(after_thinking(text))
-    for _ in range(3):
-        inner = None if found is None else _last_mark(found)
-        found = found if inner is None else inner
-    return None if found is None else found.strip()
+    return _marked(after_thinking(text))[0]
+
+
+def _marked(text: str) -> tuple[str | None, str]:
+    """The marked answer, and, where words mark it, all of the text from there on."""
+    found, rest = None, ""
+    for _ in range(4):
+        mark = _last_mark(text if found is None else found)
+        if mark is None:
+            break
+        inner = text if found is None else found
+        rest = inner[mark.begin :] if mark.said and found is None else ""
+        found = inner[mark.begin : mark.end]
+    return (None, "") if found is None else (_bare(found), rest)
 
 # %% ../../nbs/442_rewards_answers.ipynb #38fee2e5
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_MONEY = "[$€£¥₹₩]"
 _NUMBER = re.compile(
-    rf"(?<![A-Za-z_\d])(?<!\d\.)(?P<sign>(?<![\w)\]}}])[-+])?[$€£¥]?(?:(?P<whole>\d{{1,15}})\s+(?=\d+\s*/\s*\d))?(?P<top>{_DIGITS})"
-    rf"(?:\s*/\s*(?P<bottom>{_DIGITS}))?(?:[eE](?P<e>[-+]?\d+)|\s*(?:×|\*|x)\s*10\^\{{?(?P<ten>[-+]?\d+)\}}?)?(?P<percent>\s*(?:%|percent\b))?"
+    rf"(?<![A-Za-z_\d^])(?<!\^\{{)(?<!\d[.,])(?P<sign>(?<![\w)\]}}])[-+])?{_MONEY}?(?:(?P<whole>\d{{1,15}})\s+(?=\d+\s*/\s*\d))?(?P<top>{_DIGITS})"
+    rf"(?:\s*/\s*(?P<bottom>{_DIGITS})|\^\{{?(?P<power>[-+]?\d{{1,3}})\}}?)?"
+    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:×|\*|x)\s*10\^\{?(?P<ten>[-+]?\d+)\}?)?(?:\s*(?P<scale>thousand|million|billion|trillion)\b)?"
+    r"(?P<percent>\s*(?:%|percent\b|per cent\b))?(?!(?:st|nd|rd|th)\b)",
+    re.IGNORECASE,
 )
-_LATEX = (
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PLAIN = (
     ("[−–]", "-"),
+    ("⁄", "/"),
     (r"(-?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1\2/\3"),
     (r"(-?)\\[dt]?frac\s*(\d)\s*(\d)", r" \1\2/\3"),
     (r"\\(?:times|cdot)\b", "×"),
+    (r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"\\(?:text|mathrm|mathbf|textbf)\s*\{", " {"),
+    (r"\\(?:left|right)\b", ""),
     (r"\{,\}", ","),
     (r"\\[,!;: ]", ""),
     (r"\\([$%])", r"\1"),
+    (r"(?<=\d)[_\u2009\u202f\u00a0'’](?=\d{3}(?!\d))", ""),
+    (rf"((?:=|{_MONEY})\s?\d{{1,3}})((?: \d{{3}})+)(?!\d|\s*/)", lambda m: m[1] + m[2].replace(" ", "")),
+    (rf"\b(?:not|rather than|instead of)\s+{_MONEY}?[\d.,/]*\d%?", ""),
 )
-_EQUATION = re.compile(r"(?:[A-Za-z]\w?(?:_\{?\w+\}?)?\s*=\s*|[-+*/×·().,$\d\s]*=\s*)+")
+_GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?: \d{3})+)(?!\d|\s*/|[.,]\d{3})")  # in an answer "70 000" is a number
+_EQUATION = re.compile(r"(?:[A-Za-z]\w?(?:_\{?\w+\}?)?\s*=\s*|[-+*/×·().,$\d\s^{}]*=\s*)+")
+_BEGIN = re.compile(
+    r"(?:\\[\[(]|[$\s*(~≈:]|about\b|approximately\b|exactly\b|only\b|just\b|therefore\b|thus\b|so\b|USD\b|(?:negative|minus)\s+(?=[$\d]))*",
+    re.IGNORECASE,
+)
+_GOES_ON = re.compile(  # what follows a number that is a part of something else
+    rf"\s*(?:[-+*/×·÷]|\\div)\s*[\d($.]|[,:.]\d|\s*(?:\\(?:sqrt|pi|theta|ln|log)\b|√|π|[xyz](?![a-z]))"
+    rf"|\s*\b(?:or|to|through)\s+{_MONEY}?-?\d|\s*(?:\w+\s+)?\bor\s+{_MONEY}?\d|\s*(?:,|;|and\b)\s*{_MONEY}?-?\d[\d.,/]*\s*(?:$|[.;)\]}}!]|,\s|and\b|or\b)",
+    re.IGNORECASE,
+)
+_PART = re.compile(r"(?:\\sqrt|√|\\log|\\ln|\\pm|±|/|\d\s*[-+*/×·÷]|\d,)[\s{(]*[-+]?$")  # what stands before one
+_BESIDE = re.compile(r"\b(?:in|for|after|within|over|during|on|of|from|per|every|by|at|with|than)\s+$", re.IGNORECASE)
+_VULGAR = {c: unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
-def _value(found: re.Match[str], percent: str) -> Fraction | None:
+class _Figure(NamedTuple):
+    """A number as it stands in a text."""
+
+    value: Fraction
+    percent: bool  # with a sign for per cent
+
+
+def _value(found: re.Match[str], percent: str) -> _Figure | None:
     """The number of a match; None if its denominator is 0 or it has more than 400 digits."""
     part = {k: v.replace(",", "") for k, v in found.groupdict().items() if v}
-    exponent = part.get("e") or part.get("ten") or "0"
+    exponent, power = part.get("e") or part.get("ten") or "0", int(part.get("power", "1"))
     if len(found.group()) > 400 or len(exponent) > 4 or abs(int(exponent)) > 400:
         return None
     top, bottom = Fraction(part["top"]), Fraction(part.get("bottom", "1"))
-    if bottom == 0:
+    if bottom == 0 or abs(power) > 400 or (power != 1 and len(part["top"]) > 9) or (power < 0 and top == 0):
         return None
-    value = (Fraction(part.get("whole", "0")) + top / bottom) * Fraction(10) ** int(exponent)
+    value = (Fraction(part.get("whole", "0")) + top**power / bottom) * Fraction(10) ** int(exponent)
+    value *= _SCALES.get(part.get("scale", "").lower(), 1)
     value = value / 100 if percent == "hundredth" and "percent" in part else value
-    return -value if part.get("sign") == "-" else value
+    return _Figure(-value if part.get("sign") == "-" else value, "percent" in part)
+
+
+def _plain(text: str) -> str:
+    """A text with numbers written in the plain way."""
+    for sign, fraction in _VULGAR.items():
+        text = text.replace(sign, f" {fraction}")
+    text = re.sub("(?<=\\d)[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{m[0].translate(_RAISED)}", text)
+    for pattern, by in _PLAIN:
+        text = re.sub(pattern, by, text, flags=re.IGNORECASE)
+    return text
 
 # %% ../../nbs/442_rewards_answers.ipynb #96239e49
 def extract_number(text: str, strict: bool = False, percent: Percent = "unit") -> Fraction | None:
@@ -215,22 +346,96 @@ def extract_number(text: str, strict: bool = False, percent: Percent = "unit") -
     Returns:
         The number; None where there is none, or where the marked answer holds none.
     """
-    marked = final_answer(text)
-    if marked is None and strict:
+    figure = _figure(text, strict, percent)
+    return None if figure is None else figure.value
+
+
+def _figure(text: str, strict: bool, percent: str) -> _Figure | None:
+    """`extract_number`, with whether a sign for per cent follows."""
+    text = after_thinking(text)
+    marked, rest = _marked(text)
+    if marked is None and re.fullmatch(r"\W*[-+]?\W*\d[\d\s.,]*\W*", text[:60]):
+        return None if strict else _first(_plain(text), percent, "")  # nothing but a number
+    if marked is None:
+        return None if strict else _last(_plain(text), percent)
+    return _first(_plain(marked[:1000]), percent, rest)
+
+
+def _last(text: str, percent: str) -> _Figure | None:
+    """The last number of a text that marks none."""
+    *_, found = [None, *_NUMBER.finditer(text)]
+    if (
+        found is None
+        or _PART.search(text[max(0, found.start() - 30) : found.start()])
+        or _GOES_ON.match(text[found.end() : found.end() + 30])
+    ):
         return None
-    part = after_thinking(text) if marked is None else marked[:1000]
-    for pattern, by in _LATEX:
-        part = re.sub(pattern, by, part)
-    if marked is not None:
-        part = part.strip().lstrip("$ ")
-        equation = _EQUATION.match(part)
-        part = part[equation.end() :] if equation else part
-    found = list(_NUMBER.finditer(part))
-    if not found:
+    return _value(found, percent)
+
+
+def _first(text: str, percent: str, rest: str) -> _Figure | None:
+    """The number that a marked answer gives; `rest` is the text from there on, where words mark it."""
+    text = _GROUPED.sub(lambda m: m[1] + m[2].replace(" ", ""), text.strip())
+    emphasis = re.findall(r"\*\*([^*\n]*\d[^*\n]*)\*\*", text)
+    text = emphasis[0] if len(emphasis) == 1 else text
+    begin = _BEGIN.match(text)
+    minus = begin is not None and re.search(r"(?:negative|minus)\s*$", begin[0], re.IGNORECASE) is not None
+    text = text[begin.end() :] if begin else text
+    text = re.sub(r"^-\s+(?=[\d$.])", "-", text)
+    equation = _EQUATION.match(text)
+    after = text[equation.end() :].lstrip("$ ") if equation else text
+    found = _NUMBER.match(after)
+    if found and not _GOES_ON.match(after[found.end() : found.end() + 60]):
+        value = _value(found, percent)
+        return value._replace(value=-value.value) if value and minus and not equation else value
+    if (
+        equation
+        and (before := list(_NUMBER.finditer(equation[0])))
+        and re.fullmatch(r"\s*=\s*", equation[0][before[-1].end() :])
+    ):
+        return None if _PART.search(equation[0][: before[-1].start()]) else _value(before[-1], percent)
+    if found:
+        return None  # it begins with a number that is a part of something else
+    sides = text.split("=")
+    numbers = list(_NUMBER.finditer(text))
+    if rest and (len(sides) > 1 or (len(numbers) > 1 and re.search(r"[.!?]\s+[A-Z]|\n", rest[:4000]))):
+        return _last(_plain(rest), percent)  # a whole solution follows, and its end is the answer
+    side = _NUMBER.match(sides[-1].lstrip("$ "))
+    if len(sides) > 1 and side:
+        return None if _GOES_ON.match(sides[-1].lstrip("$ ")[side.end() :]) else _value(side, percent)
+    own = [n for n in numbers if not _BESIDE.search(text[: n.start()])] or numbers
+    if not own or re.search(r"\\(?:[dt]?frac|sqrt|binom|pi)\b|√|π", text):
         return None
-    return _value(found[-1 if marked is None else 0], percent)
+    beside = _PART.search(text[: own[0].start()]) or _GOES_ON.match(text[own[0].end() : own[0].end() + 60])
+    return None if beside else _value(own[0], percent)
 
 # %% ../../nbs/442_rewards_answers.ipynb #4bc62868
+_ASKS_PERCENT = re.compile(
+    r"\b(?:what|which|how many|the|as a|in|a)(?:\s+[a-z]+){0,3}?\s+percent|\bwhat\s+%", re.IGNORECASE
+)
+
+
+def asks_for_percent(prompt: Any) -> bool:
+    """Whether the last question of a prompt asks for a percentage, so that "18%" and "18" are the same answer to it.
+
+    Args:
+        prompt: a string, or messages.
+    """
+    try:
+        text = completion_text(prompt)
+    except RewardError:
+        return False
+    questions = re.findall(r"[^.?!\n]*\?", text[-4000:])
+    return bool(_ASKS_PERCENT.search(questions[-1] if questions else text[-4000:]))
+
+
+class RightNumber(NamedTuple):
+    """A right answer."""
+
+    value: Fraction
+    percent: bool  # "18%" is right as well
+
+
 class Number(AnswerReward):
     """1 if the completion's number is the right one, else 0.
 
@@ -241,6 +446,8 @@ class Number(AnswerReward):
         strict: only a marked answer counts (`\\boxed{}`, `####`, `<answer>`, "the answer is").
         percent: 50% is 50 ("unit") or ½ ("hundredth"), in right answers too.
         name: for logs.
+
+    With "unit", 18% is right where 18 is only if the right answer has the sign, or the prompt asks for a percentage.
     """
 
     def __init__(
@@ -252,20 +459,26 @@ class Number(AnswerReward):
             raise ConfigError(f"tolerance = {tolerance} must be ≥ 0 and relative = {relative} in [0, 1).")
         self.tolerance, self.relative, self.strict, self.percent = tolerance, relative, strict, percent
 
-    def parse_answer(self, answer: Any) -> Fraction:
+    def parse_answer(self, answer: Any, prompt: Any = None) -> RightNumber:
         """A number, or the number in a text."""
+        figure: _Figure | None = None
         if isinstance(answer, int | float | Fraction) and not isinstance(answer, bool) and math.isfinite(answer):
-            return Fraction(answer)
-        value = extract_number(answer, percent=self.percent) if isinstance(answer, str) else None
-        if value is None:
-            raise ValueError("no number in it")
-        return value
+            figure = _Figure(Fraction(answer), False)
+        elif isinstance(answer, str):
+            figure = _figure(answer, False, self.percent)
+        if figure is None:
+            raise ValueError("no number in it, or several")
+        either = figure.percent or self.percent == "hundredth" or asks_for_percent(prompt)
+        return RightNumber(figure.value, either)
 
-    def score(self, text: str, answer: Fraction) -> float:
+    def score(self, text: str, answer: RightNumber | Fraction) -> float:
         """1 or 0."""
-        value = extract_number(text, self.strict, self.percent)
-        allowed = max(Fraction(self.tolerance), Fraction(self.relative) * abs(answer))
-        return float(value is not None and abs(value - answer) <= allowed)
+        answer = RightNumber(answer, False) if isinstance(answer, Fraction) else answer
+        figure = _figure(text, self.strict, self.percent)
+        if figure is None or (figure.percent and not answer.percent):
+            return 0.0
+        allowed = max(Fraction(self.tolerance), Fraction(self.relative) * abs(answer.value))
+        return float(abs(figure.value - answer.value) <= allowed)
 
 # %% ../../nbs/442_rewards_answers.ipynb #3a145d03
 def normalize_text(text: str) -> str:
@@ -292,7 +505,7 @@ class ExactMatch(AnswerReward):
         super().__init__(name, answer_column)
         self.normalize = normalize
 
-    def parse_answer(self, answer: Any) -> frozenset[str]:
+    def parse_answer(self, answer: Any, prompt: Any = None) -> frozenset[str]:
         """The texts that are right."""
         options = list(answer) if isinstance(answer, list | tuple | set) else [answer]
         if not options or not all(isinstance(x, str | int | float) for x in options):
@@ -305,7 +518,7 @@ class ExactMatch(AnswerReward):
     def score(self, text: str, answer: frozenset[str]) -> float:
         """1 or 0."""
         marked = final_answer(text)
-        return float(self.normalize(after_thinking(text) if marked is None else marked) in answer)
+        return float(self.normalize(_bare(after_thinking(text)) if marked is None else marked) in answer)
 
 # %% ../../nbs/442_rewards_answers.ipynb #6d5d8267
 def extract_choice(text: str, choices: str = "ABCDE") -> str | None:
@@ -322,6 +535,8 @@ def extract_choice(text: str, choices: str = "ABCDE") -> str | None:
     last_line = re.fullmatch(rf"[\W_]*{letter}[\W_]*", part.rpartition("\n")[2])
     closed = r"\**[)\].:]\**" if marked is None else r"[)\].:,*]*"  # "A dog" is no choice, "the answer is A" is
     begins = re.match(rf"[*_(\[\"']*{letter}{closed}(?:\s|$)", part)
+    if re.match(rf"\W*{letter}\b\W*(?:(?:or|and)\b\W*)?{letter}\b", part):
+        return None  # "B or C"
     if alone or last_line or (begins and marked is not None):
         return str((alone or last_line or begins)[1]).upper()  # type: ignore[index]
     named = {a or b for a, b in re.findall(rf"\(\s*{letter}\s*\)|\b(?:option|choice)\s+\(?{letter}\b", part)}
@@ -344,7 +559,7 @@ class MultipleChoice(AnswerReward):
             raise ConfigError(f"choices = {choices!r}: give different letters, for example 'ABCD'.")
         self.choices = choices.upper()
 
-    def parse_answer(self, answer: Any) -> str:
+    def parse_answer(self, answer: Any, prompt: Any = None) -> str:
         """The right letter."""
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(self.choices):
             return self.choices[answer]

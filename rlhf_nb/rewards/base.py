@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, RewardError, suggest
+from ..core import ConfigError, RewardError, check_choice, did_you_mean
 from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
 from .trl import as_reward
@@ -53,11 +53,8 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
     named = [p for p in named if p.name not in ("prompts", "completions") and p.kind not in variadic]
     for p in named:
         if p.name not in known and p.default is inspect.Parameter.empty:
-            near = suggest(p.name, known)
-            raise RewardError(
-                f"reward function {name!r} needs the column {p.name!r}, which the data doesn't have. "
-                + (f"Did you mean {near!r}?" if near else f"Columns are: {', '.join(known) or 'none'}.")
-            )
+            hint = did_you_mean(p.name, known, f"Columns are: {', '.join(known) or 'none'}.")
+            raise RewardError(f"reward function {name!r} needs the column {p.name!r}, which the data lacks. {hint}")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return known if takes_all else {p.name: known[p.name] for p in named if p.name in known}
 
@@ -227,8 +224,7 @@ class Rewards:
         self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) for w in self.weights):
             raise ConfigError(f"reward weights are {self.weights}: each must be a finite number.")
-        if on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error is {on_error!r}: use 'raise' or 'skip'.")
+        check_choice("on_error", on_error, ("raise", "skip"))
         self.names: list[str] = []
         for i, fn in enumerate(self.fns):
             name = names[i] if names is not None else _call_name(fn, i)
@@ -301,9 +297,7 @@ class Rewards:
         except Exception as e:  # whatever the function raised
             problem = e
             if isinstance(e, _WrongForm) and self.on_error == "raise":
-                raise RewardError(
-                    f"reward function {name!r} {e}: one number (or None) per completion is needed."
-                ) from e
+                raise RewardError(f"reward function {name!r} {e}: give one number (or None) per completion.") from e
             values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise")
         if bad and self.on_error == "raise":
             raise _complaint(name, bad, rollout) from problem
@@ -363,11 +357,7 @@ class Ensemble:
         self, members: Sequence[CanScore | RewardModelFn], mode: Literal["mean", "min", "mean_minus_std"] = "mean",
         lam: float = 1.0, name: str = "ensemble", token_budget: int = TOKEN_BUDGET,
     ) -> None:  # fmt: skip
-        modes = ("mean", "min", "mean_minus_std")
-        if mode not in modes:
-            near = suggest(mode, modes)
-            hint = f"Did you mean {near!r}?" if near else "Use 'mean', 'min' or 'mean_minus_std'."
-            raise ConfigError(f"ensemble mode {mode!r} doesn't exist. {hint}")
+        check_choice("ensemble mode", mode, ("mean", "min", "mean_minus_std"))
         if len(members) < 2:
             raise ConfigError(f"an ensemble of {len(members)} can't disagree: give at least two members.")
         if not lam >= 0:
@@ -424,12 +414,11 @@ def apply_eos_penalty(
         raise RewardError(f"scores have shape {list(scores.shape)}, finished {list(finished.shape)}: both [B].")
     if penalty is None:
         return scores
+    check_choice("EOS penalty mode", mode, ("fixed", "subtract"))
     if mode == "subtract":
         if penalty < 0:
             raise ConfigError(f"EOS penalty {penalty} would reward answers that don't end: give a number ≥ 0.")
         return torch.where(finished.bool(), scores, scores - penalty)
-    if mode != "fixed":
-        raise ConfigError(f"EOS penalty mode {mode!r} doesn't exist: use 'fixed' or 'subtract'.")
     return torch.where(finished.bool(), scores, torch.full_like(scores, penalty))
 
 # %% ../../nbs/440_rewards_base.ipynb #2f8a3f23

@@ -164,7 +164,7 @@ class PythonTests(AnswerReward):
         self.outcomes: dict[str, int] = {}
         self._warned = False
 
-    def parse_answer(self, answer: Any) -> CodeTests:
+    def parse_answer(self, answer: Any, prompt: Any = None) -> CodeTests:
         """A row's tests."""
         return parse_tests(answer)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ..core import ConfigError, RewardError
+from ..core import ConfigError, RewardError, check_choice
 from .answers import TextReward, after_thinking, completion_text
 
 # %% auto #0
@@ -106,8 +106,7 @@ class JsonMatches(TextReward):
 
     def __init__(self, schema: Any = None, where: Literal["first", "whole"] = "first", name: str = "json") -> None:
         super().__init__(name)
-        if where not in ("first", "whole"):
-            raise ConfigError(f"where is {where!r}: use 'first' or 'whole'.")
+        check_choice("where", where, ("first", "whole"))
         self.check, self.where = _json_check(schema), where
 
     def score(self, text: str) -> float:
@@ -204,8 +203,7 @@ class Length(TextReward):
         self, shape: Callable[[int], float], unit: Literal["tokens", "words", "chars"] = "tokens", name: str = "length"
     ) -> None:
         super().__init__(name)
-        if unit not in ("tokens", "words", "chars"):
-            raise ConfigError(f"unit is {unit!r}: use 'tokens', 'words' or 'chars'.")
+        check_choice("unit", unit, ("tokens", "words", "chars"))
         self.shape, self.unit = shape, unit
 
     def __call__(

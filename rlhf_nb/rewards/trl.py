@@ -28,9 +28,7 @@ def _is_trls(parameters: list[inspect.Parameter]) -> bool:
     if not by_place and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True  # f(**kwargs), f(*, completions, **kwargs)
     if "completions" not in names:
-        return by_place[:1] == [
-            "completion_ids"
-        ]  # f(completion_ids, **kwargs); f(p, c, completion_ids) is called by position
+        return by_place[:1] == ["completion_ids"]  # f(completion_ids, **kwargs), not f(p, c, completion_ids)
     return "completion_ids" in names or by_place[1:2] != ["completions"]
 
 
@@ -47,9 +45,7 @@ def trl_reward(fn: Any) -> Any:
     name = getattr(fn, "__name__", type(fn).__name__)
     for p in parameters:
         if p.name in _ONLY_THERE and p.default is p.empty:
-            raise ConfigError(
-                f"reward function {name!r} takes {p.name!r}, which only TRL has; here use {_ONLY_THERE[p.name]}."
-            )
+            raise ConfigError(f"reward {name!r} takes {p.name!r}, which only TRL has; here use {_ONLY_THERE[p.name]}.")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     wanted = {p.name for p in parameters}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..core import ConfigError, suggest
+from ..core import ConfigError, check_choice
 from .launch import accelerate_settings
 
 # %% auto #0
@@ -38,11 +38,7 @@ def accelerate_config(name: str, processes: int | None = None, machines: int | N
     Raises:
         ConfigError: no such config, or numbers that don't go together.
     """
-    known = accelerate_configs()
-    if name not in known:
-        near = suggest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}."
-        raise ConfigError(f"there is no accelerate config {name!r}. {hint}")
+    check_choice("accelerate config", name, accelerate_configs())
     text = files("rlhf_nb").joinpath(*_FOLDER, f"{name}.yaml").read_text(encoding="utf-8")
     for key, value in (("num_processes", processes), ("num_machines", machines)):
         if value is not None:
@@ -59,25 +55,25 @@ _TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}")
 
 
 def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, strategy: str, name: str) -> list[str]:
-    """The words after `-m rlhf_nb`, with the run directory and --resume; refuses what can't be started."""
+    """The words after `-m rlhf_nb`, with the run directory and what a restart needs; refuses what can't be started."""
     if isinstance(command, str) or not command:
         raise ConfigError(
-            f"the command is {command!r}: give the words behind rlhf-nb as a list, such as ['ppo', '--config', 'run.yaml']."
+            f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', '--config', ...]."
         )
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"nodes is {nodes} and GPUs per node {gpus}: at least one of each is needed.")
     accelerate_settings(gpus, strategy, cpu=False)  # refuses one that doesn't exist
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"the job's name is {name!r}: use up to 50 small letters, digits and '-', with a letter or digit at both ends."
-        )
+        raise ConfigError(f"the job's name is {name!r}: use up to 50 small letters and digits, with '-' between them.")
     if not output_dir.strip():
         raise ConfigError("output_dir is empty: all nodes need one folder on a shared file system.")
     words = [str(w) for w in command]
     if "--overwrite" in words:
         raise ConfigError("--overwrite in a job that may be restarted would delete its own checkpoints: leave it out.")
     words += [] if any(w.startswith("output_dir=") for w in words) else [f"output_dir={output_dir}"]
-    return words + ([] if "--resume" in words else ["--resume"])
+    return words + [
+        w for w in ("--resume", "--overwrite") if w not in words
+    ]  # go on; where nothing was saved yet, begin
 
 # %% ../../nbs/720_scale_cluster.ipynb #41789bac
 _SLURM = """\
@@ -152,13 +148,9 @@ def slurm_script(
     """
     words = _checked(command, output_dir, nodes, gpus_per_node, strategy, name)
     if not _TIME.fullmatch(time):
-        raise ConfigError(
-            f"time is {time!r}: write hours:minutes:seconds, such as 24:00:00, or 2-12:00:00 for two and a half days."
-        )
+        raise ConfigError(f"time is {time!r}: write hours:minutes:seconds (24:00:00), or 2-12:00:00 for 60 hours.")
     if grace < 60 or cpus_per_gpu < 1:
-        raise ConfigError(
-            f"grace is {grace} s and cpus_per_gpu {cpus_per_gpu}: saving needs at least 60 s, a process at least one core."
-        )
+        raise ConfigError(f"grace is {grace} s and cpus_per_gpu {cpus_per_gpu}: need at least 60 s and one core.")
     options = [f"#SBATCH --{key}={value}" for key, value in (("partition", partition), ("account", account)) if value]
     exports = [f"export {_variable(k)}={shlex.quote(v)}" for k, v in (environment or {}).items()]
     return _SLURM.format(

@@ -175,9 +175,7 @@ class Job:
     rollout_batch: int = 0  # answers per collect; 0: mini_batch
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
-    holds: tuple[Held, ...] | None = (
-        None  # models in memory; None: what the method holds by default, and a reward model
-    )
+    holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     checkpointing: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
@@ -185,9 +183,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.info.leaves == "pairs":
-            raise ConfigError(
-                f"{self.method} trains nothing, so there is nothing to plan: it needs what its models weigh."
-            )
+            raise ConfigError(f"{self.method} trains nothing: it needs what its models weigh.")
         for name in ("prompt", "completion", "token_budget", "mini_batch", "group"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
@@ -403,9 +399,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.stage not in (0, 1, 2, 3):
-            raise ConfigError(
-                f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0, 1, 2 or 3."
-            )
+            raise ConfigError(f"gpus is {self.gpus} and stage {self.stage}: need at least one GPU, and stage 0 to 3.")
         least = {"none": 0, "optimizer": 1, "all": 3}.get(self.offload)
         if least is None:
             raise ConfigError(f"offload is {self.offload!r}: use 'none', 'optimizer' or 'all'.")
@@ -480,9 +474,7 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
-    if (
-        split.stage == 3 and not job.checkpointing
-    ):  # transformers' layers, under hooks, also keep norms before their weight
+    if split.stage == 3 and not job.checkpointing:  # under hooks, layers also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 

@@ -3,15 +3,14 @@
 # %% ../../nbs/620_train_dpo.ipynb #33cc0618
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
-from torch import Tensor, nn
+from pydantic import model_validator
+from torch import Tensor
 
-from ..config import DataConfig, PathText
+from ..config import DataConfig, PathText, option
 from ..core import ConfigError
 from ..data.sources import collate_preferences, tokenize_preferences
 from ..scoring.trees import TOKEN_BUDGET
@@ -37,33 +36,24 @@ class DPOConfig(OfflineConfig):
         "dpo", {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5}, epochs=1.0
     )
 
-    output_dir: PathText = Field(default="runs/dpo", min_length=1, description="the run's folder")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt"
+    output_dir: PathText = option("runs/dpo", "the run's folder", min_length=1)
+    data: DataConfig = option(DataConfig(), "preferences: chosen+rejected, with or without prompt")
+    loss: str | dict[str, float] = option("sigmoid", "name, or names with weights: {sigmoid: 1, ipo: 0.5}")
+    beta: float | None = option(None, "price of leaving the reference; null: the loss's own", gt=0)
+    label_smoothing: float | None = option(None, "share of labels believed wrong", ge=0, lt=0.5)
+    divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] | None = option(
+        None, "f-divergence from the reference; null: reverse KL"
     )
-    loss: str | dict[str, float] = Field(
-        default="sigmoid", description="name, or names with weights: {sigmoid: 1, ipo: 0.5}"
-    )
-    beta: float | None = Field(default=None, gt=0, description="price of leaving the reference; null: the loss's own")
-    label_smoothing: float | None = Field(default=None, ge=0, lt=0.5, description="share of labels believed wrong")
-    divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] | None = Field(
-        default=None, description="f-divergence from the reference; null: reverse KL"
-    )
-    alpha: float | None = Field(default=None, description="of alpha_divergence, or of alphapo")
-    average: bool | None = Field(default=None, description="ipo: log-ratios per token; null: yes")
-    tau: float | None = Field(default=None, gt=0, description="discopop: sharpness")
-    gamma: float | None = Field(default=None, ge=0, description="simpo, alphapo: margin to reach, in reward")
-    penalty: float | None = Field(default=None, ge=0, description="dpop: price of a falling chosen answer")
-    ld_alpha: float | None = Field(
-        default=None, ge=0, le=1, description="weight of tokens beyond the shorter answer's length"
-    )
-    wpo: bool = Field(default=False, description="weigh pairs by how likely the policy would write them (WPO)")
-    nll_coef: float | None = Field(
-        default=None, ge=0, description="weight of SFT on chosen answers; null: the loss's own"
-    )
-    reference: Literal["auto", "frozen", "cached", "moving", "none"] = Field(
-        default="auto",
-        description="frozen: computed as needed | cached: once, on disk | moving: TR-DPO; auto: frozen if needed",
+    alpha: float | None = option(None, "of alpha_divergence, or of alphapo")
+    average: bool | None = option(None, "ipo: log-ratios per token; null: yes")
+    tau: float | None = option(None, "discopop: sharpness", gt=0)
+    gamma: float | None = option(None, "simpo, alphapo: margin to reach, in reward", ge=0)
+    penalty: float | None = option(None, "dpop: price of a falling chosen answer", ge=0)
+    ld_alpha: float | None = option(None, "weight of tokens beyond the shorter answer's length", ge=0, le=1)
+    wpo: bool = option(False, "weigh pairs by how likely the policy would write them (WPO)")
+    nll_coef: float | None = option(None, "weight of SFT on chosen answers; null: the loss's own", ge=0)
+    reference: Literal["auto", "frozen", "cached", "moving", "none"] = option(
+        "auto", "frozen: computed as needed | cached: once, on disk | moving: TR-DPO; auto: frozen if needed"
     )
 
     @property
@@ -100,7 +90,7 @@ class DPOConfig(OfflineConfig):
             )
         if self.reference == "cached" and self.ld_alpha is not None:
             raise ValueError(
-                "reference is 'cached', which keeps sums, but ld_alpha weighs tokens one by one. Use 'frozen'."
+                "reference is 'cached', which keeps sums, but ld_alpha weighs single tokens. Use 'frozen'."
             )
         return self
 
@@ -127,10 +117,8 @@ class DPO(OfflineMethod):
 
     reference_columns = {"ref_chosen_logps": "chosen_ids", "ref_rejected_logps": "rejected_ids"}
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:  # fmt: skip
-        super().__init__(model, tokenizer, config, reference, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: DPOConfig, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config, reference)
         entries, usual = config.entries, sum(config.losses[n] * e.nll for n, e in config.entries.items())
         self.nll_coef = usual if config.nll_coef is None else config.nll_coef
         self.whole_batch = any(e.whole_batch for e in entries.values())

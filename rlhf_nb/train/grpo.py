@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from ..losses.advantages import group_advantages, moments
-from ..config import PathText
+from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
@@ -36,26 +35,20 @@ class GRPOConfig(OnlineConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("grpo")
 
-    output_dir: PathText = Field(default="runs/grpo", min_length=1, description="the run's folder")
-    num_generations: int = Field(default=8, ge=2, description="answers to each prompt: the group")
-    variant: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"] = Field(
-        default="grpo", description="whose switches; each of the following can be set on its own"
+    output_dir: PathText = option("runs/grpo", "the run's folder", min_length=1)
+    num_generations: int = option(8, "answers to each prompt: the group", ge=2)
+    variant: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"] = option(
+        "grpo", "whose switches; each of the following can be set on its own"
     )
-    per: Per | None = Field(default=None, description="what a token weighs: per sequence, token or (allowed) length")
-    level: Level | None = Field(default=None, description="ratio of each token, or of the sequence")
-    scale: Literal["group", "batch", "none"] | None = Field(
-        default=None, description="advantages ÷ standard deviation of"
-    )
-    soft: bool | None = Field(default=None, description="weigh by the capped ratio instead of clipping (CISPO)")
-    clip_eps_low: float | None = Field(default=None, ge=0, le=1, description="how far a ratio may fall")
-    clip_eps_high: float | None = Field(default=None, ge=0, description="how far a ratio may rise")
-    kl_kind: KLKind = Field(default="k3", description="estimator in the loss: k2 or k3")
-    resample: int = Field(
-        default=0, ge=0, description="rounds of further prompts for groups that are all right or all wrong"
-    )
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="last tokens of the allowed length that cost up to 1 (DAPO); 0: none"
-    )
+    per: Per | None = option(None, "what a token weighs: per sequence, token or (allowed) length")
+    level: Level | None = option(None, "ratio of each token, or of the sequence")
+    scale: Literal["group", "batch", "none"] | None = option(None, "advantages ÷ standard deviation of")
+    soft: bool | None = option(None, "weigh by the capped ratio instead of clipping (CISPO)")
+    clip_eps_low: float | None = option(None, "how far a ratio may fall", ge=0, le=1)
+    clip_eps_high: float | None = option(None, "how far a ratio may rise", ge=0)
+    kl_kind: KLKind = option("k3", "estimator in the loss: k2 or k3")
+    resample: int = option(0, "rounds of further prompts for groups that are all right or all wrong", ge=0)
+    overlong_buffer: int = option(0, "last tokens of the allowed length that cost up to 1 (DAPO); 0: none", ge=0)
 
     def switch(self, name: str) -> Any:
         """A switch as it was set, or as the variant's paper has it."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
-from torch import Tensor, nn
+from pydantic import model_validator
+from torch import Tensor
 
-from ..config import DataConfig, PathText
+from ..config import DataConfig, PathText, option
 from ..core import DataError
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
@@ -37,23 +37,18 @@ class KTOConfig(OfflineConfig):
         "kto", {"lr": 2e-4, "schedule": "linear", "warmup_steps": 5}, epochs=1.0
     )
 
-    output_dir: PathText = Field(default="runs/kto", min_length=1, description="the run's folder")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="prompt+completion+label, or preferences (taken apart)"
+    output_dir: PathText = option("runs/kto", "the run's folder", min_length=1)
+    data: DataConfig = option(DataConfig(), "prompt+completion+label, or preferences (taken apart)")
+    mini_batch_size: int = option(32, "answers per optimizer step, over all devices", ge=2)
+    loss: Literal["kto", "apo_zero_unpaired", "bco"] = option("kto", "kto | apo_zero_unpaired | bco")
+    beta: float = option(0.1, "price of leaving the reference; larger levels off sooner", gt=0)
+    desirable_weight: float = option(1.0, "weight of good answers", gt=0)
+    undesirable_weight: float = option(1.0, "weight of bad answers", gt=0)
+    baseline_decay: float | None = option(
+        None, "memory of the baseline: 0 this batch alone; null: 0 for kto, 0.99 for bco", ge=0, le=1
     )
-    mini_batch_size: int = Field(default=32, ge=2, description="answers per optimizer step, over all devices")
-    loss: Literal["kto", "apo_zero_unpaired", "bco"] = Field(default="kto", description="kto | apo_zero_unpaired | bco")
-    beta: float = Field(default=0.1, gt=0, description="price of leaving the reference; larger levels off sooner")
-    desirable_weight: float = Field(default=1.0, gt=0, description="weight of good answers")
-    undesirable_weight: float = Field(default=1.0, gt=0, description="weight of bad answers")
-    baseline_decay: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="memory of the baseline: 0 this batch alone; null: 0 for kto, 0.99 for bco",
-    )
-    reference: Literal["frozen", "cached", "moving"] = Field(
-        default="frozen", description="computed as needed | once, on disk | TR-DPO's moving one"
+    reference: Literal["frozen", "cached", "moving"] = option(
+        "frozen", "computed as needed | once, on disk | TR-DPO's moving one"
     )
 
     @model_validator(mode="after")
@@ -179,10 +174,8 @@ class KTO(OfflineMethod):
 
     reference_columns = {"ref_logps": "completion_ids", "ref_other_logps": "other_ids"}
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:  # fmt: skip
-        super().__init__(model, tokenizer, config, reference, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: KTOConfig, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0
         self.baseline = RunningMean(usual if config.baseline_decay is None else config.baseline_decay)
         self.desirable_share = 0.5
@@ -193,11 +186,9 @@ class KTO(OfflineMethod):
         if warn:
             check_labels(rows, self.config)
         out = tokenize_labelled(rows, self.tokenizer, self.config.data, warn)
-        if self.config.loss == "kto":
-            out = partners(out, self.config.seed)
-        else:  # no stranger is needed
-            out = [r | {"other_ids": r["completion_ids"]} for r in out]
-        return self.cache_reference(out)
+        if self.config.loss != "kto":  # no stranger is needed
+            return self.cache_reference([r | {"other_ids": r["completion_ids"]} for r in out])
+        return self.cache_reference(partners(out, self.config.seed))
 
     def collate(self, rows: list[Row]) -> LabelledAnswers:
         """Tokenized rows as one batch, with cached log-probs of the reference where rows carry them."""
@@ -269,12 +260,9 @@ class KTO(OfflineMethod):
                 labels.append(batch.label)
         reward, label = torch.cat(rewards), torch.cat(labels)
         good, bad = reward[label], reward[~label]
-        found = {
-            "rewards/chosen": good.mean(),
-            "rewards/rejected": bad.mean(),
-            "rewards/margins": good.mean() - bad.mean(),
-        }
-        return {f"eval/{k}": float(v) for k, v in (found | {"auc": (good[:, None] > bad[None]).float().mean()}).items()}
+        found = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
+        auc = float((good[:, None] > bad[None]).float().mean())
+        return {f"eval/rewards/{k}": float(v) for k, v in found.items()} | {"eval/auc": auc}
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, and a moving reference."""

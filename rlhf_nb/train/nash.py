@@ -53,8 +53,6 @@ class NashMD(PairMethod):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """−A · log π of whole answers (clipped, should a batch be used more than once)."""
         new = self.module(micro, temperature=self.config.sampling.temperature).logps
-        old, each = micro.need("old_logps"), micro.need("advantages")
-        policy = group_surrogate(
-            new, old, each, micro.completion_mask, level="answer", correction=self.correction(micro)
-        )
+        old, each, mask = micro.need("old_logps"), micro.need("advantages"), micro.completion_mask
+        policy = group_surrogate(new, old, each, mask, level="answer", correction=self.correction(micro))
         return {"policy": (policy, 1.0)}

@@ -3,14 +3,14 @@
 # %% ../../nbs/618_train_offline.ipynb #618aa001
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import ConfigError, ModelError, decide_precision
 from ..models.adapters import Reference
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
@@ -27,20 +27,16 @@ __all__ = ['OfflineConfig', 'check_same_tokens', 'make_reference', 'with_referen
 class OfflineConfig(TrainConfig):
     """What all methods share that compare a policy with a reference on given answers."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
-    data: DataConfig = Field(default_factory=DataConfig, description="answers that others wrote")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, warmup_steps=10), description="AdamW and its schedule"
+    model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
+    data: DataConfig = option(DataConfig(), "answers that others wrote")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, warmup_steps=10), "AdamW and its schedule")
+    reference: Literal["auto", "frozen", "cached", "moving", "none"] = option(
+        "frozen", "computed as needed | once, on disk | TR-DPO's moving one"
     )
-    reference: Literal["auto", "frozen", "cached", "moving", "none"] = Field(
-        default="frozen", description="computed as needed | once, on disk | TR-DPO's moving one"
-    )
-    reference_model: PathText | None = Field(
-        default=None, description="another model as reference; null: the policy as it starts"
-    )
-    reference_cache: PathText = Field(default="runs/reference_logps", description="folder of cached log-probs")
-    sync_every: int = Field(default=512, ge=1, description="moving: steps between updates of the reference")
-    sync_mixup: float = Field(default=0.6, gt=0, le=1, description="moving: share of the policy in the new reference")
+    reference_model: PathText | None = option(None, "another model as reference; null: the policy as it starts")
+    reference_cache: PathText = option("runs/reference_logps", "folder of cached log-probs")
+    sync_every: int = option(512, "moving: steps between updates of the reference", ge=1)
+    sync_mixup: float = option(0.6, "moving: share of the policy in the new reference", gt=0, le=1)
 
     @model_validator(mode="after")
     def _reference_fits(self) -> OfflineConfig:
@@ -55,7 +51,7 @@ class OfflineConfig(TrainConfig):
             )
         if self.reference == "moving" and self.reference_model is not None:
             raise ValueError(
-                "reference is 'moving' and reference_model is set: what follows the policy starts from it. Leave one out."
+                "reference is 'moving', which starts as the policy, and reference_model is set. Leave one out."
             )
         return self
 
@@ -128,16 +124,13 @@ class OfflineMethod(TextMethod):
         tokenizer: pads.
         config: of the run.
         reference: frozen model; None: rows carry its log-probs, or no loss needs them.
-        held_out: tokenized rows that `evaluate` measures.
     """
 
     config: Any
     reference_columns: ClassVar[dict[str, str]]  # where the reference's log-probs go: which answer's token ids
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: Any, reference: Reference | None = None, held_out: Sequence[Row] = ()
-    ) -> None:
-        super().__init__(model, tokenizer, config, held_out)
+    def __init__(self, model: Any, tokenizer: Any, config: Any, reference: Reference | None = None) -> None:
+        super().__init__(model, tokenizer, config)
         self.reference = reference
 
     def attach(self, engine: Engine, config: TrainConfig) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
@@ -55,34 +55,28 @@ def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict
 class OnlineConfig(TrainConfig):
     """What all methods share that learn from their own answers."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy: the SFT model")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="prompts; further columns go to the reward functions"
-    )
+    model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
+    data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, eps=1e-5), description="AdamW and its schedule"
-    )
-    num_generations: int = Field(default=1, ge=1, description="answers to each prompt: the group")
-    mini_batch_size: int = Field(default=64, ge=1, description="answers per optimizer step, over all devices")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
+    num_generations: int = option(1, "answers to each prompt: the group", ge=1)
+    mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
         default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="price of one nat of drift; 0: no reference is kept")
-    kl_budget: float | None = Field(
-        default=None, gt=0, description="nats per answer that are too much: a warning, or the end of the run"
-    )
+    kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
+    kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     missing_eos: float | None = Field(
         default=None, description="score of an answer without EOS; null: as the reward says"
     )
     mask_truncated: bool = Field(default=False, description="answers that were cut teach nothing")
-    old_logps: Literal["auto", "sampler", "recompute"] = Field(
-        default="auto", description="where π_old comes from; auto: the sampler's own where it computes in fp32"
+    old_logps: Literal["auto", "sampler", "recompute"] = option(
+        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32"
     )
     importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
     samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
@@ -176,14 +170,12 @@ class OnlineMethod(TextMethod):
         rewards: scores answers.
         config: of the run.
         reference: frozen model; None when nothing is paid for drift.
-        held_out: tokenized prompts that `evaluate` answers.
-        watch: reward functions, by name, that `evaluate` reports and nothing learns from.
         module: what is trained, where that is more than the policy.
-        adapter: the policy's own adapter, where one backbone has several; None: as the model is.
     """
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
+    adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 
     def __init__(
@@ -193,13 +185,11 @@ class OnlineMethod(TextMethod):
         rewards: Rewards,
         config: Any,
         reference: Reference | None = None,
-        held_out: Sequence[Row] = (),
-        watch: dict[str, Any] | None = None,
         module: nn.Module | None = None,
-        adapter: str | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, config, held_out, module)
-        self.rewards, self.reference, self.watch, self.adapter = rewards, reference, dict(watch or {}), adapter
+        super().__init__(model, tokenizer, config, module)
+        self.rewards, self.reference = rewards, reference
+        self.watch: dict[str, Any] = {}  # rewards, by name, that `evaluate` reports too; set by the trainer
         self.sampler: Sampler = make_sampler(config.sampling)
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
@@ -260,9 +250,8 @@ class OnlineMethod(TextMethod):
         few = min(8, sampling.max_new_tokens)
         short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
         with self.policy_adapter():
-            r = self.sampler.generate(
-                self.model, prompts, short, step=0, tokenizer=self.tokenizer, seed=self.config.seed, num_samples=2
-            )
+            how: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": 2}
+            r = self.sampler.generate(self.model, prompts, short, step=0, **how)
             ours = r.rollout_logps if isinstance(self.sampler, OurSampler) else None
             return asdict(self_check(self.model, r, sampling.temperature, ours, others=self.models()))
 
@@ -380,12 +369,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     members = sorted(Path(config.reward).glob("member-*"))
     trust = {"trust_remote_code": config.model.trust_remote_code}
     if members:
-        return Ensemble(
-            [RewardModel.load(m, **trust) for m in members],
-            "mean_minus_std",
-            name="reward",
-            token_budget=config.token_budget,
-        ), gold
+        models, budget = [RewardModel.load(m, **trust) for m in members], config.token_budget
+        return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
     return RewardModel.load(config.reward, **trust), gold
 
 
@@ -407,10 +392,9 @@ class PromptsOf:
     def __init__(self, source: Any, group: int) -> None:
         self.source, self.group = source, group
 
-    @property
-    def epoch(self) -> Any:
-        """Of the prompts."""
-        return self.source.epoch
+    def __getattr__(self, name: str) -> Any:
+        """Where it stands, and how that is saved and restored, is the source's business."""
+        return getattr(self.source, name)
 
     def __len__(self) -> int:
         return len(self.source) * self.group
@@ -419,14 +403,6 @@ class PromptsOf:
         """The prompts of the next n answers."""
         rows: list[Row] = self.source.next_batch(n // self.group)
         return rows
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the source stands."""
-        return dict(self.source.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.source.load_state_dict(state)
 
 # %% ../../nbs/628_train_online.ipynb #628aa004
 class OnlineTrainer(TextTrainer):
@@ -473,14 +449,14 @@ class OnlineTrainer(TextTrainer):
             watch = gold if watch is None else watch
         if reference is not None and not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
-        parts = {"reward": reward, "reference": reference, "watch": watch}
+        parts = {"reward": reward, "reference": reference}
         budget = [BudgetStop(config.kl_budget, stop=config.kl_budget_stops)] if config.kl_budget else []
         super().__init__(config, model, tokenizer, rows, eval_rows, [*budget, *callbacks], parts=parts, **options)
         if config.kl_budget and self.method.reference is None:
             raise ConfigError(
                 f"kl_budget is {config.kl_budget:g} nats, but without a price of drift no reference is kept that they could be counted from: set kl_coef above 0."
             )
-        self.method.more_prompts = self.next_batch
+        self.method.more_prompts, self.method.watch = self.next_batch, dict(watch or {})
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> OnlineMethod:
         """The method with its rewards and reference; dropout is off."""
@@ -488,7 +464,7 @@ class OnlineTrainer(TextTrainer):
         rewards, reference = as_rewards(parts["reward"], config), parts["reference"]
         if reference is None and (config.kl_coef or self.method_class.keeps_reference):
             reference = Reference(model)
-        return self.method_class(model, tokenizer, rewards, config, reference, watch=parts["watch"])
+        return self.method_class(model, tokenizer, rewards, config, reference)
 
     def prepare_source(self, source: Any, config: Any) -> Any:
         """Prompts, asked for in numbers of answers."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from ..config import PathText
+from ..config import PathText, option
 from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
@@ -26,19 +26,17 @@ class OnlineDPOConfig(OnlineConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("online", lr=5e-4)
 
-    output_dir: PathText = Field(default="runs/online", min_length=1, description="the run's folder")
-    num_generations: Literal[2] = Field(default=2, description="answers to each prompt: the two of a pair")
-    loss: str = Field(default="sigmoid", description="any loss for pairs that looks at them one by one; or nash_md")
-    beta: float | None = Field(default=None, gt=0, description="price of leaving the reference; null: the loss's own")
+    output_dir: PathText = option("runs/online", "the run's folder", min_length=1)
+    num_generations: Literal[2] = option(2, "answers to each prompt: the two of a pair")
+    loss: str = option("sigmoid", "any loss for pairs that looks at them one by one; or nash_md")
+    beta: float | None = option(None, "price of leaving the reference; null: the loss's own", gt=0)
     opponent: Literal["policy", "reference", "mixture"] = Field(
         default_factory=lambda data: "mixture" if data.get("loss") == "nash_md" else "policy",
         description="who writes the second answer (null: the policy; with nash_md the mixture)",
     )
-    mixture: float = Field(default=0.125, ge=0, le=1, description="share of the reference in the mixture")
-    xpo_alpha: float = Field(
-        default=0.0, ge=0, description="XPO's bonus for leaving the reference's answers; needs opponent=reference"
-    )
-    kl_coef: float = Field(default=0.0, ge=0, le=0, description="unused: beta is the price of drift")
+    mixture: float = option(0.125, "share of the reference in the mixture", ge=0, le=1)
+    xpo_alpha: float = option(0.0, "XPO's bonus for leaving the reference's answers; needs opponent=reference", ge=0)
+    kl_coef: float = option(0.0, "unused: beta is the price of drift", ge=0, le=0)
 
     @model_validator(mode="after")
     def _fits(self) -> OnlineDPOConfig:
@@ -55,9 +53,7 @@ class OnlineDPOConfig(OnlineConfig):
         except ConfigError as e:
             raise ValueError(str(e)) from e
         if entry.whole_batch:
-            raise ValueError(
-                f"loss {self.loss!r} sorts the batch, and micro-batches would cut it: use another, for example sigmoid."
-            )
+            raise ValueError(f"loss {self.loss!r} sorts the batch, which micro-batches would cut: use sigmoid, say.")
         return self
 
 # %% ../../nbs/655_train_pairs.ipynb #655aa002

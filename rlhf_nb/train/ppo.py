@@ -3,16 +3,15 @@
 # %% ../../nbs/630_train_ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
-from ..config import OptimizerConfig, PathText
+from ..config import OptimizerConfig, PathText, option
 from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
 from ..run.control import Control
@@ -21,8 +20,8 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from .setup import Row
+from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, Rollout
 
 # %% auto #0
@@ -36,34 +35,27 @@ class PPOConfig(OnlineConfig):
         "ppo", 3e-4, rollout_batch_size=128, mini_batch_size=64, num_inner_epochs=2, kl_coef=0.2
     )
 
-    output_dir: PathText = Field(default="runs/ppo", min_length=1, description="the run's folder")
-    critic: Literal["separate", "shared", "hydra"] = Field(
-        default="separate",
-        description="own model | head on the policy | policy, value, reward, reference as adapters of one backbone",
+    output_dir: PathText = option("runs/ppo", "the run's folder", min_length=1)
+    critic: Literal["separate", "shared", "hydra"] = option(
+        "separate", "own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
     )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=3e-6, eps=1e-5), description="AdamW and its schedule"
-    )
-    rollout_batch_size: int = Field(default=512, ge=1, description="answers per collect, over all devices")
-    num_inner_epochs: int = Field(default=4, ge=1, description="passes over each rollout")
-    kl_coef: float = Field(default=0.05, ge=0, description="price of one nat of drift, in units of reward")
-    kl_target: float | None = Field(
-        default=None, gt=0, description="nats per answer to hold by adapting kl_coef; null: fixed"
-    )
-    kl_horizon: float = Field(default=10_000, gt=0, description="answers in which kl_coef can change by 20 %")
-    kl_kind: KLKind = Field(default="k1", description="estimator in the reward: k1, k2 or k3")
-    target_kl: float | None = Field(
-        default=None, gt=0, description="policy/approxkl_avg at which the passes over a rollout end early"
-    )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
-    lam: float = Field(default=0.95, ge=0, le=1, description="GAE's λ: 0 trusts the critic, 1 the outcome")
-    clip_eps_low: float = Field(default=0.2, ge=0, le=1, description="how far a ratio may fall")
-    clip_eps_high: float = Field(default=0.2, ge=0, description="how far a ratio may rise")
-    value_clip_eps: float | None = Field(default=0.2, gt=0, description="how far a value may move; null: no clipping")
-    vf_coef: float = Field(default=0.1, ge=0, description="weight of the value loss")
-    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    whiten_advantages: bool = Field(default=True, description="advantages to mean 0, variance 1 over the rollout")
-    whiten_rewards: bool = Field(default=False, description="token rewards to variance 1, mean kept")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "AdamW and its schedule")
+    rollout_batch_size: int = option(512, "answers per collect, over all devices", ge=1)
+    num_inner_epochs: int = option(4, "passes over each rollout", ge=1)
+    kl_coef: float = option(0.05, "price of one nat of drift, in units of reward", ge=0)
+    kl_target: float | None = option(None, "nats per answer to hold by adapting kl_coef; null: fixed", gt=0)
+    kl_horizon: float = option(10_000, "answers in which kl_coef can change by 20 %", gt=0)
+    kl_kind: KLKind = option("k1", "estimator in the reward: k1, k2 or k3")
+    target_kl: float | None = option(None, "policy/approxkl_avg at which the passes over a rollout end early", gt=0)
+    gamma: float = option(1.0, "discount per token", ge=0, le=1)
+    lam: float = option(0.95, "GAE's λ: 0 trusts the critic, 1 the outcome", ge=0, le=1)
+    clip_eps_low: float = option(0.2, "how far a ratio may fall", ge=0, le=1)
+    clip_eps_high: float = option(0.2, "how far a ratio may rise", ge=0)
+    value_clip_eps: float | None = option(0.2, "how far a value may move; null: no clipping", gt=0)
+    vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    whiten_advantages: bool = option(True, "advantages to mean 0, variance 1 over the rollout")
+    whiten_rewards: bool = option(False, "token rewards to variance 1, mean kept")
     normalize_scores: bool = Field(default=False, description="divide scores by their running standard deviation")
     missing_eos: float | None = Field(
         default=-1.0, description="score of an answer without EOS; null: as the reward says"
@@ -73,9 +65,7 @@ class PPOConfig(OnlineConfig):
     def _price_can_move(self) -> PPOConfig:
         """The KL target needs a price that can move."""
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError(
-                "kl_target adapts kl_coef by multiplying it, and from 0 it never moves: start with kl_coef=0.05."
-            )
+            raise ValueError("kl_target multiplies kl_coef, and from 0 it never moves: start with kl_coef=0.05.")
         return self
 
 # %% ../../nbs/630_train_ppo.ipynb #8e2b8e8e
@@ -84,7 +74,7 @@ class PPO(OnlineMethod):
 
     Args:
         net: policy and critic as one module, with the frozen reference.
-        tokenizer, rewards, config, held_out, watch: as in `OnlineMethod`.
+        tokenizer, rewards, config: as in `OnlineMethod`.
 
     Source: Schulman et al., arXiv 1707.06347; Ziegler et al., arXiv 1909.08593; details: arXiv 2403.17031.
     """
@@ -101,18 +91,11 @@ class PPO(OnlineMethod):
 
     config: PPOConfig
 
-    def __init__(
-        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, held_out: Sequence[Row] = (), watch: dict[str, Any] | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(
-            net.policy, tokenizer, rewards, config, net.reference, held_out, watch, net, net.policy_adapter
-        )
-        self.net = net
-        self.kl = (
-            AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-            if config.kl_target
-            else FixedKL(config.kl_coef)
-        )
+    def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net)
+        self.net, self.adapter, coef = net, net.policy_adapter, config.kl_coef
+        target = config.kl_target
+        self.kl = AdaptiveKL(coef, target, config.kl_horizon) if target else FixedKL(coef)
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
 
     @property
@@ -146,10 +129,8 @@ class PPO(OnlineMethod):
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `token_rewards`, `advantages` and `returns`."""
-        cfg, mask = self.config, r.completion_mask
-        rewards = kl_shaped_rewards(
-            r.need("scores"), r.need("old_logps"), r.need("ref_logps"), mask, self.kl.coef, cfg.kl_kind
-        )
+        cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
+        rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl.coef, cfg.kl_kind)
         if cfg.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -169,12 +150,10 @@ class PPO(OnlineMethod):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
         cfg, mask = self.config, micro.completion_mask
-        new = self.module(
-            micro, temperature=cfg.sampling.temperature, entropy=cfg.entropy_coef > 0, token_budget=cfg.token_budget
-        )
-        policy = clipped_surrogate(
-            new.logps, micro.need("old_logps"), micro.need("advantages"), mask, cfg.clip_eps_low, cfg.clip_eps_high
-        )
+        how = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        new = self.module(micro, entropy=cfg.entropy_coef > 0, **how)
+        old, adv = micro.need("old_logps"), micro.need("advantages")
+        policy = clipped_surrogate(new.logps, old, adv, mask, cfg.clip_eps_low, cfg.clip_eps_high)
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
         terms = {"policy": (policy, 1.0), "value": (value, cfg.vf_coef)}
         if cfg.entropy_coef:
@@ -243,4 +222,4 @@ class PPOTrainer(OnlineTrainer):
         net = build_net(model, config, reward, parts["reference"])
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config), config, watch=parts["watch"])
+        return PPO(net, tokenizer, as_rewards(reward, config), config)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 from ..config import StrictConfig
-from ..core import ConfigError, suggest
+from ..core import ConfigError, did_you_mean
 from .words import speak_trl
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
@@ -32,9 +32,8 @@ class MethodInfo:
     online: bool = False  # samples answers and asks a reward
     leaves: Literal["policy", "reward", "pairs"] = "policy"  # a model that answers, one that scores, or labelled pairs
     starts_from: tuple[str, ...] = ("sft",)  # stages whose policy it takes: the first that there is, "base" after all
-    holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = (
-        "policy",
-    )  # in memory; what `reward` names comes on top
+    # in memory; what `reward` names comes on top
+    holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = ("policy",)
     command: str = ""  # where the command has another name
 
     def held(self, config: Any = None) -> tuple[Held, ...]:
@@ -63,9 +62,7 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[_
     """
     lacking = [field for field in ("output_dir", "model", "data") if field not in config.model_fields]
     if lacking:
-        raise ConfigError(
-            f"{config.__name__} has no {' and no '.join(lacking)}: a run needs a folder, a model and data."
-        )
+        raise ConfigError(f"{config.__name__} has no {' and no '.join(lacking)}: a run needs folder, model and data.")
 
     def add(trainer: _Trainer) -> _Trainer:
         add_method(MethodInfo(name, config, trainer, **facts))
@@ -108,7 +105,7 @@ def methods() -> dict[str, MethodInfo]:
             import_module(module.strip())
         except ModuleNotFoundError as e:
             raise ConfigError(
-                f"RLHF_NB_METHODS names {module!r}, which can't be imported ({e}): is it on PYTHONPATH?"
+                f"RLHF_NB_METHODS names {module!r}, which can't be imported ({e}): see PYTHONPATH."
             ) from e
     return {name: _METHODS[name] for name in (*BUILT_IN, *(n for n in _METHODS if n not in BUILT_IN))}
 
@@ -126,10 +123,7 @@ def get(name: str) -> MethodInfo:
     known = {m.command or m.name: m for m in methods().values()}
     if name in {**_METHODS, **known}:
         return {**_METHODS, **known}[name]
-    near = suggest(name, known)
-    raise ConfigError(
-        f"there is no method {name!r}. " + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(known)}.")
-    )
+    raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, known, 'There are: ' + ', '.join(known))}")
 
 
 def of(config: Any) -> MethodInfo:

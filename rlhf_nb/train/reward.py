@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import derive_seed
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
 from ..losses.reward import bradley_terry, centering
@@ -35,25 +35,15 @@ class RewardConfig(TrainConfig):
         "reward", {"lr": 2e-3, "schedule": "linear", "warmup_steps": 3}, epochs=1.0, token_budget=4096
     )
 
-    output_dir: PathText = Field(default="runs/reward", min_length=1, description="the run's folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="where the reward model starts: the SFT model")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="preferences: chosen+rejected, with or without prompt and margin"
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-5), description="AdamW and its schedule"
-    )
-    ensemble_size: int = Field(default=1, ge=1, description="members; 1: a single reward model")
-    head: Literal["linear", "mlp"] = Field(default="linear", description="linear is readable by plain transformers")
-    head_hidden: int | None = Field(
-        default=None, ge=1, description="width of an MLP head's middle layer; null: the model's"
-    )
-    head_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="dropout before the head's last layer, while training"
-    )
-    pooling: Literal["last", "mean"] = Field(
-        default="last", description="state at the last real token, or the mean of all"
-    )
+    output_dir: PathText = option("runs/reward", "the run's folder", min_length=1)
+    model: ModelConfig = option(ModelConfig(), "where the reward model starts: the SFT model")
+    data: DataConfig = option(DataConfig(), "preferences: chosen+rejected, with or without prompt and margin")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "AdamW and its schedule")
+    ensemble_size: int = option(1, "members; 1: a single reward model", ge=1)
+    head: Literal["linear", "mlp"] = option("linear", "linear is readable by plain transformers")
+    head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)
+    head_dropout: float = option(0.0, "dropout before the head's last layer, while training", ge=0, lt=1)
+    pooling: Literal["last", "mean"] = option("last", "state at the last real token, or the mean of all")
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="how often a label is believed to be wrong")
     center_coef: float = Field(default=0.01, ge=0, description="weight of (chosen + rejected)²; keeps scores around 0")
     calibrate_rows: int = Field(
@@ -85,7 +75,6 @@ class Reward(TextMethod):
         members: reward models to train side by side.
         tokenizer: pads.
         config: of the run.
-        held_out: tokenized pairs that `evaluate` measures.
         demonstrations: tokenized rows whose mean score is 0 at the end.
     """
 
@@ -98,10 +87,9 @@ class Reward(TextMethod):
         members: Sequence[RewardModel],
         tokenizer: Any,
         config: RewardConfig,
-        held_out: Sequence[Row] = (),
         demonstrations: Sequence[Row] = (),
     ) -> None:
-        super().__init__(None, tokenizer, config, held_out, RewardEnsemble(members, config.token_budget))
+        super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:

@@ -10,22 +10,24 @@ import random
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig
+from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data import toy
 from ..run.engine import Engine
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
-from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, Verdicts, agreement, label_pairs  # fmt: skip
+from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, agreement, label_pairs, verdicts_of
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
+from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .registry import register
 from ..untrusted import Unreadable, json_value
@@ -39,12 +41,12 @@ __all__ = ['JudgeConfig', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge
 class JudgeConfig(StrictConfig):
     """Who says which of two answers is better."""
 
-    model: PathText | None = Field(
-        default=None, description="folder or hub name of a causal language model; 'toy': the toy world's labellers"
+    model: PathText | None = option(
+        None, "folder or hub name of a causal language model; 'toy': the toy world's labellers"
     )
-    endpoint: EndpointConfig | None = Field(default=None, description="a server with OpenAI's interface instead")
-    template: JudgeTemplate = Field(default_factory=JudgeTemplate, description="the words in which it is asked")
-    labels: list[str] = Field(default=["A", "B"], min_length=2, max_length=2, description="what it may reply")
+    endpoint: EndpointConfig | None = option(None, "a server with OpenAI's interface instead")
+    template: JudgeTemplate = option(JudgeTemplate(), "the words in which it is asked")
+    labels: list[str] = option(["A", "B"], "what it may reply", min_length=2, max_length=2)
 
     @model_validator(mode="after")
     def _one(self) -> JudgeConfig:
@@ -75,26 +77,26 @@ class RLAIFConfig(StrictConfig):
         },
     }  # fmt: skip
 
-    output_dir: PathText = Field(default="runs/rlaif", min_length=1, description="the run's folder")
-    seed: int = Field(default=0, ge=0, description="decides every answer and every principle drawn")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="who answers: the SFT model")
-    data: DataConfig = Field(default_factory=DataConfig, description="prompts, from rows in any format that has one")
-    prompts: int | None = Field(default=None, ge=1, description="how many of them; null: all")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    judge: JudgeConfig = Field(default_factory=JudgeConfig, description="who compares")
-    min_confidence: float = Field(default=0.5, ge=0.5, lt=1, description="pairs are kept above this probability")
-    constitution: PathText | None = Field(
-        default=None, description="YAML file of principles, or 'shipped': judge by them, and revise answers; null: none"
+    output_dir: PathText = option("runs/rlaif", "the run's folder", min_length=1)
+    seed: int = option(0, "decides every answer and every principle drawn", ge=0)
+    model: ModelConfig = option(ModelConfig(), "who answers: the SFT model")
+    data: DataConfig = option(DataConfig(), "prompts, from rows in any format that has one")
+    prompts: int | None = option(None, "how many of them; null: all", ge=1)
+    sampling: SamplingConfig = option(SamplingConfig(), "how answers are drawn")
+    judge: JudgeConfig = option(JudgeConfig(), "who compares")
+    min_confidence: float = option(0.5, "pairs are kept above this probability", ge=0.5, lt=1)
+    constitution: PathText | None = option(
+        None, "YAML file of principles, or 'shipped': judge by them, and revise answers; null: none"
     )
-    rounds: int = Field(default=1, ge=1, description="critiques and revisions of an answer, with principles")
-    check_pairs: int = Field(default=256, ge=0, description="pairs with known labels that the judge is tried on first")
-    chunk: int = Field(default=64, ge=1, description="prompts between two saves; what is saved is never done again")
-    then: Literal["dpo", "reward"] | None = Field(
-        default=None, description="on the command line: train on the labels with DPO, or with a reward model and PPO"
+    rounds: int = option(1, "critiques and revisions of an answer, with principles", ge=1)
+    check_pairs: int = option(256, "pairs with known labels that the judge is tried on first", ge=0)
+    chunk: int = option(64, "prompts between two saves; what is saved is never done again", ge=1)
+    then: Literal["dpo", "reward"] | None = option(
+        None, "on the command line: train on the labels with DPO, or with a reward model and PPO"
     )
-    precision: PrecisionName = Field(default="auto", description="number format of the computation")
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps or cuda")
-    console: bool = Field(default=True, description="show progress")
+    precision: PrecisionName = option("auto", "number format of the computation")
+    device: str = option("auto", "auto, cpu, mps or cuda", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    console: bool = option(True, "show progress")
 
 # %% ../../nbs/670_train_rlaif.ipynb #c471ea03
 def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) -> Judge:
@@ -144,10 +146,7 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
     front = [rng.random() < 0.5 for _ in rows]
     prompts = [r["prompt"] for r in rows]
     a, b = ([r["chosen" if f == first else "rejected"] for r, f in zip(rows, front)] for first in (True, False))
-    got = judge.compare([*prompts, *prompts], [*a, *b], [*b, *a]) if not hasattr(judge, "verdicts") else None
-    n = len(rows)
-    both = Verdicts(got[:n], [None if p is None else 1 - p for p in got[n:]]) if got else judge.verdicts(prompts, a, b)  # type: ignore[attr-defined]
-    return agreement(both, [float(f) for f in front])
+    return agreement(verdicts_of(judge, prompts, a, b), [float(f) for f in front])
 
 
 def known_pairs(config: RLAIFConfig) -> list[Row]:
@@ -273,6 +272,11 @@ class Labelling:
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
+        with RunLock(self.config.output_dir) if self.engine.is_main else nullcontext():
+            return self._run_locked(resume, overwrite)
+
+    def _run_locked(self, resume: bool, overwrite: bool) -> dict[str, float]:
+        """The job, in a folder that nobody else has."""
         log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
         done, events = self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
         try:

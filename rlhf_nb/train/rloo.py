@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, rloo_baseline, whiten
-from ..config import PathText
+from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
@@ -26,24 +26,14 @@ class RLOOConfig(OnlineConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("rloo", num_generations=4, kl_coef=0.1)
 
-    output_dir: PathText = Field(default="runs/rloo", min_length=1, description="the run's folder")
-    num_generations: int = Field(
-        default=4, ge=1, description="answers to each prompt; batch and remax also work with 1"
-    )
-    kl_coef: float = Field(
-        default=0.05, ge=0, description="price of one nat of drift, inside the reward; 0: no reference is kept"
-    )
-    kl_kind: KLKind = Field(default="k1", description="estimator in the reward")
-    baseline: Literal["rloo", "remax", "batch", "group_batch"] = Field(
-        default="rloo", description="what a score is compared with"
-    )
-    whiten_advantages: bool = Field(
-        default=False, description="rloo, remax: advantages to mean 0, variance 1 over the batch"
-    )
-    clip_eps_low: float = Field(
-        default=0.2, ge=0, le=1, description="how far a ratio may fall, with several updates per batch"
-    )
-    clip_eps_high: float = Field(default=0.2, ge=0, description="how far a ratio may rise")
+    output_dir: PathText = option("runs/rloo", "the run's folder", min_length=1)
+    num_generations: int = option(4, "answers to each prompt; batch and remax also work with 1", ge=1)
+    kl_coef: float = option(0.05, "price of one nat of drift, inside the reward; 0: no reference is kept", ge=0)
+    kl_kind: KLKind = option("k1", "estimator in the reward")
+    baseline: Literal["rloo", "remax", "batch", "group_batch"] = option("rloo", "what a score is compared with")
+    whiten_advantages: bool = option(False, "rloo, remax: advantages to mean 0, variance 1 over the batch")
+    clip_eps_low: float = option(0.2, "how far a ratio may fall, with several updates per batch", ge=0, le=1)
+    clip_eps_high: float = option(0.2, "how far a ratio may rise", ge=0)
 
     @model_validator(mode="after")
     def _siblings(self) -> RLOOConfig:

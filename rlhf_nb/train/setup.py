@@ -202,17 +202,15 @@ class TextMethod(BaseMethod):
         model: causal language model; only parameters that require gradients are trained.
         tokenizer: pads.
         config: of the run.
-        held_out: tokenized rows that `evaluate` measures.
         module: what is trained, where that is more than the model.
     """
 
     reference: Reference | None = None
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: Any, held_out: Sequence[Row] = (), module: nn.Module | None = None
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: Any, module: nn.Module | None = None) -> None:
         self.module = CausalScorer(model, config.token_budget) if module is None else module
-        self.model, self.tokenizer, self.config, self.held_out = model, tokenizer, config, list(held_out)
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.held_out: list[Row] = []  # tokenized rows that `evaluate` measures; set by the trainer
 
     def answers_in(self, batch: Any) -> Completions | None:
         """The completions whose log-probs a batch is about; None where it is about something else."""

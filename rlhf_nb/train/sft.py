@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..data.sources import collate_completions, tokenize_sft
 from ..losses.sft import sft_loss
 from .registry import register
@@ -27,21 +26,17 @@ class SFTConfig(TrainConfig):
         "sft", {"lr": 8e-3, "betas": [0.9, 0.95], "schedule": "cosine", "warmup_steps": 23}, epochs=3.0
     )
 
-    output_dir: PathText = Field(default="runs/sft", min_length=1, description="the run's folder")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="what is fine-tuned")
-    data: DataConfig = Field(
-        default_factory=DataConfig, description="demonstrations: text, messages or prompt+completion"
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=2e-5, schedule="cosine"), description="AdamW and its schedule"
-    )
+    output_dir: PathText = option("runs/sft", "the run's folder", min_length=1)
+    model: ModelConfig = option(ModelConfig(), "what is fine-tuned")
+    data: DataConfig = option(DataConfig(), "demonstrations: text, messages or prompt+completion")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "AdamW and its schedule")
 
 # %% ../../nbs/610_train_sft.ipynb #b2fa3c1b
 class SFT(TextMethod):
     """Supervised fine-tuning as a method of the loop.
 
     Args:
-        model, tokenizer, config, held_out: as in `TextMethod`.
+        model, tokenizer, config: as in `TextMethod`.
     """
 
     name = "sft"

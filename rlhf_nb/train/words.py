@@ -72,16 +72,8 @@ def rows_of(data: Any, what: str) -> Any:
 
 # %% ../../nbs/602_train_words.ipynb #ae35ccad
 _LORA = {"r", "lora_alpha", "lora_dropout", "target_modules"}
-_NOTHING = {
-    "task_type",
-    "inference_mode",
-    "base_model_name_or_path",
-    "peft_type",
-    "revision",
-    "fan_in_fan_out",
-    "auto_mapping",
-    "peft_version",
-}
+_NOTHING = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type", "peft_version"}
+_NOTHING |= {"revision", "fan_in_fan_out", "auto_mapping"}
 
 
 def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
@@ -152,9 +144,7 @@ def _positional(takes: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
     if not args or args[0] is None or isinstance(args[0], StrictConfig):
         return dict(zip(takes, args))
     if not isinstance(args[0], str | Path | nn.Module):
-        raise ConfigError(
-            f"the first argument is a {type(args[0]).__name__}: give a config (or args=...), or a model as TRL does."
-        )
+        raise ConfigError(f"the first argument is a {type(args[0]).__name__}: give a config, or a model as TRL does.")
     if len(args) > 2:
         raise ConfigError("after model and args, give what is left by name: train_dataset=..., processing_class=...")
     return dict(zip(("model", "args"), args))
@@ -265,10 +255,8 @@ def speak_trl(trainer: Any, kind: type[StrictConfig]) -> None:
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         return
     ours: Any = trainer.__init__
-    constructors = [
-        inspect.signature(vars(c)["__init__"]).parameters.values() for c in trainer.__mro__ if "__init__" in vars(c)
-    ]
-    named = [p.name for ps in constructors for p in ps if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    makers = [inspect.signature(vars(c)["__init__"]) for c in trainer.__mro__ if "__init__" in vars(c)]
+    named = [p.name for m in makers for p in m.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes = [name for name in dict.fromkeys(named) if name != "self"]
 
     @functools.wraps(ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class Line:
         color: number in the palette, or a CSS colour.
         smoothed: steps and values drawn boldly; the curve itself is then drawn faintly behind.
         error: half width of a band around the bold curve, of the same length.
-        dashed: told apart by more than colour.
+        kind: "line", "dash" (told apart by more than colour), "dots" or "bars".
     """
 
     label: str
@@ -81,7 +81,7 @@ class Line:
     color: int | str = 0
     smoothed: tuple[Floats, Floats] | None = None
     error: Floats | None = None
-    dashed: bool = False
+    kind: str = "line"
 
 
 @dataclass
@@ -116,6 +116,8 @@ class Panel:
     high: float | None = None
     empty: str = "no data yet"
     xlabel: str = ""
+    limits: tuple[float, float] | None = None  # of the vertical axis; None: round numbers around the curves
+    reading: bool = True  # the legend tells each curve's last value
 
 # %% ../../nbs/810_widgets_charts.ipynb #209d2165
 def nice_step(span: float, parts: int = 4) -> float:
@@ -161,6 +163,7 @@ class Axes:
 def _span(panel: Panel) -> tuple[float, float]:
     """Lowest and highest value that a panel's axis must hold; in powers of ten on a logarithmic one."""
     found: list[float] = [x for x in (panel.low, panel.high) if x is not None]
+    found += [0.0 for line in panel.lines if line.kind == "bars"]
     for line in panel.lines:
         bold = line.smoothed[1] if line.smoothed is not None else line.values
         bold = bold[np.isfinite(bold) & ((bold > 0) | (not panel.log))]
@@ -182,6 +185,11 @@ def _span(panel: Panel) -> tuple[float, float]:
     if panel.high is not None and not panel.log and high < panel.high + near:
         high = panel.high
     return low, high
+
+
+def _limits(panel: Panel, axes: Axes) -> tuple[float, float]:
+    """Ends of a panel's vertical axis: its own, or those that hold its curves."""
+    return panel.limits or axes.limits_y(panel.title, *_span(panel))
 
 
 def ticks(low: float, high: float, log: bool = False, parts: int = 4) -> list[tuple[float, str]]:
@@ -242,12 +250,24 @@ def _draw_line(plot: _Plot, line: Line, most: int, dash: str = "") -> str:
         x, e = np.concatenate([bold[0], bold[0][::-1]]), np.nan_to_num(line.error)
         d = plot.path(x, np.concatenate([bold[1] + e, (bold[1] - e)[::-1]]))
         parts.append(f'<path d="{d}Z" fill="{escape(color)}" opacity=".18"/>')
-    dashes = f' stroke-dasharray="{dash or DASHES[1]}"' if line.dashed or dash else ""
+    dashes = f' stroke-dasharray="{dash or DASHES[1]}"' if line.kind == "dash" or dash else ""
     d = plot.path(*(bold if line.smoothed is not None else thin(*bold, most)))
     if len(bold[0]) == 1 and d:  # a single point has no length
         x0, y0 = d[1:].split()
         return f'<circle cx="{x0}" cy="{y0}" r="10" fill="{escape(color)}"/>'
     return "".join(parts) + f'<path d="{d}" {style} stroke-width="1.6"{dashes}/>'
+
+
+def _draw_shapes(plot: _Plot, line: Line, number: int, of: int) -> str:
+    """Dots, or the `number`-th of `of` groups of bars."""
+    color, good = escape(color_of(line.color)), np.isfinite(line.values)
+    xs, ys = plot.px(line.steps[good]).tolist(), plot.py(line.values[good]).tolist()
+    if line.kind == "dots":
+        return "".join(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="16" fill="{color}"/>' for x, y in zip(xs, ys))
+    width, zero = float(plot.px(1.0) - plot.px(0.0)) * 0.8 / of, float(plot.py(0.0))
+    box, at = f'width="{width * 0.92:.0f}" fill="{color}" opacity=".85"', (number - of / 2) * width
+    tops = ((x + at, min(y, zero), abs(y - zero)) for x, y in zip(xs, ys))
+    return "".join(f'<rect x="{x:.0f}" y="{y:.0f}" height="{h:.0f}" {box}/>' for x, y, h in tops)
 
 # %% ../../nbs/810_widgets_charts.ipynb #f0ca3f56
 def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
@@ -257,7 +277,10 @@ def _frame(panel: Panel, plot: _Plot, width: int, height: int) -> str:
     at = float(_LEFT)
     for line in panel.lines:
         last = (line.smoothed or (line.steps, line.values))[1]
-        text = f"{line.label} {tick_text(float(last[-1])) if len(last) and math.isfinite(last[-1]) else '–'}"
+        now = tick_text(float(last[-1])) if len(last) and math.isfinite(last[-1]) else "–"
+        text = f"{line.label} {now}" if panel.reading else line.label
+        if not text:
+            continue
         if at + 12 + 5.8 * len(text) > width + 20:
             break
         out.append(f'<rect x="{at:.0f}" y="20" width="8" height="8" rx="2" fill="{escape(color_of(line.color))}"/>')
@@ -288,9 +311,18 @@ def _content(panel: Panel, plot: _Plot) -> str:
         line = f'<path d="M{x:.0f} 0v{plot.h}" stroke="{color}" stroke-width="4" stroke-dasharray="4 8" opacity=".6"/>'
         tip = f'<path d="M{x - 16:.0f} 0h32l-16 24z" fill="{color}" opacity=".8"/>'
         out.append(f"<g>{line}{tip}<title>{escape(mark.text)}</title></g>")
-    most = plot.w // _UNIT
-    out += [_draw_line(plot, line, most, DASHES[min(i // len(PALETTE), 2)]) for i, line in enumerate(panel.lines)]
+    most, bars = plot.w // _UNIT, _bars(panel)
+    for i, one in enumerate(panel.lines):
+        if one.kind in ("dots", "bars"):
+            out.append(_draw_shapes(plot, one, bars.get(id(one), 0), len(bars)))
+        else:
+            out.append(_draw_line(plot, one, most, DASHES[min(i // len(PALETTE), 2)]))
     return "".join(out)
+
+
+def _bars(panel: Panel) -> dict[int, int]:
+    """The number of each curve that is drawn as bars, by its id."""
+    return {id(line): i for i, line in enumerate(x for x in panel.lines if x.kind == "bars")}
 
 # %% ../../nbs/810_widgets_charts.ipynb #50862793
 def line_chart(
@@ -312,11 +344,13 @@ def line_chart(
     """
     axes = axes if axes is not None else Axes()
     columns = max(1, min(columns, len(panels)))
-    ends = [(float(x.steps[0]), float(x.steps[-1])) for p in panels for x in p.lines if len(x.steps)]
+    wide = 0.5 if any(map(_bars, panels)) else 0.0
+    lines = [x for p in panels for x in p.lines if len(x.steps)]
+    ends = [(float(x.steps.min()) - wide, float(x.steps.max()) + wide) for x in lines]
     x = axes.limits_x(min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=1.0))
     parts = []
     for i, panel in enumerate(panels):
-        plot = _Plot(x, axes.limits_y(panel.title, *_span(panel)), panel.log, width, height)
+        plot = _Plot(x, _limits(panel, axes), panel.log, width, height)
         place = f"translate({i % columns * width},{i // columns * height})"
         box = f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 {plot.w} {plot.h}"'
         body = _content(panel, plot)
@@ -326,21 +360,23 @@ def line_chart(
     return svg_page(columns * width, -(-len(panels) // columns) * height, label, "".join(parts))
 
 # %% ../../nbs/810_widgets_charts.ipynb #c7435ff4
-def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float = 1.9, dpi: int = 80) -> bytes:
+def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float = 1.9, says: str = "") -> bytes:
     """The same panels as a PNG.
 
     Args:
         panels, columns: as in `line_chart`.
         width, height: of one panel, in inches.
-        dpi: dots per inch.
+        says: a sentence below them.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = max(1, min(columns, len(panels)))
     rows = max(1, -(-len(panels) // columns))
-    figure = Figure(figsize=(columns * width, rows * height), dpi=dpi, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(columns * width, rows * height), dpi=80, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
+    if says:
+        figure.supxlabel(textwrap.fill(says, int(14.5 * columns * width)), fontsize=9, x=0.01, ha="left")
     grid = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for panel, axis in zip(panels, grid):
         _draw_still(panel, axis)
@@ -353,7 +389,7 @@ def to_png(*panels: Panel, columns: int = 3, width: float = 3.1, height: float =
 
 def _draw_still(panel: Panel, axis: Any) -> None:
     """Draw one panel with matplotlib, as `line_chart` draws it."""
-    low, high = Axes().limits_y("", *_span(panel))
+    (low, high), bars = _limits(panel, Axes()), _bars(panel)
     for band in panel.bands:
         axis.axhspan(max(band.low, -1e300), min(band.high, 1e300), color=color_of(band.color), alpha=0.12, lw=0)
     for mark in panel.marks:
@@ -365,18 +401,25 @@ def _draw_still(panel: Panel, axis: Any) -> None:
         if line.error is not None:
             error = np.nan_to_num(line.error)
             axis.fill_between(bold[0], bold[1] - error, bold[1] + error, color=color, alpha=0.18, lw=0)
-        point = "." if len(bold[0]) == 1 else ""
-        axis.plot(*bold, color=color, lw=1.4, ls="--" if line.dashed else "-", marker=point, label=line.label)
+        if line.kind == "bars":
+            width = 0.8 / len(bars)
+            at = line.steps + (bars[id(line)] + 0.5 - len(bars) / 2) * width
+            axis.bar(at, line.values, width * 0.92, color=color, alpha=0.85, label=line.label)
+            continue
+        style = {"line": "-", "dash": "--", "dots": "none"}[line.kind]
+        point = "o" if line.kind == "dots" else "." if len(bold[0]) == 1 else ""
+        axis.plot(*bold, color=color, lw=1.4, ls=style, marker=point, label=line.label)
     if panel.log and any(np.any(line.values > 0) for line in panel.lines):
         axis.set_yscale("log")
         axis.set_ylim(10.0 ** max(low, -99), 10.0 ** max(min(high, 99), -98))
     elif not panel.log:
         axis.set_ylim(low, high)
     axis.set_title(panel.title, fontsize=9, loc="left")
+    axis.set_xlabel(panel.xlabel, fontsize=8)
     axis.tick_params(labelsize=7)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    if len(panel.lines) > 1:
+    if sum(bool(line.label) for line in panel.lines) > 1:
         axis.legend(fontsize=6, frameon=False, loc="best")
     if not any(len(line.steps) for line in panel.lines):
         axis.text(0.5, 0.5, panel.empty, transform=axis.transAxes, ha="center", fontsize=8, color="0.4")

@@ -13,24 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, DataError, RunError, derive_seed
+from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
+from ..data.formats import prompt_text
 from ..data.sources import collate_preferences, tokenize_preferences
 from ..evaluate.policy import wilson_interval
 from ..rollout.sampler import eval_mode
-from .html import escape, prompt_text, table_html
+from .html import escape, table_html
 from .kernel import show_live
-from rlhf_nb.widgets.labels import (
-    Agreement,
-    Answers,
-    Label,
-    LabelStore,
-    Pair,
-    agreement,
-    export_preferences,
-    make_pairs,
-    tally,
-    to_preferences,
-)
+from .labels import Agreement, Answers, Label, LabelStore, Pair, agreement
+from .labels import export_preferences, make_pairs, tally, to_preferences
 
 # %% auto #0
 __all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html', 'summary_rows',
@@ -182,8 +173,7 @@ def unsureness(margins: Tensor, how: str = "auto") -> Tensor:
     m = margins.detach().double().cpu()
     m = m[None] if m.dim() == 1 else m
     how = ("std" if len(m) > 1 else "margin") if how == "auto" else how
-    if how not in ("std", "bald", "margin"):
-        raise ConfigError(f"how: {how!r} is unknown: use 'auto', 'std', 'bald' or 'margin'.")
+    check_choice("how", how, ("std", "bald", "margin"))
     if how != "margin" and len(m) < 2:
         raise ConfigError(f"how = {how!r}: one model can't disagree. Train with ensemble_size=3, or use 'margin'.")
     if how == "margin":

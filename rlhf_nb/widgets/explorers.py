@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, suggest
+from ..core import ConfigError, check_choice
 from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms
 from ..losses.kto import kto
@@ -19,7 +19,7 @@ from ..losses.policy import clipped_surrogate
 from ..losses.preference import PairLogps, dpo, ipo, simpo
 from .html import table_html
 from .kernel import show_live
-from .plots import Curve, Explorer, Knob, Picture, Plot
+from .plots import Explorer, Knob, Picture, curve, plot
 
 # %% auto #0
 __all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum', 'TAILS',
@@ -42,14 +42,14 @@ def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
     push = -torch.autograd.grad(torch.stack(each).sum(), logps)[0]
     value = [-float(x) for x in torch.stack(each).detach()]
     x = ratio.tolist()
-    free = Curve("without clip", x, (ratio * advantage).tolist(), 4, "dash")
+    free = curve("without clip", x, (ratio * advantage).tolist(), 4, "dash")
     high = 2 * max(abs(advantage), 0.1)
     edges = (1 - eps_low, 1 + eps_high)
     flat = f"above {edges[1]:.2f}" if advantage > 0 else f"below {edges[0]:.2f}"
     says = f"Advantage {advantage:+.1f}: {flat} the push is zero, the token has had its share. On the other side nothing is clipped, however far it strayed."
     how: tuple[Any, ...] = ("ratio π / π_old", (-high, high), edges)
-    plots = [Plot("objective of the token", [free, Curve("clipped", x, value)], *how)]
-    plots.append(Plot("push on log π", [Curve("", x, push.tolist(), 1)], *how))
+    plots = [plot("objective of the token", [free, curve("clipped", x, value)], *how)]
+    plots.append(plot("push on log π", [curve("", x, push.tolist(), 1)], *how))
     return Picture(plots, says if advantage else "Advantage 0: nothing to learn from this token.")
 
 
@@ -75,13 +75,13 @@ def gae_picture(gamma: float, lam: float, critic: str, **drawn: float) -> Pictur
     values = {"zero": returns * 0, "average": returns.mean().expand_as(returns), "perfect": returns}[critic]
     x = [float(i + 1) for i in range(TOKENS)]
     none, every, now = (gae(rewards, values, mask, gamma, at)[0][0].tolist() for at in (0.0, 1.0, lam))
-    first = [Curve("reward", x, rewards[0].tolist(), 0, "bars"), Curve("value", x, values[0].tolist(), 1)]
-    first.append(Curve("return", x, returns[0].tolist(), 2, "dash"))
-    second = [Curve(f"λ = {lam:.2f}", x, now, 0, "bars"), Curve("λ = 0", x, none, 4, "dash")]
-    second.append(Curve("λ = 1", x, every, 3, "dash"))
+    first = [curve("reward", x, rewards[0].tolist(), 0, "bars"), curve("value", x, values[0].tolist(), 1)]
+    first.append(curve("return", x, returns[0].tolist(), 2, "dash"))
+    second = [curve(f"λ = {lam:.2f}", x, now, 0, "bars"), curve("λ = 0", x, none, 4, "dash")]
+    second.append(curve("λ = 1", x, every, 3, "dash"))
     says = f"A surprise is credited to the token before it by {gamma * lam:.0%}, to the one ten before it by {(gamma * lam) ** TOKENS:.0%}."
     says = "A perfect critic leaves nothing to be surprised by: every advantage is 0." if critic == "perfect" else says
-    return Picture([Plot("what came and what was expected", first, "token"), Plot("advantage", second, "token")], says)
+    return Picture([plot("what came and what was expected", first, "token"), plot("advantage", second, "token")], says)
 
 
 _drawn = {f"r{i + 1}": Knob(1.0 if i == TOKENS - 1 else -0.05, -1.0, 1.0, 0.05, upright=True) for i in range(TOKENS)}
@@ -121,18 +121,18 @@ def preference_picture(beta: float, beta_simpo: float, gamma: float, label_smoot
     for i, (name, loss) in enumerate(_preference_losses(margin, *settings).items()):
         push = -torch.autograd.grad(loss.sum(), margin, retain_graph=True)[0]  # all four share the margin
         zero = push[40].abs().clamp(min=1e-12)
-        losses.append(Curve(name, margin.tolist(), loss.detach().tolist(), i))
-        pushes.append(Curve("", margin.tolist(), (push / zero).tolist(), i))
+        losses.append(curve(name, margin.tolist(), loss.detach().tolist(), i))
+        pushes.append(curve("", margin.tolist(), (push / zero).tolist(), i))
     target = 0.5 / beta
     says = (
         f"IPO stops at margin 1/(2β) = {target:.3g} and pulls back beyond; DPO and SimPO get weaker and never stop; KTO gives up on pairs that are "
         "very wrong as well as on those that are very right."
     )
-    top = max(1.5, min(4.0, max(losses[0].y)))
+    top = max(1.5, min(4.0, float(losses[0].values.max())))
     both = (target,) if target < 60 else ()
     plots = [
-        Plot("loss", losses, "margin (nats)", (0.0, top), both),
-        Plot("push, 1 at margin 0", pushes, "margin (nats)", (-1.0, 2.0), both),
+        plot("loss", losses, "margin (nats)", (0.0, top), both),
+        plot("push, 1 at margin 0", pushes, "margin (nats)", (-1.0, 2.0), both),
     ]
     return Picture(plots, says)
 
@@ -166,22 +166,20 @@ def kl_picture(
     true = math.log(reference_sd / policy_sd) + apart - 0.5
     keep = torch.unique(torch.logspace(0, math.log10(len(x)), 120).long().clamp(max=len(x))) - 1
     kinds: tuple[KLKind, ...] = ("k1", "k2", "k3")
-    curves, facts = [Curve("true", [1.0, float(len(x))], [true, true], 2, "dash")], list[dict[str, Any]]()
+    curves, facts = [curve("true", [1.0, float(len(x))], [true, true], 2, "dash")], list[dict[str, Any]]()
     for i, kind in enumerate(kinds):
         terms = kl_terms(ratio, kind)
         running = terms.cumsum(0) / torch.arange(1, len(x) + 1)
-        curves.append(Curve(kind, (keep + 1.0).tolist(), running[keep].tolist(), (0, 1, 3)[i]))
+        curves.append(curve(kind, (keep + 1.0).tolist(), running[keep].tolist(), (0, 1, 3)[i]))
         fact = {"estimator": kind, "mean": float(terms.mean()), "true KL": true}
         facts.append(fact | {"std of one term": float(terms.std()), "largest term": float(terms.max())})
-    both = (("policy", bell_p), ("reference", bell_q))
-    bells = [
-        Curve(name, grid.tolist(), _log_bell(grid, *bell).exp().tolist(), i) for i, (name, bell) in enumerate(both)
-    ]
+    heights = [_log_bell(grid, *bell).exp().tolist() for bell in (bell_p, bell_q)]
+    bells = [curve("policy", grid.tolist(), heights[0], 0), curve("reference", grid.tolist(), heights[1], 1)]
     top = max(2.5 * true, 0.05)
     calm = min(facts, key=lambda f: abs(f["mean"] - true) + f["std of one term"] / len(x) ** 0.5)
     says = f"True KL {true:.3f} nats. With {len(x)} samples the estimator to trust here is {calm['estimator']}."
-    means = Plot("mean of the first n terms", curves, "n", (min(-0.3 * top, 0.0), top))
-    return Picture([Plot("densities", bells, "x"), means], says, facts)
+    means = plot("mean of the first n terms", curves, "n", (min(-0.3 * top, 0.0), top))
+    return Picture([plot("densities", bells, "x"), means], says, facts)
 
 
 _knobs = {"policy_mean": Knob(0.5, -3.0, 3.0, 0.05), "policy_sd": Knob(1.0, 0.3, 2.0, 0.05)}
@@ -227,14 +225,14 @@ def optimum_picture(beta: float, **drawn: float) -> Picture:
     prices = torch.logspace(-2, 2, 120).tolist()
     path = [_reward_and_kl(optimal_policy(reference, rewards, b)[0], reference, rewards) for b in prices]
     x = [float(i + 1) for i in range(len(_REFERENCE))]
-    bars = [Curve("reference", x, list(_REFERENCE), 4, "bars"), Curve("optimum", x, policy.tolist(), 0, "bars")]
-    bars.append(Curve("reward", x, rewards.tolist(), 1, "dots"))
-    frontier = [Curve("every β", [k for _, k in path], [r for r, _ in path], 4)]
-    frontier.append(Curve(f"β = {beta:.2g}", [kl], [reward], 0, "dots"))
+    bars = [curve("reference", x, list(_REFERENCE), 4, "bars"), curve("optimum", x, policy.tolist(), 0, "bars")]
+    bars.append(curve("reward", x, rewards.tolist(), 1, "dots"))
+    frontier = [curve("every β", [k for _, k in path], [r for r, _ in path], 4)]
+    frontier.append(curve(f"β = {beta:.2g}", [kl], [reward], 0, "dots"))
     facts = [{"E[r]": reward, "KL": kl, "E[r] − β·KL": reward - beta * kl, "β log Z": beta * float(log_z)}]
     best = int(policy.argmax()) + 1
     says = f"At β = {beta:.2g} answer {best} has {float(policy.max()):.0%}; {kl:.2f} nats bought {reward - float((reference * rewards).sum()):.2f} of reward."
-    plots = [Plot("answers", bars, "answer", (-1.0, 1.0)), Plot("reward against KL", frontier, "KL (nats)")]
+    plots = [plot("answers", bars, "answer", (-1.0, 1.0)), plot("reward against KL", frontier, "KL (nats)")]
     return Picture(plots, says, facts)
 
 
@@ -305,8 +303,8 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
     near = min(range(len(counts)), key=lambda i: abs(counts[i] - n))
     peak = max(range(len(counts)), key=lambda i: gold[i])
     curves = [
-        Curve("proxy", d, proxy, 1), Curve("gold", d, gold, 0), Curve("Gao's law", d, [u * (alpha - beta * u) for u in d], 2, "dash"),
-        Curve("", [d[near], d[near]], [proxy[near], gold[near]], 3, "dots"),
+        curve("proxy", d, proxy, 1), curve("gold", d, gold, 0), curve("Gao's law", d, [u * (alpha - beta * u) for u in d], 2, "dash"),
+        curve("", [d[near], d[near]], [proxy[near], gold[near]], 3, "dots"),
     ]  # fmt: skip
     fact = {"n": counts[near], "KL": d[near] ** 2, "proxy": proxy[near], "gold": gold[near]}
     facts = [fact | {"α": alpha, "β": beta, "gold's peak at n": counts[peak]}]
@@ -315,9 +313,9 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
         if counts[peak] < counts[-1]
         else "Gold still rises at n = 1000."
     )
-    plain = Plot("mean reward of the best of n", curves, "√KL", (min(-0.5, min(gold)), min(max(proxy), 6.0)))
-    here = Curve("", [d[near]], [gold[near]], 3, "dots")
-    close = Plot("gold alone", [Curve("gold", d, gold, 0), curves[2], here], "√KL")
+    plain = plot("mean reward of the best of n", curves, "√KL", (min(-0.5, min(gold)), min(max(proxy), 6.0)))
+    here = curve("", [d[near]], [gold[near]], 3, "dots")
+    close = plot("gold alone", [curve("gold", d, gold, 0), curves[2], here], "√KL")
     return Picture([plain, close], says, facts)
 
 
@@ -344,10 +342,7 @@ class Explorers:
     """
 
     def __init__(self, first: str = "ppo_clip") -> None:
-        if first not in EXPLORERS:
-            near = suggest(first, EXPLORERS)
-            hint = f"Did you mean {near!r}?" if near else f"There are {', '.join(EXPLORERS)}."
-            raise ConfigError(f"explorer {first!r} is unknown. {hint}")
+        check_choice("explorer", first, EXPLORERS)
         self.first = first
 
     def table(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..core import printable
 
 # %% auto #0
-__all__ = ['escape', 'prompt_text', 'table_html', 'svg_text', 'svg_page']
+__all__ = ['escape', 'table_html', 'svg_text', 'svg_page']
 
 # %% ../../nbs/806_widgets_html.ipynb #339d4d28
 def escape(text: Any) -> str:
@@ -21,13 +21,6 @@ def escape(text: Any) -> str:
         text: anything; what comes back may stand between tags or inside a quoted attribute, nowhere else.
     """
     return html.escape(printable(text))
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as text; messages as "role: content", one a line."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in prompt)
-    return str(prompt)
 
 
 def _cell(value: Any) -> str:

@@ -44,22 +44,23 @@ def attended() -> bool:
     return front_end() and importlib.util.find_spec("ipywidgets") is not None
 
 
-def show_live(make: Callable[[], Any], html: str, text: str) -> Any:
+def show_live(make: Callable[[], Any], html: str, text: str, png: Callable[[], bytes] | None = None) -> Any:
     """Show a widget where somebody can use it, and a still otherwise.
 
     Args:
         make: the widget; only called where there is a front end.
         html: the still; in a bundle with the widget, so that a saved notebook shows it where the widget is gone.
         text: for front ends that show text only.
+        png: the still where there is no front end, for what the HTML would lose on GitHub; None: the HTML.
 
     Returns:
         A display handle whose `update({"text/html": ...}, raw=True)` replaces the widget; None where there is no front end.
     """
-    from IPython.display import display
+    from IPython.display import Image, display
 
     still = {"text/html": html, "text/plain": text}
     if not attended():
-        display(still, raw=True)
+        display(Image(png(), alt=text)) if png is not None else display(still, raw=True)
         return None
     view = {"version_major": 2, "version_minor": 0, "model_id": make().model_id}
     return display({"application/vnd.jupyter.widget-view+json": view, **still}, raw=True, display_id=True)

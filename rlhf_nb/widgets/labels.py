@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import SamplingConfig
-from ..core import ConfigError, DataError, RunError, derive_seed, suggest
+from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import win_rate
 from ..rollout.sampler import sample
@@ -256,10 +256,7 @@ class LabelStore:
             DataError: an unknown verdict.
             RunError: it could not be written.
         """
-        if verdict not in VERDICTS:
-            near = suggest(verdict, VERDICTS)
-            hint = f"Did you mean {near!r}?" if near else f"Use one of {', '.join(VERDICTS)}."
-            raise DataError(f"verdict {verdict!r} is unknown. {hint}")
+        check_choice("verdict", verdict, VERDICTS, DataError)
         fields = {"prompt": pair.prompt, "first": pair.first, "second": pair.second, "sources": list(pair.sources)}
         key = self._write("label", pair=pair.id, verdict=verdict, swapped=swapped, seconds=round(seconds, 3), **fields)
         return self._labels[key]
@@ -368,8 +365,7 @@ def to_preferences(labels: Sequence[Label], ties: str = "drop") -> list[dict[str
     Raises:
         ConfigError: unknown `ties`.
     """
-    if ties not in ("drop", "both"):
-        raise ConfigError(f"ties: {ties!r} is unknown: use 'drop' or 'both'.")
+    check_choice("ties", ties, ("drop", "both"))
     votes: dict[str, Counter[str]] = {}
     known: dict[str, Pair] = {}
     for x in labels:

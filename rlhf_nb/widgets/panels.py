@@ -116,7 +116,7 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
                 if i > 0 and label != "gold":
                     continue
                 color, name = j, reader.label + (" gold" if i else "")
-            panel.lines.append(_curve(reader, key, name, color, smoothing, dashed=several and i > 0))
+            panel.lines.append(_curve(reader, key, name, color, smoothing, "dash" if several and i > 0 else "line"))
     if spec.title == _KL.title and panel.lines and config.get("kl_budget"):
         panel.bands.append(Band(0.0, float(config["kl_budget"]), f"budget: {config['kl_budget']:g} nats"))
     if len(readers) == 1:
@@ -124,7 +124,7 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
     return panel
 
 # %% ../../nbs/816_widgets_panels.ipynb #2a211e2d
-def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, dashed: bool = False) -> Line:
+def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, kind: str) -> Line:
     """One curve with its smoothed version and its error."""
     steps, values = reader.series(key)
     at, means = reader.means(key)
@@ -138,7 +138,7 @@ def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float
         error = np.interp(at, where, wide) if len(where) else None
     half_life = 0.1 * smoothing * float(at[-1] - at[0]) if len(at) > 9 else 0.0
     bold = (at, smooth(at, means, half_life)) if half_life > 0 or error is not None else None
-    return Line(label, steps, values, color, bold, error, dashed)
+    return Line(label, steps, values, color, bold, error, kind)
 
 
 def marks_of(reader: RunReader, most: int = 40) -> list[Mark]:

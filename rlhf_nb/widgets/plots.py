@@ -3,23 +3,23 @@
 # %% ../../nbs/836_widgets_plots.ipynb #ec5f3e7a
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core import ConfigError, suggest
-from .charts import color_of, nice_step, ticks
-from .html import escape, svg_page, svg_text, table_html
-from .kernel import attended, show_live
+import numpy as np
+
+from ..core import ConfigError, check_choice
+from .charts import Line, Mark, Panel, line_chart, to_png
+from .html import escape, table_html
+from .kernel import show_live
 
 # %% auto #0
-__all__ = ['Curve', 'Plot', 'Picture', 'plot_svg', 'picture_html', 'picture_png', 'Knob', 'Explorer']
+__all__ = ['curve', 'plot', 'Picture', 'picture_html', 'picture_png', 'Knob', 'Explorer']
 
 # %% ../../nbs/836_widgets_plots.ipynb #5e1c0a91
-@dataclass(frozen=True)
-class Curve:
+def curve(label: str, x: Sequence[float], y: Sequence[float], color: int = 0, kind: str = "line") -> Line:
     """Points that belong together.
 
     Args:
@@ -28,147 +28,44 @@ class Curve:
         color: number in the palette.
         kind: "line", "dash", "dots" or "bars".
     """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    color: int = 0
-    kind: str = "line"
+    return Line(label, np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), color, kind=kind)
 
 
-@dataclass(frozen=True)
-class Plot:
+def plot(
+    title: str, curves: Sequence[Line], xlabel: str = "", ylim: tuple[float, float] | None = None, marks: Sequence[float] = ()
+) -> Panel:  # fmt: skip
     """Curves on common axes.
 
     Args:
         title: above.
         curves: back to front.
-        xlabel: below.
+        xlabel: what the horizontal axis is.
         ylim: limits; None takes those of the points.
         marks: places on the horizontal axis that mean something.
     """
-
-    title: str
-    curves: Sequence[Curve]
-    xlabel: str = ""
-    ylim: tuple[float, float] | None = None
-    marks: Sequence[float] = ()
-
-    def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of both axes; the vertical ones on round numbers."""
-        xs = [x for c in self.curves for x in c.x]
-        wide = 0.5 if any(c.kind == "bars" for c in self.curves) else 0.0
-        ys = [y for c in self.curves for y in c.y if math.isfinite(y)]
-        ys += [0.0] if wide else []
-        low, high = self.ylim or (min(ys), max(ys))
-        step = nice_step(max(high - low, 1e-9))
-        if self.ylim is None:
-            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        return (min(xs) - wide, max(xs) + wide), (low, high if high > low else low + step)
+    there = [Mark(x, f"{x:.3g}") for x in marks]
+    return Panel(title, list(curves), marks=there, xlabel=xlabel, limits=ylim, reading=False)
 
 
 @dataclass(frozen=True)
 class Picture:
     """What an explorer shows: plots side by side, a sentence, a table of facts."""
 
-    plots: Sequence[Plot]
+    plots: Sequence[Panel]
     says: str  # what to see, in a sentence
     facts: Sequence[Mapping[str, Any]] = field(default=())
-
-# %% ../../nbs/836_widgets_plots.ipynb #58b827f7
-_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 400, 250, 46, 44, 10, 34
-
-
-def _marks_svg(c: Curve, px: Callable[[float], float], py: Callable[[float], float], number: int, of: int) -> str:
-    """One curve as SVG: a line, dots, or the `number`-th of `of` groups of bars."""
-    color, points = color_of(c.color), [(px(x), py(y)) for x, y in zip(c.x, c.y) if math.isfinite(y)]
-    if c.kind == "dots":
-        return "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in points)
-    if c.kind == "bars":
-        w, zero = (px(1.0) - px(0.0)) * 0.8 / of, py(0.0)
-        at = (number - of / 2) * w
-        box = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}" opacity=".85"/>'
-        return "".join(box.format(x + at, min(y, zero), w * 0.92, abs(y - zero), color) for x, y in points)
-    dash = ' stroke-dasharray="6 4" opacity=".75"' if c.kind == "dash" else ""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>'
-
-
-def _legend_svg(curves: Sequence[Curve]) -> str:
-    """Names of the curves, in their colours."""
-    out, x = [], _LEFT
-    for c in curves:
-        if c.label:
-            out.append(f'<rect x="{x}" y="24" width="9" height="9" rx="2" fill="{color_of(c.color)}"/>')
-            out.append(svg_text(x + 12, 32, c.label, size=11, anchor="start", opacity=1))
-            x += 24 + int(6.2 * len(c.label))
-    return "".join(out)
-
-
-def plot_svg(plot: Plot) -> str:
-    """One plot as SVG; text and grid in the page's colour."""
-    (x0, x1), (y0, y1) = plot.limits()
-    w, h = _W - _LEFT - _RIGHT, _H - _TOP - _BOTTOM
-
-    def px(x: float) -> float:
-        return _LEFT + (x - x0) / max(x1 - x0, 1e-12) * w
-
-    def py(y: float) -> float:
-        return _TOP + (y1 - min(max(y, y0), y1)) / max(y1 - y0, 1e-12) * h
-
-    out = [f'<text x="{_LEFT}" y="15" font-weight="600">{escape(plot.title)}</text>', _legend_svg(plot.curves)]
-    for y, text in ticks(y0, y1):
-        strong = ".4" if abs(y) < 1e-12 else ".13"
-        out.append(f'<path d="M{_LEFT} {py(y):.1f}h{w}" stroke="currentColor" opacity="{strong}"/>')
-        out.append(svg_text(_LEFT - 5, py(y) + 4, text, anchor="end"))
-    out += [svg_text(px(x), _H - 20, text) for x, text in ticks(x0, x1, parts=6)]
-    look = 'stroke="currentColor" stroke-dasharray="2 4" opacity=".6"'
-    out += [f'<path d="M{px(x):.1f} {_TOP}v{h}" {look}/>' for x in plot.marks]
-    bars = [c for c in plot.curves if c.kind == "bars"]
-    out += [_marks_svg(c, px, py, bars.index(c) if c in bars else 0, len(bars)) for c in plot.curves]
-    out.append(svg_text(_LEFT + w / 2, _H - 5, plot.xlabel, size=11, opacity=0.85))
-    return svg_page(_W, _H, plot.title, "".join(out))
 
 
 def picture_html(picture: Picture) -> str:
     """Plots side by side, the sentence, the facts."""
+    plots = "".join(line_chart(p, width=400, height=250, label=p.title) for p in picture.plots)
     facts = table_html(picture.facts) if picture.facts else ""
-    return f'<div>{"".join(map(plot_svg, picture.plots))}</div><p style="max-width:{2 * _W}px">{escape(picture.says)}</p>{facts}'
+    return f'<div>{plots}</div><p style="max-width:800px">{escape(picture.says)}</p>{facts}'
 
-# %% ../../nbs/836_widgets_plots.ipynb #a3a31217
+
 def picture_png(picture: Picture) -> bytes:
     """The plots and the sentence as a PNG, on a light ground of its own."""
-    import textwrap
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    n = len(picture.plots)
-    figure = Figure(figsize=(4.3 * n, 2.9), dpi=80, layout="constrained")
-    for i, plot in enumerate(picture.plots):
-        ax = figure.add_subplot(1, n, i + 1)
-        bars = [c for c in plot.curves if c.kind == "bars"]
-        for c in plot.curves:
-            look: dict[str, Any] = {"color": color_of(c.color), "label": c.label or None}
-            if c.kind == "bars":
-                width = 0.8 / len(bars)
-                place = (bars.index(c) + 0.5 - len(bars) / 2) * width
-                ax.bar([x + place for x in c.x], c.y, width * 0.92, alpha=0.85, **look)
-            else:
-                style = {"line": "-", "dash": "--", "dots": "none"}[c.kind]
-                ax.plot(c.x, c.y, ls=style, marker="o" if c.kind == "dots" else "", lw=1.6, **look)
-        for x in plot.marks:
-            ax.axvline(x, color="0.4", ls=":", lw=1)
-        (x0, x1), (y0, y1) = plot.limits()
-        ax.set(xlim=(x0, x1), ylim=(y0, y1 + 0.02 * (y1 - y0)), xlabel=plot.xlabel)
-        ax.set_title(plot.title, fontsize=10)
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-        if any(c.label for c in plot.curves):
-            ax.legend(fontsize=8, frameon=False)
-    figure.supxlabel(textwrap.fill(picture.says, 62 * n), fontsize=9, x=0.01, ha="left")
-    FigureCanvasAgg(figure).print_png(out := io.BytesIO())
-    return out.getvalue()
+    return to_png(*picture.plots, columns=len(picture.plots), width=4.3, height=2.9, says=picture.says)
 
 # %% ../../nbs/836_widgets_plots.ipynb #62a1e0d4
 @dataclass(frozen=True)
@@ -199,8 +96,7 @@ class Knob:
             ConfigError: outside the ends, or no choice.
         """
         if self.choices:
-            if value not in self.choices:
-                raise ConfigError(f"{name}: {value!r} is none of {', '.join(self.choices)}.")
+            check_choice(name, value, self.choices)
         elif not (isinstance(value, (int, float)) and self.low <= value <= self.high):
             raise ConfigError(f"{name}: {value!r} must lie between {self.low:g} and {self.high:g}.")
 
@@ -246,10 +142,7 @@ class Explorer:
             ConfigError: an unknown knob, or a value it can't have.
         """
         for name, value in values.items():
-            if name not in self.knobs:
-                near = suggest(name, self.knobs)
-                hint = f"Did you mean {near!r}?" if near else f"It has {', '.join(self.knobs)}."
-                raise ConfigError(f"{self.title} has no knob {name!r}. {hint}")
+            check_choice(f"{self.title}: the knob", name, self.knobs)
             self.knobs[name].check(name, value)
         return self.draw(**{**{k: v.value for k, v in self.knobs.items()}, **values})
 
@@ -284,9 +177,4 @@ class Explorer:
         return w.VBox([w.HTML(f"<b>{escape(self.title)}</b>"), rows, *drawn, shown])
 
     def _ipython_display_(self) -> None:
-        from IPython.display import Image, display
-
-        if attended():
-            show_live(lambda: self.widget, self.html(), self.title)
-        else:
-            display(Image(self.png(), alt=self.title))
+        show_live(lambda: self.widget, self.html(), self.title, self.png)

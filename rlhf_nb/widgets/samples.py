@@ -16,14 +16,15 @@ import torch
 
 from ..rollout.sampler import eval_mode
 from ..run.checkpoint import load_checkpoint
-from ..core import ConfigError, DataError, RunError, suggest
+from ..core import ConfigError, DataError, RunError, check_choice, suggest
+from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
 from ..losses.kl import kl_terms
 from ..scoring.scores import completion_logps
 from ..run.log import RunDir
 from ..types import Completions
-from .html import escape, prompt_text, table_html
-from .kernel import attended, show_live
+from .html import escape, table_html
+from .kernel import show_live
 from .reader import SampleIndex
 
 Row = dict[str, Any]
@@ -120,10 +121,7 @@ def select_samples(
     Raises:
         ConfigError: an unknown order.
     """
-    if by not in ORDERS:
-        near = suggest(by, ORDERS)
-        hint = f"Did you mean {near!r}?" if near else f"Use one of {', '.join(ORDERS)}."
-        raise ConfigError(f"by: {by!r} is unknown. {hint}")
+    check_choice("order", by, ORDERS)
     low, high = steps or (0, 2**63)
     found = [r for r in rows if low <= r["step"] <= high and prompt in (None, r["prompt"])]
     found = [r for r in found if text.lower() in f"{r['prompt']}\n{r['completion']}".lower()]
@@ -434,12 +432,7 @@ class Tokens:
         return self._parts["box"]
 
     def _ipython_display_(self) -> None:
-        from IPython.display import Image, display
-
-        if attended():
-            show_live(lambda: self.widget, self.html(), self.sample["completion"])
-        else:
-            display(Image(self.png(self.names[:3])))
+        show_live(lambda: self.widget, self.html(), self.sample["completion"], lambda: self.png(self.names[:3]))
 
 # %% ../../nbs/830_widgets_samples.ipynb #1b760d85
 class Samples:
