@@ -532,9 +532,7 @@ def _with_comments(root: type[BaseModel], text: str) -> str:
 # %% ../nbs/010_config.ipynb #e8aa16ab
 # a path (pathlib.Path is welcome), and a pair of numbers (neither YAML nor JSON has tuples)
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-Betas = Annotated[
-    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+Betas = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 

@@ -165,9 +165,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         with quiet():
             return load()
     except ImportError as e:
-        raise ModelError(
-            f"{what} {name!r} needs a package that isn't installed: {str(e).strip().splitlines()[0]}"
-        ) from e
+        raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
@@ -195,14 +193,8 @@ def _generic_tokenizer(folder: Path) -> bool:
     return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+_TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"]
+_TOKENIZER_FILES += ["vocab.json", "vocab.txt", "spiece.model"]
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
@@ -607,9 +599,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
                 os.replace(Path(temporary) / file, target / file)
     except (OSError, SafetensorError) as e:
         free = f" ({shutil.disk_usage(target).free / 1e9:.2f} GB free)" if target.is_dir() else ""
-        raise ModelError(
-            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there is untouched."
-        ) from e
+        raise ModelError(f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there stays.") from e
 
 # %% ../../nbs/300_models_load.ipynb #060a50d5
 def probe_ids(vocab_size: int, device: torch.device | str = "cpu") -> Tensor:

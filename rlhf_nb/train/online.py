@@ -440,9 +440,7 @@ class OnlineTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         if "policy" in options:
-            raise ConfigError(
-                "the policy is called model here, as in all trainers: write model=... instead of policy=..."
-            )
+            raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         if reward is None:
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
