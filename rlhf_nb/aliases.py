@@ -82,7 +82,7 @@ EXPLAINED: dict[str, str] = {
     "bf16": "autocast in bf16: here precision=bf16, or precision=fp32 for none (auto decides by the device)",
     "fp16": "autocast in fp16: here precision=fp16, or precision=fp32 for none (auto decides by the device)",
     "report_to": "dashboards: here trackers=[tensorboard], a list of names; every run writes metrics.jsonl anyway",
-    "save_strategy": "when to save: here save_every=100 in steps; null saves only at the end",
+    "save_strategy": "when to save: here save_every=100 (steps) or 10min; null saves only at the end",
     "eval_strategy": "when to evaluate: here eval_every=100 in steps; null evaluates only at the end",
     "logging_strategy": "when to log: here log_every=10 in steps; metrics.jsonl has every step",
     "logging_dir": "the folder of the logs: here everything is in output_dir",

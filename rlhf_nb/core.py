@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['DTYPES', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError', 'RunError',
-           'suggest', 'did_you_mean', 'check_choice', 'GPU', 'probe_gpu', 'Precision', 'pick_device',
-           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state']
+           'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval', 'GPU', 'probe_gpu', 'Precision',
+           'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state']
 
 # %% ../nbs/000_core.ipynb #be3465a6
 class RlhfError(Exception):
@@ -81,6 +82,42 @@ def check_choice(what: str, value: Any, choices: Iterable[str], error: type[Rlhf
     known = list(choices)
     if value not in known:
         raise error(f"{what} {value!r} is unknown. {did_you_mean(str(value), known, 'There are: ' + ', '.join(known))}")
+
+# %% ../nbs/000_core.ipynb #1a7e0002
+class Interval(NamedTuple):
+    """How far apart two things happen: so many steps, or so many seconds; neither: they never do."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def read_interval(value: int | str | None) -> Interval:
+    """An interval as it stands in a config.
+
+    Args:
+        value: a number of steps, a time such as "30s", "10min" or "2h", or None for never.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value is None:
+        return Interval()
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return Interval(steps=value)
+    text = value.strip() if isinstance(value, str) else ""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
+    if found and float(found[1]) > 0:
+        return Interval(seconds=float(found[1]) * _SECONDS[found[2]])
+    near = re.match(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.lower())
+    unit = {"s": "s", "m": "min", "h": "h", "": ""}[near[2]] if near else ""
+    hint = f" Did you mean {near[1]}{unit}?" if near and float(near[1]) > 0 and f"{near[1]}{unit}" != text else ""
+    hint = hint or (f" Write {text} without quotes." if text.isdigit() and int(text) > 0 else "")
+    raise ValueError(
+        f"got {value!r}, expected a number of steps (100), a time (30s, 10min, 2h) or null for never.{hint}"
+    )
 
 # %% ../nbs/000_core.ipynb #ea410878
 class GPU(NamedTuple):

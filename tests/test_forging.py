@@ -287,6 +287,9 @@ OTHER_FORMS = {
     "what it prints": ("def hello(x): print('hello', x)", "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n  hello('you')\nassert out.getvalue() == 'hello you\\n'", "def hello(x): print(x)"),
     "a helper of the test's": ("def square(x): return x * x", "def check(f, cases):\n  for x, y in cases:\n    assert f(x) == y\ncheck(square, [(2, 4), (3, 9)])", "def square(x): return x + x"),
     "a variable": ("answer = 42", "assert answer == 42", "answer = 41"),
+    "functions for pytest": ("def add(a, b): return a + b", "from solution import add\ndef test_add():\n  assert add(2, 3) == 5", "def add(a, b): return 6"),
+    "a class for pytest": ("def add(a, b): return a + b", "class TestAdd:\n  def test_add(self):\n    assert add(2, 3) == 5", "def add(a, b): return 6"),
+    "a case of unittest": ("def add(a, b): return a + b", "import unittest\nclass T(unittest.TestCase):\n  def setUp(self): self.x = 2\n  def test_add(self): self.assertEqual(add(self.x, 3), 5)\nif __name__ == '__main__': unittest.main()", "def add(a, b): return 6"),
     "an import": ("def add(a, b): return a + b", "from solution import add\nassert add(2, 3) == 5", "def add(a, b): return 6"),
     "values of the standard library": ("from fractions import Fraction\nimport datetime, decimal\ndef f(x): return [Fraction(x, 3), datetime.date(2024, 2, x), decimal.Decimal('0.1') * x, range(x)]", "from fractions import Fraction\nimport datetime, decimal\nassert f(2) == [Fraction(2, 3), datetime.date(2024, 2, 2), decimal.Decimal('0.2'), range(2)]", "def f(x): return [x] * 4"),
     "a linked list": ("class Node:\n  def __init__(self, v, next=None): self.v, self.next = v, next\ndef reverse(n):\n  r = None\n  while n: r, n = Node(n.v, r), n.next\n  return r", "h = reverse(Node(1, Node(2)))\nassert (h.v, h.next.v, h.next.next) == (2, 1, None)", "class Node:\n  def __init__(self, v, next=None): self.v, self.next = v, next\ndef reverse(n): return n"),
@@ -392,6 +395,11 @@ def test_translation_is_refused_in_a_sentence() -> None:
         ("from unittest.mock import patch\nassert f() == 1", "mock"),
         ("assert eval('f(1)') == 1", "looks names up"),
         ("assert (", "no Python"),
+        ("def check(candidate):\n    assert candidate(1) == 1", "nothing runs it"),
+        ("assert f(1) == expected", "only the program could define"),
+        ("from solution import P, make\nassert make(1) == P(1)", "own class"),
+        ("import numpy as np\nassert np.allclose(f(1), 1)", "standard library only"),
+        ("def test_f(tmp_path):\n    assert f(1) == 1", "only pytest"),
     ):
         with pytest.raises(ValueError, match=why):
             translate((test,))

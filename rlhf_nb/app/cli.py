@@ -27,10 +27,10 @@ from ..core import ConfigError, RlhfError, RunError, suggest
 from ..train.registry import get, methods
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME', 'NEXT',
-           'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'Commands', 'demo', 'show_results',
-           'sample', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics', 'report', 'plan_command',
-           'config_accelerate', 'launch_command']
+__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
+           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'Commands', 'demo', 'show_results',
+           'sample', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics', 'report', 'rollback',
+           'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
@@ -151,13 +151,19 @@ app = typer.Typer(
 )  # fmt: skip
 config_app = typer.Typer(help="Show or write settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
+app.add_typer(runs_app, name="runs")
 
 Kind = typer.Argument(..., metavar="METHOD", help="sft, reward, ppo, ... (see rlhf-nb --help), or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
 Resume = typer.Option(False, "--resume", help="go on with the run in output_dir")
-Overwrite = typer.Option(False, "--overwrite", help="delete what an earlier run left in output_dir")
+Overwrite = typer.Option(
+    False,
+    "--overwrite",
+    help="delete what an earlier run left in output_dir; with --resume, only if it left no checkpoint",
+)
 Debug = typer.Option(False, "--debug", help="show tracebacks")
 
 # %% ../../nbs/930_app_cli.ipynb #852aed12
@@ -438,6 +444,28 @@ def report(
         import rlhf_nb.app.report as views
 
         _tell(str(views.report(runs, out)), err=False)
+
+# %% ../../nbs/930_app_cli.ipynb #93000002
+@runs_app.command()
+def rollback(
+    folder: Path = typer.Argument(..., help="the run's directory"),
+    step: int = typer.Argument(None, help="of a checkpoint; left out: say which there are"),
+    failed: bool = typer.Option(False, "--failed", help="take what a run left that failed at this step"),
+    debug: bool = Debug,
+) -> None:
+    """Put a run back to one of its checkpoints; what came after goes into rolled-back/."""
+    with told(debug):
+        from rlhf_nb.run.state import checkpoints_told, roll_back
+
+        if step is None:
+            _tell(f"{folder}: {checkpoints_told(folder)}.", err=False)
+            return
+        aside = roll_back(folder, step, failed)
+        _tell(
+            f"{folder} is at step {step} again; --resume goes on from there. What came after is in {aside}.", err=False
+        )
+        if (folder.parent / "config.yaml").exists():
+            _tell("Note: stages of the pipeline that were built on this run's model are as they were.")
 
 # %% ../../nbs/930_app_cli.ipynb #744b753c
 @app.command("plan")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,7 +17,7 @@ import torch
 
 from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
-from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu
+from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu, read_interval
 from ..data import toy
 from ..data.formats import to_rows
 from rlhf_nb.data.sources import (
@@ -23,16 +25,17 @@ from rlhf_nb.data.sources import (
 )  # fmt: skip
 from ..data.readers import open_rows
 from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
-from ..run.log import RunDir
+from ..run.lock import STALE, holder_of
+from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
 from ..train.setup import Kind, Row, load_rows
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data', 'check_model',
-           'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory', 'check_memory',
-           'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
+           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory',
+           'check_memory', 'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/920_app_doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -265,6 +268,29 @@ _REMEDIES = {
     "cache": "lower rollout_batch_size or sampling.max_new_tokens", "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
 }  # fmt: skip
 
+# %% ../../nbs/920_app_doctor.ipynb #92000002
+BEARABLE = 900.0  # seconds of work that may be lost without a warning
+
+
+def check_saving(config: Any) -> list[Finding]:
+    """How much a killed run would lose.
+
+    Args:
+        config: of a training run.
+    """
+    steps, seconds = read_interval(config.save_every)
+    why, fix = "a machine that dies takes all work since the last checkpoint with it", "save_every=10min"
+    if steps is not None:
+        done = [e["perf/step_s"] for e in read_metrics(config.output_dir) if "perf/step_s" in e]
+        if not done:
+            what = f"a checkpoint every {steps} steps, and nobody knows yet how long these take"
+            return [Finding("note", what, why, fix)]
+        seconds = steps * statistics.median(done[-50:])
+    if seconds is not None and seconds <= BEARABLE:
+        return []
+    lost = "everything until its end" if seconds is None else f"{seconds / 60:.0f} minutes of work"
+    return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
+
 # %% ../../nbs/920_app_doctor.ipynb #9e84bfe5
 ROWS = 2000  # looked at
 
@@ -357,6 +383,7 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_memory(precision.device))
+    out += check_saving(config)
     if method.online:
         out += check_sampling(config)
         if config.reward is None:
@@ -371,6 +398,12 @@ def check_folder(path: str | Path) -> list[Finding]:
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         return [Finding("error", f"{path} can't be written", "nothing could be saved", "choose another output_dir")]
+    holder = holder_of(path)
+    if holder is not None and (holder.lives if holder.here else time.time() - holder.touched < STALE):
+        why = "two runs in one folder would destroy each other's checkpoints"
+        out.append(
+            Finding("error", f"{path} is in use by {holder}", why, "wait for it, end it, or choose another output_dir")
+        )
     if RunDir(path).holds_run():
         fix = "--resume to go on with it, --overwrite to replace it, or another output_dir"
         why = "a new run is refused there, so that nothing is lost"

@@ -10,10 +10,10 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, overload
 
 import torch
 import yaml
@@ -276,6 +276,7 @@ class RunDir:
         self.control_path = self.path / "control.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
+        self.rolled_back = self.path / "rolled-back"
 
     def holds_run(self) -> bool:
         """Whether some run has written here already."""
@@ -341,7 +342,8 @@ class RunDir:
         if overwrite and not resume:
             for path in (self.metrics_path, self.samples_path, self.control_path, *self.path.glob("*.rank*.jsonl")):
                 path.unlink(missing_ok=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            for folder in (self.checkpoints, self.rolled_back):
+                shutil.rmtree(folder, ignore_errors=True)
             changes = []
         try:
             for folder in (self.path, self.checkpoints, self.figures):
@@ -417,16 +419,69 @@ class Meter:
         return {f"perf/{k}_share": s / wall for k, s in spent.items()} | {"perf/generated_tokens_per_s": speed}
 
 # %% ../../nbs/500_run_log.ipynb #7a2cf941
-class History(list[dict[str, Any]]):
+class History(Sequence[dict[str, Any]]):
     """The steps of a run, oldest first; `evals` holds its evaluations.
 
-    `stopped` is None when the run did all its steps, else it says why it did not.
+    The newest steps stay in memory; older ones are read from the log again when somebody asks for them. `stopped` is None when
+    the run did all its steps, else it says why it did not.
+
+    Args:
+        steps, evals: so far.
+        log: the file with these steps and those to come; None: all stay in memory.
     """
 
-    def __init__(self, steps: Iterable[dict[str, Any]] = (), evals: Iterable[dict[str, Any]] = ()) -> None:
-        super().__init__(steps)
-        self.evals = list(evals)
+    KEPT = 500  # steps in memory: at least so many, at most twice as many
+
+    def __init__(
+        self, steps: Iterable[dict[str, Any]] = (), evals: Iterable[dict[str, Any]] = (), log: Path | None = None
+    ) -> None:
+        self.log, self.evals = log, list(evals)
         self.stopped: str | None = None
+        self._older, self._recent = 0, list[dict[str, Any]]()  # how many are in the log only
+        for event in steps:
+            self.append(event)
+
+    def append(self, event: dict[str, Any]) -> None:
+        """Take in a step that is in the log already."""
+        self._recent.append(event)
+        if self.log is not None and len(self._recent) == 2 * self.KEPT:
+            self._older += self.KEPT
+            del self._recent[: self.KEPT]
+
+    def _all(self) -> list[dict[str, Any]]:
+        """Every step.
+
+        Raises:
+            RunError: the log has gone, or was shortened.
+        """
+        if not self._older or self.log is None:
+            return self._recent
+        older = [e for e in read_metrics(self.log) if e.get("type") == "step"][: self._older]
+        if len(older) < self._older:
+            raise RunError(f"the first {self._older} steps stood in {self.log}, which holds {len(older)} of them now")
+        return older + self._recent
+
+    def __len__(self) -> int:
+        return self._older + len(self._recent)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._all())
+
+    def __reversed__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._all()[::-1])
+
+    @overload
+    def __getitem__(self, at: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, at: Any) -> Any:
+        first = at if isinstance(at, int) else at.indices(len(self))[0] if (at.step or 1) > 0 else 0
+        if self._older and (first + len(self) if first < 0 else first) < self._older:
+            return self._all()[at]
+        if isinstance(at, int):
+            return self._recent[at if at < 0 else at - self._older]
+        start, stop, step = at.indices(len(self))
+        return self._recent[start - self._older : stop - self._older : step] if step > 0 else self._all()[at]
 
     def __repr__(self) -> str:
         """One line: a notebook shows the last value of a cell, and hundreds of events are no sight."""

@@ -472,8 +472,52 @@ def _calls(node: ast.AST, names: set[str]) -> list[ast.Call]:
     ]
 
 
+def _runs(n: ast.stmt) -> bool:
+    """Whether a statement of a script does more than define."""
+    if isinstance(n, ast.If):
+        return "__name__" not in ast.unparse(n.test)
+    idle = (
+        ast.FunctionDef,
+        ast.AsyncFunctionDef,
+        ast.ClassDef,
+        ast.Import,
+        ast.ImportFrom,
+        ast.Assign,
+        ast.AnnAssign,
+        ast.Pass,
+    )
+    return not isinstance(n, idle) and not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+
+
+def _runner(tree: ast.Module) -> str:
+    """Lines that run what a script defines for pytest or unittest and doesn't call itself."""
+    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    lines = []
+    for n in tree.body:
+        if isinstance(n, ast.FunctionDef) and n.name.startswith("test") and n.name not in called:
+            if len(n.args.args) > len(n.args.defaults):
+                raise ValueError(
+                    f"a test can't be judged: `{n.name}` needs {n.args.args[0].arg!r}, which only pytest could give it"
+                )
+            lines.append(f"{n.name}()")
+        elif isinstance(n, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in n.bases):
+            lines.append(
+                f"for __case__ in __import__('unittest').defaultTestLoader.loadTestsFromTestCase({n.name}): __case__.debug()"
+            )
+        elif isinstance(n, ast.ClassDef) and n.name.startswith("Test") and not n.bases:
+            methods = [m.name for m in n.body if isinstance(m, ast.FunctionDef) and m.name.startswith("test")]
+            lines += [f"{n.name}().{name}()" for name in methods]
+    return "\n".join(lines)
+
+
 def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
     """What in a test can't be judged from outside the program, in words; None if all can."""
+    asked = asked | {
+        a.asname or a.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")
+        for a in n.names
+    }
     functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
     bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
@@ -485,6 +529,14 @@ def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
             return f"it looks names up while it runs (`{n.id}`), so it can't be read which are the program's"
         if isinstance(n, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(n).replace(".", " ").split():
             return "it replaces parts of the program (mock), which runs elsewhere"
+        if isinstance(n, ast.Import | ast.ImportFrom):
+            from_ = [n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names]
+            if (
+                strange := {name.partition(".")[0] for name in from_}
+                - sys.stdlib_module_names
+                - {"solution", "__main__"}
+            ):
+                return f"it imports {min(strange)!r}, and the sandbox has the standard library only"
         if isinstance(n, ast.Attribute) and n.attr == "stdin":
             return "it feeds standard input: use pairs of input and output for that"
         if (
@@ -501,6 +553,8 @@ def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
             ]
             if len(theirs) > 1 and any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
                 return f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; compare their attributes"
+            if len(theirs) > 1 and (bare := [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]):
+                return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)"
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
             for given in (*n.args, *(k.value for k in n.keywords)):
                 if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
@@ -546,6 +600,7 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
     known = _names(setup)[1] - {entry_point} if setup else set()
     prepared = []
     for test in tests:
+        test = f"{test}\n{_runner(ast.parse(test))}"
         used, defined = _names(test)
         if entry_point and "check" in defined - used and not _calls(ast.parse(test), {"check"}):
             test, used = f"{test}\ncheck({entry_point})\n", used | {entry_point}
@@ -558,6 +613,13 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         modules = {n for n in missing & bases if n in sys.stdlib_module_names and not _calls(tree, {n})} - {entry_point}
         free.append(missing - modules)
         prepared.append((tree, used, modules))
+    if idle := [
+        n.name for tree, _, _ in prepared for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]:
+        if not any(_runs(n) for tree, _, _ in prepared for n in tree.body):
+            raise ValueError(
+                f"a test only defines `{idle[0]}` and nothing runs it: name what it tests as `entry_point`"
+            )
     asked = {entry_point} if entry_point else set().union(*free)
     if wrong := set().union(*free) - asked:
         raise ValueError(

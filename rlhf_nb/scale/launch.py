@@ -26,8 +26,11 @@ from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
 from ..core import ConfigError, RlhfError, RunError, suggest
+from ..run.checkpoint import checkpoints_in
 from ..run.engine import STRATEGIES
+from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
+from ..run.state import to_resume_from
 from ..train.registry import add_method, of
 from ..train.stage import read_json, run_stage, write_json
 
@@ -124,23 +127,9 @@ def _config_class(name: str, bases: tuple[Any, ...], body: dict[str, Any], marks
     return type(bases[0])(name, bases, body)
 
 # %% ../../nbs/700_scale_launch.ipynb #ea155648
-def _birth(pid: int) -> str:
-    """When a process began, in the kernel's ticks; "" when there is none (a zombie is none)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in ("Z", "X") else fields[19]
-    except (OSError, IndexError):
-        if Path("/proc/self/stat").exists():
-            return ""
-        with suppress(OSError):  # no /proc here
-            os.kill(pid, 0)
-            return "alive"
-        return ""
-
-
 def _lives(told: Mapping[str, Any]) -> bool:
     """Whether the process that told of itself still runs."""
-    return _birth(int(told["pid"])) == str(told["born"])
+    return birth(int(told["pid"])) == str(told["born"])
 
 # %% ../../nbs/700_scale_launch.ipynb #cd97441d
 class Lifeline(threading.Thread):
@@ -156,11 +145,11 @@ class Lifeline(threading.Thread):
     def __init__(self, folder: Path, rank: int, parent: int | None, grace: float = 20.0) -> None:
         super().__init__(name="lifeline", daemon=True)
         self.folder, self.rank, self.parent, self.grace = folder, rank, parent, grace
-        self.born, self.agent = _birth(parent) if parent else "", os.getppid()
+        self.born, self.agent = birth(parent) if parent else "", os.getppid()
         self.over = threading.Event()
 
     def run(self) -> None:
-        pid, born = os.getpid(), _birth(os.getpid())
+        pid, born = os.getpid(), birth(os.getpid())
         while True:
             with suppress(RunError):
                 write_json(
@@ -168,7 +157,7 @@ class Lifeline(threading.Thread):
                 )
             if self.over.wait(1.0):
                 return
-            if (self.parent and _birth(self.parent) != self.born) or os.getppid() != self.agent:
+            if (self.parent and birth(self.parent) != self.born) or os.getppid() != self.agent:
                 os.kill(pid, signal.SIGTERM)  # nobody waits for this process any more: save and go, or just go
                 self.over.wait(self.grace)
                 os._exit(70)
@@ -489,7 +478,8 @@ def launch(
         strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload" (main memory holds the optimizer).
         run_dir: folder of the run; of a config, its `output_dir`.
         device: "auto", "cpu" or "cuda".
-        resume: go on from the newest complete checkpoint; overwrite: delete what another run left.
+        resume: go on from the newest complete checkpoint.
+        overwrite: delete what another run left; with `resume`, only where it left no checkpoint.
         restarts: how often a run that failed is tried again, from its newest complete checkpoint.
         hang_timeout: seconds without a step after which a run counts as failed.
         port: for the ranks to meet at; 0: any that is free.
@@ -512,17 +502,30 @@ def launch(
     check_request(num_processes // machines, strategy, cpu, port if machine == 0 else 0)
     call = _call(config, num_processes, kwargs) if config is not None else {"fn": what, "args": args, "kwargs": kwargs}
     run = RunDir(run_dir or getattr(config, "output_dir", None) or "runs/launch")
-    if config is not None and run.holds_run() and not resume:
-        run.open(config.to_dict(), overwrite=overwrite)
     folder = run.path / ("launch" if machines == 1 else f"launch-{machine}")
     wait_for_others(folder)
+    if machine == 0:
+        with RunLock(run.path):  # nobody works there; from here on rank 0 holds it
+            _check_run(run, config, resume, overwrite)
     settings = accelerate_settings(num_processes, strategy, cpu, machines, machine, address, port)
     write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
     agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
     env, begun, say = _environment(folder.absolute(), strategy, cpu, zero), time.time(), say or (lambda _: None)
-    failures = _try_until_done(run, folder, call, command, env, resume, restarts, hang_timeout, say)
+    own = machine == 0 and not run.holds_run()
+    how = {"resume": resume, "overwrite": resume and overwrite}
+    failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, say)
     return _collect(run, folder, config is not None, failures, say, begun)
+
+
+def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that holds another run, or one without a checkpoint to go on from, before processes are started."""
+    if config is None or not run.holds_run():
+        return
+    if not resume:
+        run.open(config.to_dict(), overwrite=overwrite)
+    elif of(config).leaves != "pairs" and not checkpoints_in(run.checkpoints):
+        to_resume_from(run, overwrite)
 
 
 def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -538,10 +541,10 @@ def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -
     return {"fn": _train, "args": (of(config), config), "kwargs": {}}
 
 
-def _train(method: Any, config: Any, resume: bool) -> dict[str, Any]:
+def _train(method: Any, config: Any, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does."""
     add_method(method)
-    done = run_stage(config, resume)
+    done = run_stage(config, resume, overwrite)
     return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/700_scale_launch.ipynb #aa22f5c4
@@ -559,13 +562,13 @@ def _collect(
 
 # %% ../../nbs/700_scale_launch.ipynb #632a7ab7
 def _try_until_done(
-    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], resume: bool, restarts: int, hang: float,
-    say: Callable[[str], None],
+    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], how: dict[str, bool], own: bool,
+    restarts: int, hang: float, say: Callable[[str], None],
 ) -> list[str]:  # fmt: skip
-    """Attempts, until one succeeds; returns a line for each that did not."""
+    """Attempts, until one succeeds; returns a line for each that did not. `own`: the run begins here, nobody else's log can go."""
     failures: list[str] = []
     while True:
-        _write_call(folder, call, resume or bool(failures))
+        _write_call(folder, call, how | ({"resume": True} if failures else {}))
         _note(folder, "start", attempt=len(failures))
         attempt = Attempt(folder, command, env)
         try:
@@ -585,13 +588,26 @@ def _try_until_done(
             tried = f" after {len(failures)} restart(s)" if failures else ""
             raise RunError(f"{failure.what}{tried}.\n{failure.traceback or _tail(folder / 'out.txt')}")
         failures.append(failure.what)
-        say(f"{failure.what}; starting again from the newest complete checkpoint ({len(failures)} of {restarts})")
+        saved = bool(checkpoints_in(run.checkpoints))
+        if own and not saved:
+            _set_aside(run, folder / f"attempt-{len(failures)}")
+        start = "the newest complete checkpoint" if saved else "the beginning, since nothing was saved yet"
+        say(f"{failure.what}; starting again from {start} ({len(failures)} of {restarts})")
 
 
-def _write_call(folder: Path, call: dict[str, Any], resume: bool) -> None:
+def _set_aside(run: RunDir, folder: Path) -> None:
+    """Move the logs of an attempt that saved nothing, so that the next one begins with empty ones; labels are saved as they come."""
+    events = read_metrics(run.path)
+    if any(e.get("type") == "start" and "total_steps" in e for e in events):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in filter(Path.exists, [run.metrics_path, run.samples_path, *run.path.glob("metrics.rank*.jsonl")]):
+            os.replace(path, folder / path.name)
+
+
+def _write_call(folder: Path, call: dict[str, Any], how: dict[str, bool]) -> None:
     """The call, for the ranks to read."""
     if call["fn"] is _train:
-        call = call | {"kwargs": {"resume": resume}}
+        call = call | {"kwargs": how}
     try:
         data = _dill().dumps(call, recurse=True)
     except Exception as error:

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,6 +26,7 @@ from ..judges.constitution import critique_and_revise, drawn_principle, load_con
 from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, agreement, label_pairs, verdicts_of
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
+from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .registry import register
 from .setup import Row, load_rows
@@ -267,6 +269,11 @@ class Labelling:
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
+        with RunLock(self.config.output_dir) if self.engine.is_main else nullcontext():
+            return self._run_locked(resume, overwrite)
+
+    def _run_locked(self, resume: bool, overwrite: bool) -> dict[str, float]:
+        """The job, in a folder that nobody else has."""
         log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
         done, events = self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
         try:

@@ -7,13 +7,15 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
 from ..data import toy
 from ..models.load import is_toy
-from .registry import of
+from ..run.lock import RunLock
+from .registry import MethodInfo, of
 
 # %% auto #0
 __all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
@@ -80,7 +82,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
-    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "async_save", "save_every", "chunk",
+    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every", "chunk",
 }  # fmt: skip
 
 
@@ -106,13 +108,23 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
     Args:
         config: of any method of the registry.
         resume: go on with what its folder holds.
-        overwrite: delete what another run left there.
+        overwrite: delete what another run left there; with `resume`, only where it left no checkpoint.
         remember: the config that a later session is compared with (default: this one).
 
     Raises:
+        RunError: somebody works in its folder, or it holds another run.
         KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
     method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
+    first = int(os.environ.get("RANK", "0")) == 0
+    with RunLock(folder) if first else nullcontext():  # from before the model is loaded until it is saved
+        return _run_locked(config, method, folder, resume, overwrite, remember or config, begin)
+
+
+def _run_locked(
+    config: Any, method: MethodInfo, folder: Path, resume: bool, overwrite: bool, remember: Any, begin: float
+) -> StageResult:
+    """A stage whose folder nobody else has."""
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
     trainer = make_trainer(config)
@@ -132,6 +144,6 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
         metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}
     seconds = round(time.perf_counter() - begin, 2)
     if trainer.engine.is_main:
-        marker = {"stage": method.name, "config": lasting(remember or config), "metrics": metrics, "seconds": seconds}
+        marker = {"stage": method.name, "config": lasting(remember), "metrics": metrics, "seconds": seconds}
         write_json(folder / "stage.json", marker | {"stopped": stopped})
     return StageResult(method.name, made, metrics, seconds, stopped=stopped)
