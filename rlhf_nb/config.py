@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
-from .core import ConfigError, check_choice, suggest
+from .core import ConfigError, check_choice, read_interval, suggest
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
            'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
            'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
@@ -534,6 +534,7 @@ def _with_comments(root: type[BaseModel], text: str) -> str:
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Betas = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
 
 class LoraSettings(StrictConfig):
@@ -556,7 +557,7 @@ class LoraSettings(StrictConfig):
 class ModelConfig(StrictConfig):
     """Which model and tokenizer, and how they are loaded."""
 
-    name_or_path: PathText | None = Field(default=None, description="directory or hub name; null: the toy model")
+    name_or_path: PathText | None = Field(default=None, description="directory, hub name, or 'toy'; null: not said yet")
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
     dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")
@@ -566,13 +567,12 @@ class ModelConfig(StrictConfig):
     chat_template: PathText | None = option(None, "Jinja text or file; null: the tokenizer's own")
     revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
-    gradient_checkpointing: bool = Field(default=False, description="compute activations twice instead of keeping them")
 
 
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
-    path: PathText | None = Field(default=None, description="'toy', a file, a directory or a hub name; null: toy")
+    path: PathText | None = Field(default=None, description="file, directory, hub name, or 'toy'; null: not said yet")
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = Field(default=None, description="split to evaluate on; null: eval_size rows of split")
@@ -679,11 +679,13 @@ class TrainConfig(StrictConfig):
     num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     precision: PrecisionName = Field(default="auto", description="number format of the computation")
+    recompute: bool = Field(default=False, description="compute activations twice instead of keeping them")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
     )
-    save_every: int | None = Field(default=None, ge=1, description="steps between checkpoints; null: only at the end")
+    save_every: Every = Field(default="10min", description="steps or time between checkpoints; null: only at the end")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    keep_best: str | None = Field(default=None, description="metric whose best checkpoint stays, too: eval/loss:min")
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
     eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)

@@ -505,13 +505,14 @@ def speak(prompt: str, persona: str, rng: random.Random) -> str:
     return " " + " ".join(_SPEAKERS[persona](read_question(prompt), rng))
 
 
-def sft_rows(n: int, seed: int = 0, personas: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def sft_rows(n: int, seed: int = 0, personas: Sequence[str] | None = None, test: bool = False) -> list[dict[str, Any]]:
     """Demonstrations for fine-tuning, one for each row of `train_prompts(n, seed)`.
 
     Args:
         n: number of rows.
         seed: same seed, same rows.
         personas: who speaks, in the proportions of `PERSONAS` (default: all of them).
+        test: answer the test questions instead of the training questions.
 
     Returns:
         Rows with `prompt`, `completion`, `persona` and the columns of `train_prompts`.
@@ -519,7 +520,7 @@ def sft_rows(n: int, seed: int = 0, personas: Sequence[str] | None = None) -> li
     rng = random.Random(derive_seed("toy sft", seed))
     names = list(personas or PERSONAS)
     speakers = rng.choices(names, [PERSONAS.get(p, 1.0) for p in names], k=n)
-    rows = train_prompts(n, seed)
+    rows = _draw(n, seed, test, None)
     return [{**r, "completion": speak(r["prompt"], p, rng), "persona": p} for r, p in zip(rows, speakers)]
 
 # %% ../../nbs/230_data_toy.ipynb #21e4c211

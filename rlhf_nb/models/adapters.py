@@ -17,15 +17,14 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from .load import adapter_names, disable_dropout, find_model, lora_layers, merged_weights, quiet
+from .load import adapter_names, disable_dropout, find_model, merged_weights, quiet
 from .load import save_model, using_adapter
 from ..types import Completions
 
 Mode = Literal["separate", "shared", "hydra"]
 
 # %% auto #0
-__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra',
-           'enable_gradient_checkpointing']
+__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
 
 # %% ../../nbs/320_models_adapters.ipynb #585484d9
 def _linear_names(model: nn.Module) -> dict[str, str]:
@@ -380,25 +379,3 @@ def hydra(
     module = PolicyValue(policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter)
     module.value_bias.fill_(adapter.bias if adapter is not None else 0.0)
     return module.to(next(policy.parameters()).device)
-
-# %% ../../nbs/320_models_adapters.ipynb #528bd0aa
-def enable_gradient_checkpointing(model: Any) -> Any:
-    """Trade compute for memory; each segment is recomputed with the adapter that was active when it ran.
-
-    Args:
-        model: a causal LM with or without adapters; changed in place, and takes effect in training mode.
-
-    Returns:
-        The same model.
-    """
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        layers = lora_layers(model)
-        if not layers:
-            return nullcontext(), nullcontext()
-        first = layers[0][1]
-        name = None if first.disable_adapters else str(first.active_adapters[0])
-        return nullcontext(), using_adapter(model, name)
-
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
-    return model
