@@ -277,7 +277,7 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
         lines = []
         for event in events:
             method.columns = tuple(k for k in event if k != "step")
-            lines += [printable(step_line(run, event)), drawn(steps_table(run, [event]))]
+            lines += [step_line(event, 9, method.columns), drawn(steps_table(run, [event]))]
         return "\n".join(lines)
 
     def errors(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
