@@ -532,9 +532,7 @@ def _with_comments(root: type[BaseModel], text: str) -> str:
 # %% ../nbs/010_config.ipynb #e8aa16ab
 # a path (pathlib.Path is welcome), and a pair of numbers (neither YAML nor JSON has tuples)
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-Betas = Annotated[
-    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+Betas = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
@@ -559,7 +557,7 @@ class LoraSettings(StrictConfig):
 class ModelConfig(StrictConfig):
     """Which model and tokenizer, and how they are loaded."""
 
-    name_or_path: PathText | None = Field(default=None, description="directory or hub name; null: the toy model")
+    name_or_path: PathText | None = Field(default=None, description="directory, hub name, or 'toy'; null: not said yet")
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
     dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")
@@ -569,13 +567,12 @@ class ModelConfig(StrictConfig):
     chat_template: PathText | None = option(None, "Jinja text or file; null: the tokenizer's own")
     revision: str | None = Field(default=None, description="hub revision: branch, tag or commit")
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
-    gradient_checkpointing: bool = Field(default=False, description="compute activations twice instead of keeping them")
 
 
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
-    path: PathText | None = Field(default=None, description="'toy', a file, a directory or a hub name; null: toy")
+    path: PathText | None = Field(default=None, description="file, directory, hub name, or 'toy'; null: not said yet")
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = Field(default=None, description="split to evaluate on; null: eval_size rows of split")
@@ -682,6 +679,7 @@ class TrainConfig(StrictConfig):
     num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
     precision: PrecisionName = Field(default="auto", description="number format of the computation")
+    recompute: bool = Field(default=False, description="compute activations twice instead of keeping them")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
     )

@@ -28,9 +28,9 @@ from ..train.registry import get, methods
 
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'Commands', 'demo', 'show_results',
-           'sample', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics', 'report', 'rollback',
-           'plan_command', 'config_accelerate', 'launch_command']
+           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'typed', 'say_what_to_train',
+           'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init', 'doctor_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
@@ -74,9 +74,9 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    """The message of an error, ended by a full stop."""
+    """The message of an error, ended by a full stop unless its last line is one that can be typed."""
     text = str(error).strip()
-    return text if not text or text.endswith((".", "!", "?")) else text + "."
+    return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -116,6 +116,37 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         from rlhf_nb.app.pipeline import PipelineConfig
     of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
     return of.load(find_config(config), list(overrides or []), "toy" if toy else "default")
+
+
+def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
+    """The words behind a command's name that decide its config."""
+    return [*(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
+
+
+def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str] = ()) -> None:
+    """Refuse a config that names no model or no data: a toy is only trained for who asks for one.
+
+    Args:
+        command: what was called, such as "doctor"; "" for the method's own.
+        kind: a method, or "run" for a pipeline.
+        config: of it.
+        given: as `typed` says.
+
+    Raises:
+        ConfigError: with the two lines that can be typed.
+    """
+    if kind == "run":
+        lacking = config.unsaid()
+    else:
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
+        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+    if lacking:
+        line = " ".join(filter(None, [_me(), command, kind]))
+        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
+        raise ConfigError(
+            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. Type one of\n"
+            f"  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+        )
 
 # %% ../../nbs/930_app_cli.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -187,7 +218,9 @@ def _training(kind: str) -> Any:
         debug: bool = Debug,
     ) -> None:  # fmt: skip
         with told(debug, _again()):
-            _train(kind, load_config(kind, config, overrides, toy), resume, overwrite)
+            found = load_config(kind, config, overrides, toy)
+            say_what_to_train("", kind, found, typed(config, toy, overrides))
+            _train(kind, found, resume, overwrite)
 
     return command
 
@@ -292,9 +325,10 @@ def show_results(results: dict[str, Any], path: Path) -> None:
         console.print(
             "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model believes."
         )
-    accuracy = results["stages"].get("reward", {}).get("eval/accuracy")
-    if accuracy is not None:
-        console.print(f"The reward model orders {accuracy:.0%} of held-out pairs rightly.")
+    scores = results["stages"].get("reward", {})
+    if "eval/accuracy" in scores:
+        other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
+        console.print(f"The reward model orders {scores['eval/accuracy']:.0%} of held-out pairs rightly{other}.")
     labels = results["stages"].get("rlaif", {})
     if "judge/accuracy" in labels:
         console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
@@ -391,7 +425,9 @@ def doctor_command(
     with told(debug):
         from rlhf_nb.app.doctor import doctor, findings_table
 
-        findings = doctor(load_config(kind, config, overrides, toy))
+        found = load_config(kind, config, overrides, toy)
+        say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
+        findings = doctor(found)
         Console(highlight=False, force_jupyter=False).print(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
@@ -496,10 +532,12 @@ def plan_command(
             raise ConfigError(
                 f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan dpo`."
             )
+        given = typed(config, toy, overrides)
+        say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
         model = toy_model_config() if is_toy(named) else named
-        _tell(table(shape_of(model), job, gpus, memory, host), err=False)
+        _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
 
 
 @config_app.command("accelerate")
@@ -549,7 +587,8 @@ def launch_command(
                 f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}."
             )
         cfg = load_config(kind, config, overrides, toy)
-        command = [kind, *(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
+        say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
+        command = [kind, *typed(config, toy, overrides)]
         how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}
         if k8s:
             mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"

@@ -24,13 +24,13 @@ from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
 from ..data.readers import open_rows
-from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
+from ..models.load import ensure_pad, find_model, is_toy, load_or_explain, named
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
-from ..train.setup import Kind, Row, load_rows
+from ..train.setup import Kind, Row, load_rows, place_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
@@ -187,6 +187,14 @@ def check_sampling(config: Any) -> list[Finding]:
         why = "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy than the one at 1"
         fix = "use the same temperature when you sample from the result"
         out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
+    if config.missing_eos is not None and config.missing_eos_mode == "fixed":
+        why = "where a finished answer scores below that, it pays never to end"
+        what, cost = (
+            f"an answer without EOS is worth {config.missing_eos:g}, whatever it says",
+            abs(config.missing_eos) or 1,
+        )
+        fix = f"missing_eos={cost:g} missing_eos_mode=subtract takes something from its score instead"
+        out.append(Finding("warning", what, why, fix))
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/920_app_doctor.ipynb #cc1668fb
@@ -310,10 +318,10 @@ def load_start(model: ModelConfig) -> Start:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    name = model.name_or_path
+    name = named(model)
     if is_toy(name):
         return Start(toy.build_tokenizer(), toy.toy_model_config())
-    kind, where = find_model(str(name))
+    kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     tokenizer = load_or_explain("tokenizer", token_place, lambda: AutoTokenizer.from_pretrained(token_place, **options))
@@ -332,9 +340,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(data.path):
+    if is_toy(place_of(data)):
         return load_rows(data, kind, seed)[0][:ROWS]
-    rows = list(to_rows(islice(open_rows(data.path or "", data.split, data.subset)(), ROWS), kind))
+    rows = list(to_rows(islice(open_rows(place_of(data), data.split, data.subset)(), ROWS), kind))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows

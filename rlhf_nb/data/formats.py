@@ -351,9 +351,7 @@ def _question(row: Row, where: str) -> Text:
         return row["prompt"]  # type: ignore[no-any-return]
     turns = row.get("messages")
     if not isinstance(turns, list):
-        raise DataError(
-            f"{where}: a text has no prompt that could be told from its answer; give 'prompt', or messages."
-        )
+        raise DataError(f"{where}: a text has no prompt that could be told from its answer; give prompt or messages.")
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 
 

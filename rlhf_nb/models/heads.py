@@ -115,10 +115,8 @@ class ScalarModel(nn.Module):
         self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: Any = None
     ) -> None:
         super().__init__()
-        if adapter is not None and adapter not in adapter_names(decoder):
-            raise ModelError(
-                f"the decoder has no adapter {adapter!r}; it has: {', '.join(adapter_names(decoder)) or 'none'}."
-            )
+        if adapter is not None:
+            check_choice("the decoder's adapter", adapter, adapter_names(decoder), ModelError)
         self.decoder, self.head, self.adapter, self.lora_config = decoder, head, adapter, lora_config
         self.register_buffer("bias", torch.zeros((), dtype=torch.float32))
 
@@ -153,9 +151,8 @@ class ScalarModel(nn.Module):
         state, settings = lora_state(self.decoder, self.adapter), copy.deepcopy(self.lora_config)
         settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
         settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
-        return ScalarAdapter(
-            settings, state, copy.deepcopy(self.head), float(self.bias), getattr(self, "pooling", "last")
-        )
+        pooling: Pooling = getattr(self, "pooling", "last")
+        return ScalarAdapter(settings, state, copy.deepcopy(self.head), float(self.bias), pooling)
 
     @classmethod
     def from_policy(
@@ -252,9 +249,7 @@ class RewardModel(ScalarModel):
             The standard deviation of their scores.
         """
         if not len(c):
-            raise ModelError(
-                "the reward's bias can't be set from zero demonstrations: give those that SFT learns from."
-            )
+            raise ModelError("the reward bias can't be set from zero demonstrations: give those that SFT learns from.")
         with evaluating(self):
             scores = self.score(c, token_budget).double()
             self.bias += scores.mean().to(self.bias.dtype)

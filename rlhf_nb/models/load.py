@@ -20,15 +20,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import DTYPES, ModelError, Precision, check_choice, decide_precision, suggest
+from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, suggest
 
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
-           'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
-           'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs',
-           'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
+__all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
+           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
+           'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
+           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -53,9 +53,22 @@ def _no_such_path(path: Path, what: str) -> ModelError:
     return ModelError(f"{what} {str(path)!r} doesn't exist. {hint}")
 
 # %% ../../nbs/300_models_load.ipynb #52e25387
+def named(cfg: ModelConfig) -> str:
+    """Directory or hub name of a model, or "toy".
+
+    Raises:
+        ConfigError: nobody has said which.
+    """
+    if cfg.name_or_path is None:
+        raise ConfigError(
+            "model.name_or_path is null: set it to a directory, a hub name or 'toy', or pass model= and tokenizer=."
+        )
+    return cfg.name_or_path
+
+
 def is_toy(name: str | None) -> bool:
-    """Whether a name stands for the toy model, which is built and not loaded: None, or "toy" where no such directory is."""
-    return name is None or (name == "toy" and not Path(name).exists())
+    """Whether a name stands for the toy model, which is built and not loaded: "toy", where no such directory is."""
+    return name == "toy" and not Path(name).exists()
 
 
 def find_model(name: str) -> tuple[str, str]:
@@ -165,9 +178,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         with quiet():
             return load()
     except ImportError as e:
-        raise ModelError(
-            f"{what} {name!r} needs a package that isn't installed: {str(e).strip().splitlines()[0]}"
-        ) from e
+        raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
@@ -195,26 +206,20 @@ def _generic_tokenizer(folder: Path) -> bool:
     return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+_TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"]
+_TOKENIZER_FILES += ["vocab.json", "vocab.txt", "spiece.model"]
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory or hub name (None or "toy": the toy world's); `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory or hub name ("toy": the toy world's); `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
     """
-    name = cfg.tokenizer or cfg.name_or_path or "toy"
+    name = cfg.tokenizer or named(cfg)
     if is_toy(name):
         from rlhf_nb.data.toy import build_tokenizer
 
@@ -377,7 +382,7 @@ def load_causal_lm(
     adapters themselves are added by `models.adapters`.
 
     Args:
-        cfg: which model, and how it is loaded; `name_or_path` None or "toy" builds an untrained toy model.
+        cfg: which model, and how it is loaded; `name_or_path` "toy" builds an untrained toy model.
         precision: device and number formats, from `core.decide_precision`.
         tokenizer: makes sure that the embedding has a row for each of its tokens, and sets PAD and EOS in the model's config.
         trainable: whether an optimizer will update the loaded weights (frozen ones may be half precision).
@@ -387,7 +392,7 @@ def load_causal_lm(
         ModelError: nothing there, not readable, not a complete causal LM, or a number format that can't be trained.
     """
     dtype = weights_dtype(cfg, precision, trainable)
-    if is_toy(cfg.name_or_path):
+    if is_toy(named(cfg)):
         from rlhf_nb.data.toy import build_model
 
         model = build_model(seed).to(dtype)
@@ -438,17 +443,12 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path | None = None,
-    *,
-    trainable: bool = True,
-    device: str = "auto",
-    precision: str = "auto",
-    **options: Any,
+    name: str | Path = "toy", *, trainable: bool = True, device: str = "auto", precision: str = "auto", **options: Any
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub name")`.
 
     Args:
-        name: a directory or a hub name; None builds the untrained toy model.
+        name: a directory or a hub name; "toy" builds the untrained toy model.
         trainable: whether its weights will be trained (frozen ones may be half precision).
         device: "auto", "cpu", "mps", "cuda" or "cuda:1".
         precision: "auto", "fp32", "bf16" or "fp16".
@@ -458,7 +458,7 @@ def load_model(
         ConfigError: an unknown setting, or a device that isn't there.
         ModelError: see `load_causal_lm`.
     """
-    cfg = ModelConfig(name_or_path=None if name is None else str(name), **options)
+    cfg = ModelConfig(name_or_path=str(name), **options)
     tokenizer = load_tokenizer(cfg)
     return load_causal_lm(cfg, decide_precision(device, precision), tokenizer=tokenizer, trainable=trainable), tokenizer
 
@@ -607,9 +607,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
                 os.replace(Path(temporary) / file, target / file)
     except (OSError, SafetensorError) as e:
         free = f" ({shutil.disk_usage(target).free / 1e9:.2f} GB free)" if target.is_dir() else ""
-        raise ModelError(
-            f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there is untouched."
-        ) from e
+        raise ModelError(f"{what} could not be saved in {str(target)!r}{free}: {e}. What was there stays.") from e
 
 # %% ../../nbs/300_models_load.ipynb #060a50d5
 def probe_ids(vocab_size: int, device: torch.device | str = "cpu") -> Tensor:

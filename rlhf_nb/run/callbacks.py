@@ -231,11 +231,17 @@ def where_time_goes(event: dict[str, Any]) -> str:
     return f"gen/score/upd {shares} %" + ("" if slots is None else f", slots {100 * slots:.0f} %")
 
 
-def step_line(run: RunView, event: dict[str, Any]) -> str:
-    """One step as plain text."""
-    width = len(str(run.total_steps or ""))
-    parts = [f"step {run.step:>{width}}" + (f"/{run.total_steps}" if run.total_steps else "")]
-    parts += [f"{name} {short_number(event[name])}" for name in pick_columns(event, run.method.columns)]
+def step_line(event: dict[str, Any], total: int | None = None, columns: Sequence[str] = ()) -> str:
+    """One step as plain text.
+
+    Args:
+        event: of the step.
+        total: steps of the run, if known.
+        columns: metrics to show; the best known ones by default.
+    """
+    width = len(str(total or ""))
+    parts = [f"step {event['step']:>{width}}" + (f"/{total}" if total else "")]
+    parts += [f"{name} {short_number(event[name])}" for name in pick_columns(event, columns)]
     if event.get("perf/tokens_per_s"):
         parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
     return "  ".join([*parts, *filter(None, [where_time_goes(event)])])
@@ -292,7 +298,8 @@ class Progress(Callback):
                 self.drawn = time.monotonic()
                 self.live.update(Group(steps_table(run, self.events), self.bar), refresh=True)
         elif due:
-            self.console.print(step_line(run, event), highlight=False, soft_wrap=True)
+            line = step_line(event, run.total_steps, run.method.columns)
+            self.console.print(line, highlight=False, soft_wrap=True)
         return None
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:

@@ -31,6 +31,8 @@ from ..run.engine import STRATEGIES
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
 from ..run.state import to_resume_from
+from ..run.strategies import compiles_first
+from .live import Live
 from ..train.registry import add_method, of
 from ..train.stage import read_json, run_stage, write_json
 
@@ -511,11 +513,18 @@ def launch(
     write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
     agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
-    env, begun, say = _environment(folder.absolute(), strategy, cpu, zero), time.time(), say or (lambda _: None)
+    env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
+    told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
+    if strategy.startswith("zero") and (text := compiles_first(cpu)):
+        told(text)
     own = machine == 0 and not run.holds_run()
     how = {"resume": resume, "overwrite": resume and overwrite}
-    failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, say)
-    return _collect(run, folder, config is not None, failures, say, begun)
+    live = Live(run.path, told, say is print and sys.stdout.isatty())
+    try:
+        failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
+    finally:
+        live.close()
+    return _collect(run, folder, config is not None, failures)
 
 
 def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:
@@ -548,22 +557,17 @@ def _train(method: Any, config: Any, resume: bool, overwrite: bool) -> dict[str,
     return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/700_scale_launch.ipynb #aa22f5c4
-def _collect(
-    run: RunDir, folder: Path, is_config: bool, failures: list[str], say: Callable[[str], None], begun: float
-) -> Launched:
-    """What the ranks left; their warnings are passed on."""
+def _collect(run: RunDir, folder: Path, is_config: bool, failures: list[str]) -> Launched:
+    """What the ranks left."""
     value = _dill().loads((folder / "result.pkl").read_bytes()) if (folder / "result.pkl").exists() else None
     events = read_metrics(run.path) if run.metrics_path.exists() else []
-    for e in events:
-        if e["type"] == "warning" and e.get("time", begun) >= begun:
-            say(f"note: {e['message']}")
     model = Path(value["model"]) if is_config and isinstance(value, dict) else None
     return Launched(value, model, [e for e in events if e["type"] == "step"], run.path, failures)
 
 # %% ../../nbs/700_scale_launch.ipynb #632a7ab7
 def _try_until_done(
     run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], how: dict[str, bool], own: bool,
-    restarts: int, hang: float, say: Callable[[str], None],
+    restarts: int, hang: float, live: Live,
 ) -> list[str]:  # fmt: skip
     """Attempts, until one succeeds; returns a line for each that did not. `own`: the run begins here, nobody else's log can go."""
     failures: list[str] = []
@@ -572,10 +576,11 @@ def _try_until_done(
         _note(folder, "start", attempt=len(failures))
         attempt = Attempt(folder, command, env)
         try:
-            with _interruptible(attempt, say) as asked:
-                failure = watch(attempt, run.path, hang, asked)
+            with _interruptible(attempt, live) as on_move:
+                failure = watch(attempt, run.path, hang, on_move)
         finally:
             attempt.end(0.0 if attempt.agent.poll() is not None else 3.0)
+            live.look(all=True)
         if failure is None:
             return failures
         _note(folder, "failure", what=failure.what)
@@ -592,7 +597,7 @@ def _try_until_done(
         if own and not saved:
             _set_aside(run, folder / f"attempt-{len(failures)}")
         start = "the newest complete checkpoint" if saved else "the beginning, since nothing was saved yet"
-        say(f"{failure.what}; starting again from {start} ({len(failures)} of {restarts})")
+        live.tell(f"{failure.what}; starting again from {start} ({len(failures)} of {restarts})")
 
 
 def _set_aside(run: RunDir, folder: Path) -> None:
@@ -629,8 +634,8 @@ def _tail(path: Path, lines: int = 30) -> str:
 
 
 @contextmanager
-def _interruptible(attempt: Attempt, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
+def _interruptible(attempt: Attempt, live: Live) -> Iterator[Callable[[], None]]:
+    """Gives what is to be called a few times a second. Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
     pressed, told = 0, False
 
     def handle(number: int, frame: Any) -> None:
@@ -643,9 +648,10 @@ def _interruptible(attempt: Attempt, say: Callable[[str], None]) -> Iterator[Cal
 
     def look() -> None:
         nonlocal told
+        live.look()
         if pressed and not told:
             told = True
-            say("stopping after this step; once more to stop at once")
+            live.tell("stopping after this step; once more to stop at once")
             attempt.signal(signal.SIGINT)
 
     main = threading.current_thread() is threading.main_thread()

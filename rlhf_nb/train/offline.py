@@ -50,9 +50,7 @@ class OfflineConfig(TrainConfig):
                 "reference is 'moving', but with LoRA the reference is the base model, which stays. Use 'frozen', or leave out lora."
             )
         if self.reference == "moving" and self.reference_model is not None:
-            raise ValueError(
-                "reference is 'moving', which starts as the policy, and reference_model is set. Leave one out."
-            )
+            raise ValueError("reference is 'moving', which starts as the policy: leave reference_model out.")
         return self
 
 # %% ../../nbs/618_train_offline.ipynb #aa59ee7e

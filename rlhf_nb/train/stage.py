@@ -83,6 +83,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
     "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every", "chunk",
+    "recompute", "reward_timeout",
 }  # fmt: skip
 
 

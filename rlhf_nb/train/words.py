@@ -116,7 +116,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 def _model_type(model: Any, config: Any) -> str:
     """The architecture of a model, or of the one that a config names."""
     name = config.model.name_or_path
-    if model is None and is_toy(name):
+    if model is None and (name is None or is_toy(name)):
         return "llama"
     if model is None:
         from transformers import AutoConfig
