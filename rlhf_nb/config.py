@@ -531,13 +531,11 @@ class DataConfig(StrictConfig):
     path: PathText | None = Field(default=None, description="file, directory, hub name, or 'toy'; null: not said yet")
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
-    eval_split: str | None = Field(default=None, description="split to evaluate on; null: eval_size rows of split")
-    eval_size: int | None = Field(default=None, ge=1, description="rows of split held out; null: none")
-    max_prompt_length: int = Field(
-        default=512, ge=1, description="tokens of a prompt; unset, and max_length is less: half of it"
-    )
-    max_length: int = Field(default=1024, ge=2, description="tokens of prompt and completion together")
-    completion_only: bool = Field(default=True, description="loss on completions or assistant turns only")
+    eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
+    eval_size: int | None = option(None, "rows of split held out; null: none", ge=1)
+    max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
+    max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
+    completion_only: bool = option(True, "loss on completions or assistant turns only")
     dedup: bool = option(True, "drop rows that occur twice")
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)

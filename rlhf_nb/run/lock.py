@@ -264,11 +264,6 @@ class RunLock:
         self._claim: _Claim | None = None
         self._leave: Any = None
 
-    @property
-    def held(self) -> bool:
-        """Whether it is ours."""
-        return self._claim is not None
-
     def acquire(self) -> None:
         """Lock the folder; what is locked already, by this object, changes to the present thread.
 
