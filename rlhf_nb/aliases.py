@@ -9,7 +9,7 @@ from typing import Any
 from .core import ConfigError
 
 # %% auto #0
-__all__ = ['SAME', 'CONVERTED', 'ONE_UPDATE_A_STEP', 'VALUES', 'EXPLAINED', 'elsewhere', 'translate']
+__all__ = ['SAME', 'CONVERTED', 'ONE_UPDATE_A_STEP', 'VALUES', 'EXPLAINED', 'elsewhere', 'moved', 'translate']
 
 # %% ../nbs/005_aliases.ipynb #0cb324d5
 SAME: dict[str, str] = {
@@ -19,7 +19,7 @@ SAME: dict[str, str] = {
     "max_length": "data.max_length", "max_seq_length": "data.max_length", "max_prompt_length": "data.max_prompt_length",
     "max_completion_length": "sampling.max_new_tokens", "max_new_tokens": "sampling.max_new_tokens",
     "response_length": "sampling.max_new_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "model.gradient_checkpointing",
+    "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "recompute",
     "model_name_or_path": "model.name_or_path", "model_revision": "model.revision", "lora_r": "model.lora.r",
     "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout", "trust_remote_code": "model.trust_remote_code",
     "lora_target_modules": "model.lora.target_modules", "attn_implementation": "model.attn_implementation",
@@ -28,7 +28,7 @@ SAME: dict[str, str] = {
     "completion_only_loss": "data.completion_only", "assistant_only_loss": "data.completion_only",
     "logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every", "save_total_limit": "keep_checkpoints",
     "beta": "kl_coef", "epsilon_high": "clip_eps_high", "cliprange_value": "value_clip_eps",
-    "mask_truncated_completions": "mask_truncated", "importance_sampling_level": "level",
+    "mask_truncated_completions": "mask_truncated", "missing_eos_penalty": "missing_eos", "importance_sampling_level": "level",
     "f_divergence_type": "divergence", "use_weighting": "wpo", "center_rewards_coefficient": "center_coef",
     "ref_model_sync_steps": "sync_every", "ref_model_mixup_alpha": "sync_mixup",
 }  # fmt: skip
@@ -82,7 +82,7 @@ EXPLAINED: dict[str, str] = {
     "bf16": "autocast in bf16: here precision=bf16, or precision=fp32 for none (auto decides by the device)",
     "fp16": "autocast in fp16: here precision=fp16, or precision=fp32 for none (auto decides by the device)",
     "report_to": "dashboards: here trackers=[tensorboard], a list of names; every run writes metrics.jsonl anyway",
-    "save_strategy": "when to save: here save_every=100 in steps; null saves only at the end",
+    "save_strategy": "when to save: here save_every=100 (steps) or 10min; null saves only at the end",
     "eval_strategy": "when to evaluate: here eval_every=100 in steps; null evaluates only at the end",
     "logging_strategy": "when to log: here log_every=10 in steps; metrics.jsonl has every step",
     "logging_dir": "the folder of the logs: here everything is in output_dir",
@@ -110,7 +110,6 @@ EXPLAINED: dict[str, str] = {
     "reward_weights": "weights of reward functions: here reward=Rewards([f, g], weights=[1.0, 0.5])",
     "reward_model_path": "a reward model: here reward=FOLDER",
     "sft_model_path": "the policy to start from: here model.name_or_path=FOLDER",
-    "missing_eos_penalty": "what is taken from the score of a cut completion: here missing_eos, the score that it gets",
     "loss_type": "how tokens are averaged: here per (sequence, token or length), or variant, which sets every switch of a paper at once",
     "rpo_alpha": "the weight of a log-likelihood term: here nll_coef, averaged over the tokens of the chosen completions",
     "loss_weights": "weights of several losses: here loss={'sigmoid': 1.0, 'bco_pair': 0.5}, and nll_coef for the likelihood of the chosen ones",
@@ -145,6 +144,17 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     return found if found is not None and all(map(has, found)) else None
 
 
+def moved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`, beside the model."""
+    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    model = out.get("model")
+    if isinstance(model, Mapping) and "gradient_checkpointing" in model:
+        out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}
+        if model["gradient_checkpointing"]:
+            out.setdefault("recompute", True)
+    return out
+
+
 def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
     """Settings with the words of TRL replaced by ours, as a nested dict.
 
@@ -155,6 +165,7 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
     Raises:
         ConfigError: a setting is given under two names.
     """
+    data = moved(data)
     out, foreign = dict(data), [k for k in data if isinstance(k, str) and not has(k)]
     for key in sorted(foreign, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
         found = _settings(key, data[key], has)

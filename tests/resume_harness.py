@@ -276,7 +276,7 @@ def worker(case: str, run_dir: str, tests: str) -> None:
     torch.set_num_threads(1)
     module, function = CASES[case].split(":")
     trainer = getattr(importlib.import_module(module), function)(Path(run_dir))
-    trainer.fit(resume=True)
+    trainer.fit(resume=True, overwrite=True)  # from the start where nothing was saved before the kill
     digest = hashlib.sha256()
     for name, tensor in sorted(trained_tensors(trainer.engine.unwrap(trainer.method.module)).items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -84,7 +84,7 @@ def test_bash_accepts_the_script(words: list[str], options: dict[str, object], t
     shown = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {echo}"], capture_output=True, text=True, cwd=tmp_path
     ).stdout
-    assert shown.splitlines() == [*words, "output_dir=/shared/my runs/1", "--resume"]
+    assert shown.splitlines() == [*words, "output_dir=/shared/my runs/1", "--resume", "--overwrite"]
     assert not (tmp_path / "pwned").exists()
 
 
@@ -120,6 +120,7 @@ def test_manifest_holds_what_was_asked_for() -> None:
         "/data/run.yaml",
         "output_dir=/data/runs/1",
         "--resume",
+        "--overwrite",
     ]
     assert {e["name"]: e["value"] for e in container["env"]}["RLHF_NB_STRATEGY"] == "zero2"
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "disk"

@@ -174,6 +174,18 @@ def test_kills_change_nothing(tmp_path: Path, kills: int = 10, length: int = 20)
 
 
 @pytest.mark.slow
+def test_killed_before_anything_was_saved(tmp_path: Path) -> None:
+    """The next attempt begins anew, says so, and the log of the first one is kept."""
+    said: list[str] = []
+    when(lambda: lines(tmp_path) >= 2, lambda: os.kill(pids(tmp_path)[1], signal.SIGKILL))
+    how: dict[str, Any] = {"num_processes": 2, "device": "cpu", "run_dir": tmp_path, "say": said.append}
+    result = launch(case_on_ranks, "sft", str(tmp_path), steps=60, save_every=None, **how)
+    assert len(result.failures) == 1 and "the beginning, since nothing was saved yet" in said[0]
+    assert [e["step"] for e in result.history] == list(range(1, 61))
+    assert lines(tmp_path / "launch" / "attempt-1") >= 2 and not (tmp_path / "lock.json").exists()
+
+
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
     def one_breaks(limit: int) -> None:
         from rlhf_nb.run.engine import Engine

@@ -29,7 +29,7 @@ def run(code: str, path: Path, cwd: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MPLBACKEND": "Agg",
-        "PYTHONWARNINGS": "ignore",
+        "PYTHONWARNINGS": "ignore,error:held-out rows",  # what is held out must not stand in the training rows: TextTrainer compares them
     }
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(cwd)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
@@ -50,3 +50,28 @@ def test_tutorial(path: Path, tmp_path: Path) -> None:
         except AssertionError:
             if attempt == 2:
                 raise
+
+
+LEAK = """
+from rlhf_nb.data import toy
+from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+rows = toy.sft_rows(8)
+config = SFTConfig.preset("toy", output_dir="run", console=False, steps=1, epochs=None)
+SFTTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer(), rows[{first}:], rows[:4])
+"""
+
+
+@pytest.mark.parametrize("code", [CELLS, KERNEL], ids=["cells", "kernel"])
+def test_a_notebook_that_leaks_fails(code: str, tmp_path: Path) -> None:
+    """The check above can fail: four held-out rows that are trained on, and four that aren't."""
+    import nbformat
+
+    for first in (4, 0):
+        path = tmp_path / f"leak{first}.ipynb"
+        cells = [nbformat.v4.new_code_cell(LEAK.format(first=first))]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+        if first:
+            run(code, path, tmp_path)
+        else:
+            with pytest.raises(AssertionError, match="held-out rows: 4 of 4 stand in the training rows"):
+                run(code, path, tmp_path)

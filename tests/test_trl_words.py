@@ -217,7 +217,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[RlhfError], str]] = {
     "reward_weights": (lambda: GRPOConfig(reward_weights=[1.0]), ConfigError, r"reward=Rewards\("),
     "optim": (lambda: SFTConfig(optim="paged_adamw_8bit"), ConfigError, "here it is AdamW"),
     "evaluation": (lambda: SFTConfig(eval_strategy="steps"), ConfigError, "here eval_every=100"),
-    "missing_eos_penalty": (lambda: PPOConfig(missing_eos_penalty=1.0), ConfigError, "here missing_eos"),
     "in a file": (lambda: SFTConfig.load(overrides=["warmup_ratio=0.1"]), ConfigError, "here optimizer.warmup_steps"),
     "loss_weights": (lambda: DPOConfig(loss_weights=[1.0]), ConfigError, r"here loss=\{'sigmoid': 1.0, 'bco_pair': 0.5\}"),
     "total_episodes": (lambda: PPOConfig(total_episodes=8), ConfigError, "here steps, each of rollout_batch_size"),

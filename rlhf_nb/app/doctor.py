@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,24 +18,25 @@ import torch
 
 from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
-from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu
+from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data import toy
-from ..data.formats import to_rows
+from ..data.formats import DataWarning, to_rows
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
 from ..data.readers import open_rows
-from ..models.load import ensure_pad, find_model, is_toy, load_or_explain
-from ..run.log import RunDir
+from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named, pretrained
+from ..run.lock import STALE, holder_of
+from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
-from ..train.setup import Kind, Row, load_rows
+from ..train.setup import Kind, Row, load_rows, place_of
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data', 'check_model',
-           'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory', 'check_memory',
-           'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
+           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory',
+           'check_memory', 'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/920_app_doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -58,7 +62,7 @@ def findings_table(findings: Iterable[Finding]) -> Any:
         table.add_column(name, overflow="fold")
     style = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
     for f in sorted(findings, key=lambda f: LEVELS.index(f.level)):
-        table.add_row(Text(f.level, style=style[f.level]), *(Text(t) for t in f[1:]))
+        table.add_row(Text(f.level, style=style[f.level]), *(Text(printable(t)) for t in f[1:]))
     return table
 
 # %% ../../nbs/920_app_doctor.ipynb #15846a22
@@ -184,6 +188,14 @@ def check_sampling(config: Any) -> list[Finding]:
         why = "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy than the one at 1"
         fix = "use the same temperature when you sample from the result"
         out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
+    if config.missing_eos is not None and config.missing_eos_mode == "fixed":
+        why = "where a finished answer scores below that, it pays never to end"
+        what, cost = (
+            f"an answer without EOS is worth {config.missing_eos:g}, whatever it says",
+            abs(config.missing_eos) or 1,
+        )
+        fix = f"missing_eos={cost:g} missing_eos_mode=subtract takes something from its score instead"
+        out.append(Finding("warning", what, why, fix))
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/920_app_doctor.ipynb #cc1668fb
@@ -265,6 +277,29 @@ _REMEDIES = {
     "cache": "lower rollout_batch_size or sampling.max_new_tokens", "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
 }  # fmt: skip
 
+# %% ../../nbs/920_app_doctor.ipynb #92000002
+BEARABLE = 900.0  # seconds of work that may be lost without a warning
+
+
+def check_saving(config: Any) -> list[Finding]:
+    """How much a killed run would lose.
+
+    Args:
+        config: of a training run.
+    """
+    steps, seconds = read_interval(config.save_every)
+    why, fix = "a machine that dies takes all work since the last checkpoint with it", "save_every=10min"
+    if steps is not None:
+        done = [e["perf/step_s"] for e in read_metrics(config.output_dir) if "perf/step_s" in e]
+        if not done:
+            what = f"a checkpoint every {steps} steps, and nobody knows yet how long these take"
+            return [Finding("note", what, why, fix)]
+        seconds = steps * statistics.median(done[-50:])
+    if seconds is not None and seconds <= BEARABLE:
+        return []
+    lost = "everything until its end" if seconds is None else f"{seconds / 60:.0f} minutes of work"
+    return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
+
 # %% ../../nbs/920_app_doctor.ipynb #9e84bfe5
 ROWS = 2000  # looked at
 
@@ -284,20 +319,18 @@ def load_start(model: ModelConfig) -> Start:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    name = model.name_or_path
+    name = named(model)
     if is_toy(name):
         return Start(toy.build_tokenizer(), toy.toy_model_config())
-    kind, where = find_model(str(name))
+    kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    tokenizer = load_or_explain("tokenizer", token_place, lambda: AutoTokenizer.from_pretrained(token_place, **options))
+    tokenizer = pretrained(AutoTokenizer, token_place, "tokenizer", **options)
     if kind == "adapter":
-        from peft import PeftConfig
-
-        where = PeftConfig.from_pretrained(where).base_model_name_or_path
+        where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
         tokenizer.chat_template = model.chat_template
-    return Start(tokenizer, load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where, **options)))
+    return Start(tokenizer, pretrained(AutoConfig, where, **options))
 
 # %% ../../nbs/920_app_doctor.ipynb #3768c6ee
 def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
@@ -306,9 +339,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(data.path):
+    if is_toy(place_of(data)):
         return load_rows(data, kind, seed)[0][:ROWS]
-    rows = list(to_rows(islice(open_rows(data.path or "", data.split, data.subset)(), ROWS), kind))
+    rows = list(to_rows(islice(open_rows(place_of(data), data.split, data.subset)(), ROWS), kind))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows
@@ -316,11 +349,18 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
 
 @contextmanager
 def _found(out: list[Finding], why: str) -> Iterator[None]:
-    """An error of this package inside becomes a finding."""
-    try:
-        yield
-    except RlhfError as e:
-        out.append(Finding("error", str(e), why, "see the finding"))
+    """An error of this package inside becomes a finding, and so does what is said of damaged rows."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except RlhfError as e:
+            out.append(Finding("error", str(e), why, "see the finding"))
+    for w in said:
+        if issubclass(w.category, DataWarning):
+            out.append(Finding("warning", str(w.message), "such rows teach less than they seem to", "look at them"))
+        else:
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 # %% ../../nbs/920_app_doctor.ipynb #ea03637a
 def examine(config: Any, start: Start | None = None) -> list[Finding]:
@@ -357,6 +397,7 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_memory(precision.device))
+    out += check_saving(config)
     if method.online:
         out += check_sampling(config)
         if config.reward is None:
@@ -371,6 +412,12 @@ def check_folder(path: str | Path) -> list[Finding]:
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         return [Finding("error", f"{path} can't be written", "nothing could be saved", "choose another output_dir")]
+    holder = holder_of(path)
+    if holder is not None and (holder.lives if holder.here else time.time() - holder.touched < STALE):
+        why = "two runs in one folder would destroy each other's checkpoints"
+        out.append(
+            Finding("error", f"{path} is in use by {holder}", why, "wait for it, end it, or choose another output_dir")
+        )
     if RunDir(path).holds_run():
         fix = "--resume to go on with it, --overwrite to replace it, or another output_dir"
         why = "a new run is refused there, so that nothing is lost"

@@ -26,7 +26,9 @@ from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..rewards.base import RewardModelFn
+from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
+from ..run.state import clean_saves
 from ..scale.launch import check_request, launch
 from ..train.online import load_reward
 from ..train.ppo import PPOConfig
@@ -110,6 +112,18 @@ class PipelineConfig(StrictConfig):
     def made_by(self, leaves: str) -> str | None:
         """The stage that leaves a "reward" model, or "pairs"."""
         return next((s for s in self.stages if s != "base" and get(s).leaves == leaves), None)
+
+    def unsaid(self) -> list[str]:
+        """Settings without which a stage would have no model or no rows."""
+        out = []
+        for name in (s for s in self.stages if s != "base"):
+            stage = getattr(self, name)
+            labelled = self.made_by("pairs") not in (None, name) and get(name).rows in ("preference", "unpaired")
+            if self.source(name) is None and stage.model.name_or_path is None:
+                out.append(f"{name}.model.name_or_path")
+            if self.data is None and stage.data.path is None and not labelled:
+                out.append("data")
+        return list(dict.fromkeys(out))
 
     @model_validator(mode="after")
     def _chain(self) -> PipelineConfig:
@@ -376,12 +390,17 @@ class RLHFPipeline:
         return config.replace(**over)
 
     def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """One stage; skipped when it is finished, unless `overwrite`.
+        """One stage; skipped when it is finished, unless `overwrite` (which with `resume` only replaces what left no checkpoint).
 
         Raises:
-            RunError: a stage that it builds on is not finished.
+            RunError: a stage that it builds on is not finished, or somebody works in the folder.
         """
-        config, done = self.stage_config(stage), {} if overwrite else self.finished(stage)
+        with RunLock(self.path):
+            return self._stage(stage, resume, overwrite)
+
+    def _stage(self, stage: str, resume: bool, overwrite: bool) -> StageResult:
+        """A stage of a pipeline whose folder nobody else has."""
+        config, done = self.stage_config(stage), {} if overwrite and not resume else self.finished(stage)
         if done:
             self.say(f"{stage}: finished before, skipped.")
             return StageResult(stage, self.model_dir(stage), done["metrics"], done["seconds"], True)
@@ -404,6 +423,7 @@ class RLHFPipeline:
     def _make_base(self, config: BaseConfig) -> StageResult:
         """The starting model."""
         begin, folder = time.perf_counter(), self.path / "base"
+        clean_saves(folder)
         model, tokenizer = make_base(config, self.data_for("base"), self.config.seed)
         save_model(model, tokenizer, folder / "model")
         metrics = {"parameters": float(sum(p.numel() for p in model.parameters())), "tokens": float(len(tokenizer))}
@@ -459,16 +479,23 @@ class RLHFPipeline:
 
         Args:
             resume: skip what is finished, go on with what was begun.
-            overwrite: delete what an earlier pipeline left in this folder, and begin anew.
+            overwrite: delete what an earlier pipeline left in this folder, and begin anew; with `resume`, only what left no
+                checkpoint.
 
         Raises:
-            RunError: the folder holds another pipeline, or the settings of a finished stage were changed.
+            RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage were changed.
+            ConfigError: a stage has no model to start from, or no rows.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """
-        self.open_folder(resume, overwrite)
-        for stage in self.stages:
-            self.stage(stage, resume)
-        return self.evaluate()
+        if unsaid := self.config.unsaid():
+            raise ConfigError(
+                f"{' and '.join(unsaid)} must be set ('toy' for the toy world) before the first stage begins."
+            )
+        with RunLock(self.path):
+            self.open_folder(resume, overwrite)
+            for stage in self.stages:
+                self.stage(stage, resume, resume and overwrite)
+            return self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
         """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
@@ -522,7 +549,8 @@ def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
-        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)))
+        trust = pipeline.stage_config(stage).model.trust_remote_code if stage != "base" else False
+        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)), trust_remote_code=trust)
         tokenizer = load_tokenizer(place)
         model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
         prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)

@@ -122,10 +122,15 @@ class PolicyEval:
         return {k: mean_and_error(v) for k, v in parts.items() if v is not None}
 
     def summary(self, against: PolicyEval | None = None) -> dict[str, float]:
-        """Flat numbers for logs: each reward's mean and `_std`, KL and its error, length, finished; win rates against another policy."""
+        """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win rates against another policy."""
         out: dict[str, float] = {}
         for name in self.scores:
-            out |= {name: self.means[name], f"{name}_std": self.stds[name]}
+            asked = int((~self.scores[name].isnan()).sum())
+            out |= {
+                name: self.means[name],
+                f"{name}_std": self.stds[name],
+                f"{name}_stderr": self.stds[name] / max(asked, 1) ** 0.5,
+            }
             if against is not None and name in against.scores:
                 out[f"win_rate_{name}"] = win_rate(self.scores[name], against.scores[name]).rate
         for kind, value in self.kl.items():

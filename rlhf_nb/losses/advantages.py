@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, DataError
-from .kl import KLKind, check_tokens, kl_estimate
+from .kl import KLKind, check_tokens, kl_estimate, wide
 
 # %% auto #0
 __all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline', 'group_advantages']
@@ -43,7 +43,7 @@ def kl_shaped_rewards(
     rewards = torch.where(mask, -kl_coef * kl_estimate(logps, ref_logps, kind), 0.0)
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask
     is_last = mask & (place == place.amax(1, keepdim=True))
-    return torch.where(is_last, rewards + scores[:, None].to(rewards.dtype), rewards)
+    return torch.where(is_last, rewards + wide(scores[:, None]), rewards)
 
 # %% ../../nbs/105_losses_advantages.ipynb #db685bab
 def _discounted_suffix_sums(x: Tensor, factor: float) -> Tensor:
@@ -83,9 +83,9 @@ def gae(
             f"gamma = {gamma} and lam = {lam} must lie in [0, 1]: beyond, distant rewards would grow without bound."
         )
     if mask.shape[1] == 0:
-        return values.clone(), values.clone()
+        return wide(values).clone(), wide(values).clone()
     place = (mask.cumsum(1) - 1).clamp_(min=0)  # which of the row's counting tokens: closes the gaps
-    both = torch.stack([torch.where(mask, token_rewards, 0.0), torch.where(mask, values, 0.0)])
+    both = torch.stack([torch.where(mask, wide(token_rewards), 0.0), torch.where(mask, wide(values), 0.0)])
     reward, value = torch.zeros_like(both).scatter_add_(2, place.expand_as(both), both)
     delta = reward - value
     delta[:, :-1].add_(value[:, 1:], alpha=gamma)
@@ -110,7 +110,7 @@ def moments(x: Tensor, mask: Tensor) -> Moments:
         mask: bool, same shape.
     """
     check_tokens(mask, x=x)
-    n = torch.count_nonzero(mask)
+    x, n = wide(x), torch.count_nonzero(mask)
     mean = torch.where(mask, x, 0.0).sum() / n.clamp(min=1)
     square = torch.where(mask, x - mean, 0.0).square().sum()
     return Moments(mean, square / (n - 1).clamp(min=1), n)
@@ -145,7 +145,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, stats: Moments | No
     """
     check_tokens(mask, x=x)
     mean, var, _ = moments(x, mask) if stats is None else stats
-    white = (x - mean) * torch.rsqrt(var + eps)
+    white = (wide(x) - mean) * torch.rsqrt(var + eps)
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
 
 # %% ../../nbs/105_losses_advantages.ipynb #f33b32fe
@@ -160,7 +160,7 @@ def _groups(scores: Tensor, group_size: int, at_least: int) -> tuple[Tensor, Ten
             f"scores has shape {list(scores.shape)}, which is not a whole number of groups of {group_size}. "
             "The completions of one prompt must stand next to each other, and none may be missing."
         )
-    grouped = scores.reshape(-1, group_size)
+    grouped = wide(scores).reshape(-1, group_size)
     return grouped - grouped[:, :1], grouped[:, :1]
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError
-from .kl import KLKind, check_tokens, kl_terms
+from .kl import KLKind, check_tokens, kl_terms, wide
+from .policy import bounded
 from ..types import LossSum
 
 Per = Literal["sequence", "token", "length"]
@@ -86,13 +87,13 @@ def group_surrogate(
     """
     check_tokens(mask, logps=logps, old_logps=old_logps)
     weights, count = token_weights(mask, per, max_length, logps.dtype)
-    each = torch.where(mask, (advantages if advantages.dim() == 2 else advantages[:, None]).detach(), 0.0)
-    tokens = torch.where(mask, logps, 0.0)
-    shift = torch.where(mask, logps - old_logps, 0.0)
+    each = torch.where(mask, wide(advantages if advantages.dim() == 2 else advantages[:, None]).detach(), 0.0)
+    tokens = torch.where(mask, wide(logps), 0.0)
+    shift = torch.where(mask, wide(logps) - wide(old_logps), 0.0)
     if level != "token":
         n = mask.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else 1
         shift = (shift.sum(1, keepdim=True) / n).expand_as(shift)
-    ratio = shift.exp()
+    ratio = bounded(shift, each, clip_eps_high).exp()
     if soft:
         terms = -ratio.clamp(max=1 + clip_eps_high).detach() * each * tokens
         cut = ratio > 1 + clip_eps_high
@@ -102,7 +103,7 @@ def group_surrogate(
         cut = -held * each > -ratio * each
     if correction is not None:
         check_tokens(mask, correction=correction)
-        terms = terms * torch.where(mask, correction.detach(), 0.0)
+        terms = terms * torch.where(mask, wide(correction.detach()), 0.0)
     with torch.no_grad():
         n = mask.sum()
         stats = {
@@ -136,7 +137,7 @@ def group_kl(
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
     weights, count = token_weights(mask, per, max_length, logps.dtype)
-    shift = torch.where(mask, logps - ref_logps, 0.0)
+    shift = torch.where(mask, wide(logps) - wide(ref_logps), 0.0)
     terms = kl_terms(shift, kind)
     n = mask.sum()
     stats = {"policy/ref_kl_avg": (shift.detach().sum(), n), "kl": (terms.detach().sum(), n)}
@@ -156,4 +157,4 @@ def truncated_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, ca
     """
     if cap < 1:
         raise ConfigError(f"cap: {cap} must be ≥ 1, or tokens on which both agree would be scaled down, too.")
-    return torch.where(mask, old_logps - rollout_logps, 0.0).detach().exp().clamp(max=cap)
+    return torch.where(mask, wide(old_logps) - wide(rollout_logps), 0.0).detach().exp().clamp(max=cap)

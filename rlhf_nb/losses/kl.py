@@ -13,8 +13,8 @@ from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_me
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['KLKind', 'check_tokens', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss', 'FixedKL',
-           'AdaptiveKL']
+__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss',
+           'FixedKL', 'AdaptiveKL']
 
 # %% ../../nbs/100_losses_kl.ipynb #9fefeca4
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
@@ -35,6 +35,11 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
             )
     if mask.dtype is not torch.bool:
         raise DataError(f"the mask is {mask.dtype}, expected torch.bool (1 = the token counts). Use `mask.bool()`.")
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32 at least: a half's range ends at 65,504 and its sums stop growing at 2,048; float32 and float64 stay as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../../nbs/100_losses_kl.ipynb #5f777987
 KLKind = Literal["k1", "k2", "k3"]
@@ -69,7 +74,7 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor
         raise DataError(
             f"logps has shape {list(logps.shape)} but ref_logps {list(ref_logps.shape)}: a KL compares the same tokens."
         )
-    return kl_terms(logps.detach() - ref_logps.detach(), kind)
+    return kl_terms(wide(logps.detach()) - wide(ref_logps.detach()), kind)
 
 # %% ../../nbs/100_losses_kl.ipynb #723e9b1a
 class MeanError(NamedTuple):
@@ -88,7 +93,7 @@ def mean_and_error(samples: Tensor) -> MeanError:
     Args:
         samples: [B], one number per sequence (tokens of one sequence are not independent: sum them first).
     """
-    n = samples.numel()
+    samples, n = wide(samples), samples.numel()
     mean = samples.sum() / max(n, 1)
     spread = (samples - mean).square().sum() / (n * (n - 1)) if n > 1 else samples.new_full((), math.nan)
     return MeanError(mean, spread.sqrt())
@@ -108,7 +113,7 @@ def kl_report(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> dict[str, MeanE
         {"k1", "k2", "k3"}: mean over sequences of the sum over tokens, in nats.
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
-    log_ratio = torch.where(mask, logps.detach() - ref_logps.detach(), 0.0)
+    log_ratio = torch.where(mask, wide(logps.detach()) - wide(ref_logps.detach()), 0.0)
     return {kind: mean_and_error(kl_terms(log_ratio, kind).sum(1)) for kind in ("k1", "k2", "k3")}
 
 # %% ../../nbs/100_losses_kl.ipynb #50c847c5
@@ -134,11 +139,12 @@ def kl_loss(
     Source: Schulman (2020); for k3 in the loss, Shao et al., arXiv 2402.03300, eq. 4.
     """
     check_tokens(mask, logps=logps, ref_logps=ref_logps)
-    log_ratio = torch.where(mask, logps - ref_logps, 0.0)
+    log_ratio = torch.where(mask, wide(logps) - wide(ref_logps), 0.0)
     terms = kl_terms(log_ratio, kind)
     if old_logps is not None:
         check_tokens(mask, old_logps=old_logps)
-        terms = terms * torch.where(mask, logps.detach() - old_logps, 0.0).exp()
+        drift = torch.where(mask, wide(logps.detach()) - wide(old_logps), 0.0)
+        terms = terms * drift.clamp(max=80.0).exp()  # exp(80) is still a float32, and infinity · 0 would be NaN
     count = torch.count_nonzero(mask)
     return LossSum(terms.sum(), count, {"policy/ref_kl_avg": (log_ratio.detach().sum(), count)})
 

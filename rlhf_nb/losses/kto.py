@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import CheckpointError, ConfigError, DataError, did_you_mean
+from .kl import wide
 from ..types import LossSum
 
 # %% auto #0
@@ -20,7 +21,7 @@ __all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismat
 
 # %% ../../nbs/135_losses_kto.ipynb #66937bd1
 def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tensor:
-    """+1 for desirable answers, −1 for others, in the dtype of the log-ratios; shapes checked."""
+    """+1 for desirable answers, −1 for others, in the dtype of the log-ratios (float32 at least); shapes checked."""
     if log_ratios.dim() != 1 or labels.shape != log_ratios.shape or labels.dtype != torch.bool:
         raise DataError(
             f"expected log-ratios float[B] and labels bool[B], got {list(log_ratios.shape)} and "
@@ -32,7 +33,7 @@ def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tens
                 "the baseline (kl, delta) must be one number without gradient: it says where zero is, "
                 f"and must not be trained. Got shape {list(x.shape)}, requires_grad={x.requires_grad}. Detach it."
             )
-    return torch.where(labels, 1.0, -1.0).to(log_ratios.dtype)
+    return wide(torch.where(labels, 1.0, -1.0).to(log_ratios.dtype))
 
 
 def weigh_sides(
@@ -60,7 +61,7 @@ def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor | float, *, beta: float) 
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.
     """
     side = _sides(log_ratios, labels, kl)
-    return torch.sigmoid(-beta * side * (log_ratios - kl))
+    return torch.sigmoid(-beta * side * (wide(log_ratios) - kl))
 
 # %% ../../nbs/135_losses_kto.ipynb #69ae1754
 def apo_zero_unpaired(log_ratios: Tensor, labels: Tensor, baseline: Tensor | float = 0.0, *, beta: float) -> Tensor:
@@ -95,7 +96,7 @@ def bco(log_ratios: Tensor, labels: Tensor, delta: Tensor | float, *, beta: floa
     Source: Jung et al., arXiv 2404.04656, section 4.
     """
     side = _sides(log_ratios, labels, delta)
-    return -F.logsigmoid(side * (beta * log_ratios - delta))
+    return -F.logsigmoid(side * (beta * wide(log_ratios) - delta))
 
 # %% ../../nbs/135_losses_kto.ipynb #914083d9
 def mismatched_kl(log_ratios: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def mismatched_kl(log_ratios: Tensor) -> Tensor:
 
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.
     """
-    return (log_ratios.detach().sum() / max(log_ratios.numel(), 1)).clamp(min=0)
+    return (wide(log_ratios.detach()).sum() / max(log_ratios.numel(), 1)).clamp(min=0)
 
 # %% ../../nbs/135_losses_kto.ipynb #830da879
 class RunningMean:
@@ -269,7 +270,8 @@ def unpaired_loss(
     check_unpaired(loss, beta=beta, **weights)
     if logps.shape != ref_logps.shape:
         raise DataError(f"logps {list(logps.shape)} and ref_logps {list(ref_logps.shape)} must have one entry per row.")
-    ratios = logps - ref_logps.detach()
+    logps = wide(logps)
+    ratios = logps - wide(ref_logps.detach())
     each = weigh_sides(UNPAIRED[loss](ratios, labels, baseline, beta=beta), labels, **weights)
     stats = _unpaired_stats(beta * ratios.detach(), logps.detach(), labels, baseline, desirable_share)
     return LossSum(each.sum(), torch.full((), each.numel(), device=each.device), stats)

@@ -3,19 +3,35 @@
 # %% ../../nbs/120_losses_policy.ipynb #1e0f016f
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..core import ConfigError
-from .kl import check_tokens
+from .kl import check_tokens, wide
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['clipped_surrogate', 'clipped_value', 'explained_variance', 'entropy_bonus']
+__all__ = ['bounded', 'clipped_surrogate', 'clipped_value', 'explained_variance', 'entropy_bonus']
 
 # %% ../../nbs/120_losses_policy.ipynb #b18773f1
+def bounded(log_ratio: Tensor, advantages: Tensor, clip_eps_high: float) -> Tensor:
+    """The log-ratio, held where clipping has taken its gradient away, so that its exponential is a number.
+
+    Beyond 1 + clip_eps_high, a rise of what isn't bad (advantage ≥ 0) has gradient 0, yet the infinity of an overflow times that 0 is NaN.
+    A bad answer's log-ratio stays as it is: its gradient is what brings it back.
+
+    Args:
+        log_ratio: log π − log π_old, in nats.
+        advantages: of the same shape, or one that broadcasts.
+        clip_eps_high: ≥ 0, how far a ratio may rise.
+    """
+    limit = max(20.0, 1.0 + math.log1p(clip_eps_high))  # never inside of the clip; exp(20) is 5e8
+    return torch.where(advantages >= 0, log_ratio.clamp(max=limit), log_ratio)
+
+
 def clipped_surrogate(
     logps: Tensor,
     old_logps: Tensor,
@@ -45,9 +61,11 @@ def clipped_surrogate(
         raise ConfigError(
             f"clip_eps_low = {clip_eps_low} must lie in [0, 1] and clip_eps_high = {clip_eps_high} be ≥ 0. Usual: 0.2."
         )
-    log_ratio = torch.where(mask, logps - old_logps, 0.0)  # masked before exp: NaN · 0 is NaN, in the gradient too
-    loss_weight = torch.where(mask, -advantages.detach(), 0.0)
-    ratio = log_ratio.exp()
+    log_ratio = torch.where(
+        mask, wide(logps) - wide(old_logps), 0.0
+    )  # masked before exp: NaN · 0 is NaN, in the gradient too
+    loss_weight = torch.where(mask, -wide(advantages.detach()), 0.0)
+    ratio = bounded(log_ratio, -loss_weight, clip_eps_high).exp()
     free = ratio * loss_weight
     clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * loss_weight
     with torch.no_grad():
@@ -86,12 +104,12 @@ def clipped_value(
         raise ConfigError(
             f"value_clip_eps: {value_clip_eps} must be > 0 (or None for no clipping): at 0 no value could ever move."
         )
-    kept_returns = torch.where(mask, returns.detach(), 0.0)
-    kept_values = torch.where(mask, values, 0.0)
+    kept_returns = torch.where(mask, wide(returns.detach()), 0.0)
+    kept_values = torch.where(mask, wide(values), 0.0)
     squares = (kept_values - kept_returns).square()
     losses = squares
     if value_clip_eps is not None:
-        old = torch.where(mask, old_values.detach(), 0.0)
+        old = torch.where(mask, wide(old_values.detach()), 0.0)
         held = kept_values.clamp(old - value_clip_eps, old + value_clip_eps)
         losses = torch.maximum(squares, (held - kept_returns).square())
     with torch.no_grad():
@@ -130,6 +148,6 @@ def entropy_bonus(entropy: Tensor, mask: Tensor) -> LossSum:
         *Minus* the sum over tokens, number of tokens, and stats: policy/entropy_avg (the entropy itself).
     """
     check_tokens(mask, entropy=entropy)
-    total = torch.where(mask, entropy, 0.0).sum()
+    total = torch.where(mask, wide(entropy), 0.0).sum()
     count = torch.count_nonzero(mask)
     return LossSum(-total, count, {"policy/entropy_avg": (total.detach(), count)})

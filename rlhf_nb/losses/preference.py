@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import ConfigError, DataError, did_you_mean
+from .kl import wide
 from .reward import check_pairs, check_smoothing, logistic
 from ..types import LossSum
 
@@ -80,8 +81,8 @@ def log_ratios(pair: PairLogps, divergence: str = "reverse_kl", alpha: float = 0
             f"Compute them, or choose a loss that needs none: {', '.join(_REFERENCE_FREE)}."
         )
     return (
-        _link(pair.chosen - pair.ref_chosen.detach(), divergence, alpha),
-        _link(pair.rejected - pair.ref_rejected.detach(), divergence, alpha),
+        _link(wide(pair.chosen) - wide(pair.ref_chosen.detach()), divergence, alpha),
+        _link(wide(pair.rejected) - wide(pair.ref_rejected.detach()), divergence, alpha),
     )
 
 
@@ -338,8 +339,8 @@ def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor
     """
     log_ratios(pair)  # for its checks
     assert pair.ref_chosen is not None and pair.ref_rejected is not None
-    ref = (pair.ref_chosen - pair.ref_rejected).detach().sort().values
-    margin = beta * ((pair.chosen - pair.rejected).sort().values - ref)
+    ref = (wide(pair.ref_chosen) - wide(pair.ref_rejected)).detach().sort().values
+    margin = beta * ((wide(pair.chosen) - wide(pair.rejected)).sort().values - ref)
     return logistic(margin, label_smoothing)
 
 
@@ -363,14 +364,13 @@ def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) 
 # %% ../../nbs/130_losses_preference.ipynb #dadc98a5
 def mean_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
     """Log-prob per token of either completion, [B] each: SimPO's reward divided by β."""
-    check_pairs(**pair._asdict())
-    return _per_token((pair.chosen, pair.rejected), pair)
+    return _per_token(sum_logps(pair), pair)
 
 
 def sum_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
     """Log-prob of either completion, [B] each: CPO's reward divided by β."""
     check_pairs(**pair._asdict())
-    return pair.chosen, pair.rejected
+    return wide(pair.chosen), wide(pair.rejected)
 
 
 def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0) -> Tensor:
@@ -488,7 +488,7 @@ def nll(pair: PairLogps) -> LossSum:
     Source: Pang et al., arXiv 2404.19733, eq. 1 (there averaged answer by answer).
     """
     check_pairs(**pair._asdict())
-    total, count = -pair.chosen.sum(), pair.chosen_lens.sum()
+    total, count = -wide(pair.chosen).sum(), pair.chosen_lens.sum()
     return LossSum(total, count, {"loss/nll": (total.detach(), count)})
 
 # %% ../../nbs/130_losses_preference.ipynb #039443de
@@ -510,7 +510,7 @@ def wpo_weights(
 
     def log_weight(logps: Tensor, log_sum_sq: Tensor, lens: Tensor) -> Tensor:
         inside = torch.arange(logps.shape[1], device=logps.device) < lens[:, None]
-        return torch.where(inside, logps - log_sum_sq, 0.0).sum(1) / lens.clamp(min=1)
+        return torch.where(inside, wide(logps) - wide(log_sum_sq), 0.0).sum(1) / lens.clamp(min=1)
 
     with torch.no_grad():
         weights = log_weight(*chosen) + log_weight(*rejected)
@@ -537,7 +537,7 @@ def desensitize(logps: Tensor, lens: Tensor, other_lens: Tensor, alpha: float) -
     if not 0 <= alpha <= 1:
         raise ConfigError(f"alpha: {alpha} must lie in [0, 1]: 1 counts every token, 0 none beyond the shorter answer.")
     at = torch.arange(logps.shape[1], device=logps.device)
-    logps = torch.where(at < lens[:, None], logps, 0.0)
+    logps = torch.where(at < lens[:, None], wide(logps), 0.0)
     return torch.where(at < torch.minimum(lens, other_lens)[:, None], logps, alpha * logps).sum(1)
 
 # %% ../../nbs/130_losses_preference.ipynb #f3965052
@@ -670,8 +670,8 @@ def _pair_stats(
             "rewards/rejected": rejected,
             "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
             "rewards/margins": chosen - rejected,
-            "logps/chosen": pair.chosen,
-            "logps/rejected": pair.rejected,
+            "logps/chosen": wide(pair.chosen),
+            "logps/rejected": wide(pair.rejected),
         }
         return count, {name: (x.sum(), count) for name, x in sums.items()}
 
@@ -703,7 +703,7 @@ def preference_loss(
     """
     entries = check_losses(losses, beta, options, weights is not None)
     given = options.given() if options else {}
-    each = pair.chosen.new_zeros(()).expand_as(pair.chosen)
+    each = torch.zeros_like(wide(pair.chosen))
     for name, entry in entries.items():
         own = {k: v for k, v in given.items() if k in entry.options}
         each = each + losses[name] * entry.loss(pair, beta=entry.beta if beta is None else beta, **own)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import ConfigError, DataError
+from .kl import wide
 from ..types import LossSum
 
 # %% auto #0
@@ -50,6 +51,7 @@ def logistic(difference: Tensor, label_smoothing: float = 0.0) -> Tensor:
         difference: [B], how much better the chosen one is thought to be, in log-odds.
         label_smoothing: ε in [0, 0.5): how often the label is believed to be wrong.
     """
+    difference = wide(difference)
     losses = -F.logsigmoid(difference)
     return losses + check_smoothing(label_smoothing) * difference if label_smoothing else losses
 
@@ -76,6 +78,7 @@ def bradley_terry(
     Source: Ouyang et al., arXiv 2203.02155, eq. 1; margin: Touvron et al., arXiv 2307.09288, eq. 2.
     """
     check_pairs(chosen=chosen, rejected=rejected, margin=margin)
+    chosen, rejected = wide(chosen), wide(rejected)
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     losses = logistic(difference, label_smoothing)
     with torch.no_grad():
@@ -99,6 +102,6 @@ def centering(chosen: Tensor, rejected: Tensor) -> LossSum:
     Source: Eisenstein et al., arXiv 2312.09244.
     """
     check_pairs(chosen=chosen, rejected=rejected)
-    total = chosen + rejected
+    total = wide(chosen) + wide(rejected)
     count = torch.full((), total.numel(), device=total.device)
     return LossSum(total.square().sum(), count, {"rewards/center": (0.5 * total.detach().sum(), count)})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kl import check_tokens
+from .kl import check_tokens, wide
 from ..types import LossSum
 
 # %% auto #0
@@ -24,7 +24,7 @@ def sft_loss(logps: Tensor, mask: Tensor) -> LossSum:
         Sum over tokens, number of tokens, and stats: sft/token_prob (mean probability of the right token).
     """
     check_tokens(mask, logps=logps)
-    kept = torch.where(mask, logps, 0.0)
+    kept = torch.where(mask, wide(logps), 0.0)
     count = torch.count_nonzero(mask)
     right = torch.where(mask, kept.detach().exp(), 0.0).sum()
     return LossSum(-kept.sum(), count, {"sft/token_prob": (right, count)})

@@ -22,11 +22,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..core import CheckpointError
+from ..core import CheckpointError, printable
+from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'clean_leftovers',
-           'problem_of', 'latest_complete', 'load_checkpoint', 'Part', 'snapshot', 'AsyncWriter']
+__all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'checkpoints_in',
+           'clean_leftovers', 'problem_of', 'latest_complete', 'load_checkpoint', 'Part', 'snapshot', 'AsyncWriter']
 
 # %% ../../nbs/510_run_checkpoint.ipynb #fdfd2e0a
 _MARK = "__tensor__"
@@ -121,6 +122,7 @@ def _write(folder: Path, tensors: Tensors, meta: dict[str, Any], part: Part | No
 PATIENCE = 1800.0  # seconds that rank 0 waits for the others' files
 HURRY = 30.0  # seconds without any progress that are enough when the run is ending in an error
 _NAME = re.compile(r"step-(\d{10})")
+_OURS = ("step-", "failed-")  # a checkpoint, and what a run that failed left: never resumed from, never counted
 _SHARD = re.compile(r"(model|optimizer|rank)-(\d{5})-of-(\d{5})")
 
 
@@ -133,6 +135,8 @@ def save_checkpoint(
     part: Part | None = None,
     patience: float = PATIENCE,
     ending: threading.Event | None = None,
+    best: int | None = None,
+    failed: bool = False,
 ) -> Path:
     """Write `root/step-<step>` atomically and delete all but the newest `keep`.
 
@@ -146,6 +150,8 @@ def save_checkpoint(
         part: which part of the checkpoint this process writes; None: all of it.
         patience: seconds that rank 0 waits for the others.
         ending: once set, it waits only while something is still being written: another rank may be gone.
+        best: a step whose checkpoint stays, whatever its age.
+        failed: write `root/failed-<step>` instead, in place of an older one, and leave the checkpoints alone.
 
     Returns:
         The checkpoint's folder; on rank 0 it is complete, on others it will be.
@@ -154,7 +160,7 @@ def save_checkpoint(
         CheckpointError: this part, or on rank 0 any, could not be written; older checkpoints are as they were.
     """
     root, rank = Path(root), part.rank if part is not None else 0
-    final = root / f"step-{step:010d}"
+    final = root / f"{'failed' if failed else 'step'}-{step:010d}"
     aside = root / f".tmp-{final.name}-{os.getpid() if part is None else part.token}"
     try:
         if part is None:
@@ -183,12 +189,16 @@ def save_checkpoint(
             clean_leftovers(root)
         raise CheckpointError(problem) from error
     shutil.rmtree(final.with_name(f".old-{final.name}"), ignore_errors=True)
-    for old in _steps(root)[:-keep] if keep > 0 else []:
-        _remove(old)
+    others = (
+        [p for p in root.glob("failed-*") if p != final] if failed else checkpoints_in(root)[:-keep] if keep > 0 else []
+    )
+    for old in others:
+        if best is None or old.name != f"step-{best:010d}":
+            _remove(old)
     return final
 
 # %% ../../nbs/510_run_checkpoint.ipynb #f5024f24
-def _steps(root: Path) -> list[Path]:
+def checkpoints_in(root: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest first."""
     return sorted(p for p in root.iterdir() if _NAME.fullmatch(p.name)) if root.is_dir() else []
 
@@ -206,7 +216,7 @@ def _remove(folder: Path) -> None:
 
 def _why_not_saved(error: Exception, root: Path, step: int, tensors: Tensors) -> str:
     """One sentence for the person whose disk is full."""
-    older = _steps(root)
+    older = checkpoints_in(root)
     safe = f"the checkpoint of step {int(older[-1].name[5:])} is intact" if older else "no older checkpoint exists"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left" in str(error):
@@ -229,10 +239,10 @@ def clean_leftovers(root: str | Path) -> list[str]:
     """
     done = []
     for path in sorted(Path(root).glob(".*")) if Path(root).is_dir() else []:
-        if path.name.startswith((".tmp-step-", ".trash-step-")):
+        if path.name.startswith(tuple(f".{what}-{kind}" for what in ("tmp", "trash") for kind in _OURS)):
             shutil.rmtree(path, ignore_errors=True)
             done.append(path.name)
-        elif path.name.startswith(".old-step-"):
+        elif path.name.startswith(tuple(f".old-{kind}" for kind in _OURS)):
             home = path.with_name(path.name[len(".old-") :])
             if home.exists():
                 shutil.rmtree(path, ignore_errors=True)
@@ -246,7 +256,7 @@ def problem_of(folder: str | Path) -> str | None:
     """What is wrong with a checkpoint, in words; None when it is complete and unchanged."""
     folder = Path(folder)
     try:
-        files: dict[str, dict[str, Any]] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files: dict[str, dict[str, Any]] = json_value((folder / "manifest.json").read_bytes())["files"]
         for name, expected in files.items():
             if Path(name).name != name:
                 return f"its manifest names {name!r}, which is outside the folder"
@@ -273,11 +283,11 @@ def latest_complete(root: str | Path, warn: Callable[[str], None] | None = None)
         root: the folder of all checkpoints of a run.
         warn: receives one sentence per checkpoint that was passed over; `warnings.warn` by default.
     """
-    for folder in reversed(_steps(Path(root))):
+    for folder in reversed(checkpoints_in(Path(root))):
         problem = problem_of(folder)
         if problem is None:
             return folder
-        message = f"the checkpoint {folder} was passed over: {problem}"
+        message = printable(f"the checkpoint {folder} was passed over: {problem}")
         if warn is None:
             warnings.warn(message, stacklevel=2)
         else:
@@ -302,15 +312,15 @@ def load_checkpoint(
     if problem is not None:
         raise CheckpointError(f"the checkpoint {folder} cannot be used: {problem}; take an older one")
     try:
-        names = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
-        meta: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = json_value((folder / "manifest.json").read_bytes())["files"]
+        meta: dict[str, Any] = json_value((folder / "state.json").read_bytes())
         stems = [Path(n).stem for n in names if n.endswith(".safetensors")]
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
         }
         groups = sorted({found[1] for n in stems if (found := _SHARD.fullmatch(n))})
         return tensors | {g: _Joined(folder, g, int(meta["world_size"])) for g in groups}, meta
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
 # %% ../../nbs/510_run_checkpoint.ipynb #a004318e
@@ -355,7 +365,7 @@ def _wait_for_parts(
             if failed.exists():
                 raise CheckpointError(f"rank {rank} could not write its part: {failed.read_text(encoding='utf-8')}")
             if done.exists():
-                own = json.loads(done.read_text(encoding="utf-8"))["files"]
+                own = json_value(done.read_bytes())["files"]
                 files |= own | {done.name: _about(done)}
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
@@ -382,7 +392,7 @@ class _Joined(Mapping[str, torch.Tensor]):
         self._shape: dict[str, list[int]] = {}
         self._open: list[Any] = []
         for rank in range(world):
-            about = json.loads((folder / f"rank-{_tag(rank, world)}.json").read_text(encoding="utf-8"))["slices"][group]
+            about = json_value((folder / f"rank-{_tag(rank, world)}.json").read_bytes())["slices"][group]
             file = safe_open(folder / f"{group}-{_tag(rank, world)}.safetensors", framework="pt")
             self._open.append(file)
             for name in file.keys():  # type: ignore[no-untyped-call]
@@ -426,7 +436,7 @@ class AsyncWriter:
     """
 
     def __init__(self, background: bool = True) -> None:
-        self.background = background
+        self.background, self.seconds = background, 0.0  # that the last job took
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -435,17 +445,26 @@ class AsyncWriter:
         self.wait()
         self.check()
         if not self.background:
+            begin = time.monotonic()
             job()
+            self.seconds = time.monotonic() - begin
             return
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def _run(self, job: Callable[[], object]) -> None:
         """The thread's body: an error is kept for the owner."""
+        begin = time.monotonic()
         try:
             job()
         except BaseException as error:  # handed to the owner by check()
             self._error = error
+        self.seconds = time.monotonic() - begin
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raise the error of a job that failed, once."""

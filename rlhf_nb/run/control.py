@@ -21,12 +21,12 @@ __all__ = ['GracefulStop', 'Control', 'setting', 'RunControl']
 
 # %% ../../nbs/545_run_control.ipynb #33935ddd
 class GracefulStop:
-    """Inside: the first SIGINT or SIGTERM is remembered in `requested`, the second raises KeyboardInterrupt.
+    """Inside: the first SIGINT, SIGTERM or SIGHUP is remembered in `requested`, another SIGINT or SIGTERM raises KeyboardInterrupt.
 
-    Outside the main thread Python allows no handlers, and nothing is changed.
+    Outside the main thread Python allows no handlers, and nothing is changed. A SIGHUP that is ignored (`nohup`) stays so.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
     def __init__(self, say: bool = True) -> None:
         self.requested, self.say = "", say
@@ -34,7 +34,8 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._handle) for s in self.SIGNALS}
+            ours = [s for s in self.SIGNALS if s.name != "SIGHUP" or signal.getsignal(s) is not signal.SIG_IGN]
+            self._before = {s: signal.signal(s, self._handle) for s in ours}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,10 +45,12 @@ class GracefulStop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler itself."""
         if self.requested:
+            if signal.Signals(number).name == "SIGHUP":  # the kernel and the shell both send one
+                return
             raise KeyboardInterrupt
         self.requested = f"interrupted ({signal.Signals(number).name})"
         if self.say:
-            with suppress(RuntimeError):  # a handler may interrupt another print
+            with suppress(RuntimeError, OSError):  # a handler may interrupt another print; the terminal may be gone
                 print("stopping after this step; once more to stop at once", flush=True)
 
 # %% ../../nbs/545_run_control.ipynb #c5450008
@@ -205,6 +208,8 @@ class RunControl:
         elif kind in REQUESTS:
             self.paused = kind == "pause" or (self.paused and kind not in ("resume", "stop"))
             self._report(request, ok=True)
+        elif "problem" in request:
+            self._report(request, ok=False, why=f"the line can't be read: {request['problem']}")
         else:
             self._report(request, ok=False, why=f"{kind!r} is no request; there are: {', '.join(REQUESTS)}")
         reason = "asked to stop from outside" if kind == "stop" else ""

@@ -22,7 +22,8 @@ class _Args:
 
     def __init__(self, config: Any) -> None:
         self.output_dir, self.run_name, self.seed = config.output_dir, config.output_dir, config.seed
-        self.logging_steps, self.save_steps, self.eval_steps = config.log_every, config.save_every, config.eval_every
+        self.logging_steps, self.eval_steps = config.log_every, config.eval_every
+        self.save_steps = config.save_every if isinstance(config.save_every, int) else None  # by time: at no known step
         self.learning_rate, self.num_train_epochs = config.optimizer.lr, config.epochs or 1.0
         self.max_steps, self.report_to = config.steps or -1, list(config.trackers)
         self.disable_tqdm, self.save_total_limit = not config.console, config.keep_checkpoints
@@ -62,7 +63,7 @@ class TransformersCallback(Callback):
             float(run.history[-1].get("epoch", 0)) if run.history else 0.0,
         )
         state.is_local_process_zero = state.is_world_process_zero = is_main
-        state.logging_steps, state.log_history = run.config.log_every, list(run.history)
+        state.logging_steps, state.log_history = run.config.log_every, run.history
         things = {
             "model": getattr(run.method, "model", None),
             "processing_class": getattr(run.method, "tokenizer", None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,14 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TrainConfig
-from ..core import CheckpointError, ConfigError, RunError, decide_precision, derive_seed, rng_state, set_rng_state
+from rlhf_nb.core import (
+    CheckpointError,
+    ConfigError,
+    RewardError,
+    RunError,
+    decide_precision,
+    derive_seed,
+    rng_state,
+    set_rng_state,
+)
 from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .engine import Engine, StepReport, Terms
 from .hf_callbacks import as_callback
+from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir
-from .state import checkpoint_job, open_run
+from .state import Saves, checkpoint_job, condition, open_run
 from ..scoring.packing import work
 from ..types import Batch, LossSum
 
@@ -41,6 +52,7 @@ class BaseMethod(ABC):
 
     name: str = "method"
     columns: tuple[str, ...] = ()
+    asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
     config: TrainConfig
@@ -221,6 +233,7 @@ class Trainer:
         self.method: Any = method
         self.source, self.config = source, config
         self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
                 f"mini_batch_size {config.mini_batch_size} and rollout_batch_size {config.rollout_batch_size} are global, so both "
@@ -237,20 +250,24 @@ class Trainer:
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0
         self.started = self.exhausted = False
         self.failure: RunError | None = None
+        self.before: dict[str, Any] | None = (
+            None  # the source's state before this step's rows, of a method that asks the outside
+        )
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
-        self.control = RunControl(self)
+        self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
 
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train to the end, or until somebody asks to stop; a checkpoint is left in either case.
 
         Args:
-            resume: go on from the newest whole checkpoint in the run directory (from the start when there is none).
-            overwrite: delete what another run left in the run directory.
+            resume: go on from the newest whole checkpoint in the run directory; an empty one is begun.
+            overwrite: delete what another run left in the run directory; with `resume`, only where it left no checkpoint.
 
         Raises:
-            RunError: the folder holds another run, or updates kept being non-finite.
-            CheckpointError: a checkpoint could not be written (older ones are intact; `save()` or `fit()` again goes on).
+            RunError: the folder holds another run or somebody works there, or updates kept being non-finite.
+            CheckpointError: there is none to go on from, or one could not be written (older ones are intact; `save()` or `fit()` again
+                goes on).
         """
         self.start(resume, overwrite)
         with self._running() as stop:
@@ -272,6 +289,7 @@ class Trainer:
     def next_batch(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
+            self.before = self.source.state_dict() if self.method.asks_outside else None
             rows, world = self.source.next_batch(self.config.rollout_batch_size), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
@@ -280,10 +298,26 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
-            data = self.method.collect(batch, self.step)
+        try:
+            with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+                data = self.method.collect(batch, self.step)
+        except RewardError as error:  # no fault of the run's, so nothing of it may be lost
+            raise RewardError(f"{error}{self._keep_last_step()}") from error
         self.meter.tokens += self.method.tokens(data)
         return data
+
+    def _keep_last_step(self) -> str:
+        """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
+        if self.before is None or self.engine.world_size > 1 or not self.started:
+            return ""
+        self.source.load_state_dict(self.before)
+        try:
+            self.save()
+            self.writer.wait()
+            self.writer.check()
+        except (CheckpointError, RunError) as error:
+            return f" (And no checkpoint could be left: {error})"
+        return f" A checkpoint of step {self.step} was left; resume goes on from there."
 
     def update(self, data: Any) -> dict[str, float]:
         """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each; the method may end them early.
@@ -334,15 +368,28 @@ class Trainer:
         return {} if self.exhausted else self.finish_step(self.update(self.collect(batch)))
 
     def event(self, type: str, **fields: Any) -> dict[str, Any]:
-        """Write an event at the present step."""
+        """Write an event at the present step.
+
+        Raises:
+            RunError: it can't be written, or the folder is another process's by now.
+        """
+        if self.lock.lost:
+            raise RunError(self.lock.lost)
         return self.log.append(type, self.step, **fields)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
-        """Open the run directory, and restore the newest whole checkpoint if asked; later calls do nothing."""
+        """Lock the run directory, open it, and restore the newest whole checkpoint if asked; later calls only lock."""
+        if self.engine.is_main:
+            self.lock.acquire()
         if not self.started:
-            open_run(self, resume, overwrite)
+            try:
+                open_run(self, resume, overwrite)
+            except BaseException:
+                self.lock.release()
+                raise
             self.started = True
             self.meter.report()
+            self.saves.begin()
 
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
@@ -355,18 +402,27 @@ class Trainer:
             self.history.evals.append(self.event("eval", **metrics))
         return metrics
 
-    def save(self) -> Path:
+    def save(self, failed: bool = False) -> Path:
         """Hand a snapshot to the writer; returns where it will be.
+
+        Args:
+            failed: this run is failing: what it leaves goes aside, and is never resumed from by itself.
 
         Raises:
             CheckpointError: this or the previous checkpoint could not be written.
+            RunError: another process has taken over the folder.
         """
-        self.start()
+        if not self.started:
+            self.start()
+        self.lock.check()
+        if not failed:
+            self.saves.saved(self.step)
         with self.meter.time("save"):
-            self.writer.submit(checkpoint_job(self))
-        folder = self.run_dir.checkpoints / f"step-{self.step:010d}"
+            self.writer.submit(checkpoint_job(self, failed))
+        folder = self.run_dir.checkpoints / f"{'failed' if failed else 'step'}-{self.step:010d}"
         self.event("save", path=folder.name)
-        self.observers.call("on_save", self, folder)
+        if not failed:
+            self.observers.call("on_save", self, folder)
         return folder
 
     def save_model(self, folder: str | Path) -> None:
@@ -390,8 +446,10 @@ class Trainer:
         self.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
         if n > self.config.max_nonfinite:
             self.failure = RunError(
-                f"loss {loss:g} and gradient norm {norm:g} at step {self.step + 1}, and that was update {n} in a row that is "
-                f"not finite: {report.problem}. The weights are unharmed (such updates are skipped); look at the batch, the loss and the learning rate"
+                f"loss {loss:g} and gradient norm {norm:g} at step {self.step + 1}, and that was update {n} in a row that is not finite: "
+                f"{report.problem}. Such updates are skipped, and {condition(self)}; they go to checkpoints/failed-{self.step + 1:010d}, and resuming "
+                f"goes on from the last regular checkpoint. If the run had gone astray by then, put it further back (rlhf-nb runs rollback {self.run_dir.path}); "
+                "look at the batch, the loss and the learning rate"
             )
         return self.failure is not None
 
@@ -407,23 +465,27 @@ class Trainer:
                 self.writer.close()
         except BaseException as error:
             self.history.stopped = f"{type(error).__name__}: {error}"
-            if error is self.failure:  # non-finite updates were skipped, so the weights deserve to be kept
-                with suppress(CheckpointError):
-                    self.save()
+            if error is self.failure:
+                with suppress(CheckpointError, RunError):
+                    self.save(failed=True)
             self.ending.set()
             if not isinstance(error, KeyboardInterrupt):
                 self.writer.wait()
             raise
         finally:
-            with suppress(RunError):  # a full disk has been reported already
-                self.event("end", reason=self.history.stopped, updates=self.updates)
+            if not self.lock.lost:  # else the log is another run's
+                with suppress(RunError):  # a full disk has been reported already
+                    self.event("end", reason=self.history.stopped, updates=self.updates)
             self.observers.call("on_end", self)
             self.log.close()
+            self.lock.release()
 
     def _between_steps(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
         """The boundary of a step: observers look, requests are served, evaluation and checkpoint if due."""
         asked = self.observers.call("on_step", self, event)
         asked.evaluate |= asked.stop  # but who presses Ctrl-C wants out, not an evaluation
+        asked.save |= self.engine.is_main and self.saves.due(self.step, self.writer)  # rank 0's clock is everybody's
+        self._warn(self.saves.take("step", event))
         asked.control = self.control.waiting()
         asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(self.engine)
         if asked.control:
@@ -436,13 +498,20 @@ class Trainer:
         if asked.evaluate:
             with self.meter.time("eval"):
                 metrics = self.evaluate()
+            self._warn(self.saves.take("eval", metrics))
             if metrics:
-                asked = asked | self.observers.call("on_eval", self, metrics).over_ranks(self.engine)
-        last = asked.stop or self.step >= self.total_steps
-        if asked.save or last or _due(self.step, self.config.save_every):
+                wishes = self.observers.call("on_eval", self, metrics)
+                asked = asked | (wishes | Flags(save=self.saves.best_yet)).over_ranks(self.engine)
+        if asked.save or asked.stop or self.step >= self.total_steps:
             self.save()
         self.writer.check()
         return asked
+
+    def _warn(self, message: str) -> None:
+        """Say something that is wrong and ends nothing."""
+        if message and self.engine.is_main:
+            warnings.warn(message, stacklevel=5)
+            self.event("warning", message=message)
 
 
 def _planned_steps(source: Source, config: TrainConfig) -> int:

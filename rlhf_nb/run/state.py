@@ -4,22 +4,31 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..core import CheckpointError, derive_seed, rng_state, seed_everything, set_rng_state
-from rlhf_nb.run.checkpoint import (
-    Part, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, save_checkpoint, snapshot, split_state,
+from rlhf_nb.core import (
+    CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state, suggest,
 )  # fmt: skip
-from .log import FORMAT, EventLog, History, read_metrics
+from rlhf_nb.run.checkpoint import (
+    AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, problem_of,
+    save_checkpoint, snapshot, split_state,
+)  # fmt: skip
+from .lock import RunLock
+from .log import FORMAT, EventLog, History, Requests, RunDir, read_metrics
 
 # %% auto #0
-__all__ = ['run_state', 'restore', 'checkpoint_job', 'open_run']
+__all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
+           'checkpoints_told', 'roll_back']
 
 # %% ../../nbs/547_run_state.ipynb #c5470006
 def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -38,7 +47,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     meta = {
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
-        "control": engine.gather_object(run.control.state_dict())[0],
+        "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
     }  # fmt: skip
     return snapshot(tensors), meta
 
@@ -58,6 +67,7 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     engine.load_state(tensors, meta["engine"])
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
     run.control.load_state_dict(control)
+    run.saves.best = meta.get("best")
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0
@@ -74,13 +84,15 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     return int(control["served"])
 
 # %% ../../nbs/547_run_state.ipynb #c5470011
-def checkpoint_job(run: Any) -> Callable[[], None]:
+def checkpoint_job(run: Any, failed: bool = False) -> Callable[[], None]:
     """Take a snapshot now; the returned function writes it, in whatever thread.
 
     Args:
         run: a trainer; every rank must call this.
+        failed: it is what a failing run leaves, and goes aside.
     """
     run_dir, step, keep, engine, ending = run.run_dir, run.step, run.config.keep_checkpoints, run.engine, run.ending
+    best = None if run.saves.best is None else int(run.saves.best["step"])
     tensors, meta = run_state(run)
     slices, part = meta["engine"].pop("slices", None), None
     if slices is not None:  # several processes: each writes a part, under a name that all agree on
@@ -91,61 +103,171 @@ def checkpoint_job(run: Any) -> Callable[[], None]:
         for path in (run_dir.metrics_path, run_dir.samples_path) if engine.is_main else ():
             if path.exists():
                 fsync_path(path)
-        save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep, part, ending=ending)
+        save_checkpoint(run_dir.checkpoints, step, tensors, meta, keep, part, ending=ending, best=best, failed=failed)
 
     return job
 
+# %% ../../nbs/547_run_state.ipynb #c5470021
+class Saves:
+    """When a checkpoint is due, and which one is the best so far.
+
+    Args:
+        config: with `save_every`, `keep_best` and `eval_every`.
+        clock: tells seconds.
+
+    Raises:
+        ConfigError: `keep_best` can't be obeyed.
+    """
+
+    def __init__(self, config: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every, self.clock = read_interval(config.save_every), clock
+        keep_best: str = config.keep_best or ""
+        self.metric, colon, way = keep_best.partition(":")
+        if colon and way not in ("min", "max"):
+            raise ConfigError(
+                f"keep_best is {config.keep_best!r}: behind the metric stands :min or :max, whichever is better"
+            )
+        if self.metric.startswith("eval/") and config.eval_every is None:
+            raise ConfigError(
+                f"keep_best is {config.keep_best!r}, but evaluations are made at the end only: set eval_every"
+            )
+        self.sign = -1.0 if way == "min" or (not way and self.metric.endswith("loss")) else 1.0
+        self.best: dict[str, Any] | None = None  # step and value
+        self.total, self.count, self.told = 0.0, 0, False
+        self.begin()
+
+    def begin(self) -> None:
+        """The clock starts here."""
+        self.since = self.boundary = self.clock()
+        self.pace: list[float] = []  # seconds of the last steps
+
+    def due(self, step: int, writer: AsyncWriter) -> bool:
+        """Whether to save now; asked once after each step.
+
+        Args:
+            step: steps done.
+            writer: of the checkpoints.
+        """
+        now = self.clock()
+        self.pace, self.boundary = [*self.pace, now - self.boundary][-2:], now
+        if self.every.seconds is None:
+            return self.every.steps is not None and step % self.every.steps == 0
+        spent, ahead = now - self.since, max(self.pace) + writer.seconds
+        return not writer.busy and spent >= 2 * writer.seconds and spent + ahead >= self.every.seconds
+
+    def take(self, kind: str, metrics: Mapping[str, Any]) -> str:
+        """Take in what a step or an evaluation measured; returns, once, why `keep_best` has nothing to look at.
+
+        Args:
+            kind: "step" or "eval".
+            metrics: by name.
+        """
+        if not self.metric or (kind == "eval") != self.metric.startswith("eval/"):
+            return ""
+        value = metrics.get(self.metric)
+        if isinstance(value, int | float) and math.isfinite(value):
+            old = (0.0, 0) if kind == "eval" else (self.total, self.count)
+            self.total, self.count = old[0] + value, old[1] + 1
+        if self.metric in metrics or self.told:
+            return ""
+        self.told, near = True, suggest(self.metric, metrics)
+        what = "no evaluation" if kind == "eval" else "the first step"
+        return f"keep_best is {self.metric!r}, which {what} has" + (
+            f": did you mean {near!r}?" if near else "; no checkpoint counts as the best"
+        )
+
+    @property
+    def improves(self) -> bool:
+        """Whether a checkpoint made now would be the best."""
+        return self.count > 0 and (
+            self.best is None or self.sign * self.total / self.count > self.sign * self.best["value"]
+        )
+
+    @property
+    def best_yet(self) -> bool:
+        """Whether an evaluation has just beaten all before, so that these very weights should be kept."""
+        return self.metric.startswith("eval/") and self.improves
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is being made."""
+        if self.improves:
+            self.best = {"step": step, "value": self.total / self.count, "metric": self.metric}
+        self.total, self.count, self.since = 0.0, 0, self.clock()
+
 # %% ../../nbs/547_run_state.ipynb #c5470014
 def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
-    """Open a trainer's run directory, and restore the newest whole checkpoint if asked.
+    """Open a trainer's run directory, which it has locked, and restore the newest whole checkpoint if asked.
 
     Args:
         run: a trainer.
-        resume: go on with the run that is there; from the start when it left no checkpoint.
-        overwrite: delete what another run left.
+        resume: go on with the run that is there; a folder without any is begun.
+        overwrite: delete what another run left; with `resume`, only where it left no checkpoint.
 
     Raises:
         RunError: the folder holds another run, and neither was asked for.
-        CheckpointError: there are checkpoints, but none can be used.
+        CheckpointError: there is no checkpoint to go on from, and going on from the start would delete a log.
     """
     engine, run_dir = run.engine, run.run_dir
-    changes = run_dir.open(run.config.to_dict(), resume, overwrite) if engine.is_main else []
-    resume = engine.gather_object(resume)[0]  # machines may have been started again with other words
-    run.log = EventLog(run_dir.metrics_path, engine.rank)
-    if not resume:
-        _begin(run)
-        return
-    problems: list[str] = []
+    resume, overwrite = engine.gather_object((resume, overwrite))[0]  # machines may have been started with other words
+    found: Path | None = None
+    problems, changes = list[str](), list[str]()
     if engine.is_main:
-        clean_leftovers(run_dir.checkpoints)
-    found = latest_complete(run_dir.checkpoints, warn=problems.append) if engine.is_main else None
+        clean_saves(run_dir.path)
+        found, problems = to_resume_from(run_dir, overwrite) if resume else (None, [])
+        anew = resume and found is None
+        changes = run_dir.open(run.config.to_dict(), resume and not anew, overwrite or anew)
     folder, problems = engine.gather_object((found, problems))[0]  # what rank 0 has checked is what all read
-    if folder is None and problems:
-        raise CheckpointError(
-            f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the file back, "
-            "or begin anew with overwrite=True"
-        )
-    served = restore(run, *load_checkpoint(folder, verify=engine.is_main)) if folder is not None else 0
-    for log in (run.log, EventLog(run_dir.samples_path)):
-        if engine.is_main or log is run.log:
-            log.truncate_after(run.step if folder is not None else -1)
-    events = read_metrics(run_dir.path)
-    run.history = History((e for e in events if e["type"] == "step"), (e for e in events if e["type"] == "eval"))
+    run.log = EventLog(run_dir.metrics_path, engine.rank)
     if folder is None:
         _begin(run)
-    else:
-        run.event(
-            "resume",
-            checked=_check(run),
-            path=folder.name,
-            changed=changes,
-            format=FORMAT,
-            controls=run.control.describe(),
-        )
+        return
+    served = restore(run, *load_checkpoint(folder, verify=engine.is_main))
+    for log in (run.log, EventLog(run_dir.samples_path)):
+        if engine.is_main or log is run.log:
+            log.truncate_after(run.step)
+    events = [e for e in read_metrics(run_dir.path) if e.get("step", math.inf) <= run.step]
+    steps, evals = ([e for e in events if e.get("type") == kind] for kind in ("step", "eval"))
+    run.history = History(steps, evals, run_dir.metrics_path)
+    controls = run.control.describe()
+    run.event("resume", checked=_check(run), path=folder.name, changed=changes, format=FORMAT, controls=controls)
     run.control.listen(served)
     for message in problems:
         warnings.warn(message, stacklevel=4)
         run.event("warning", message=message)
+
+
+def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and a sentence for each that was passed over; None: the run has not begun yet.
+
+    Args:
+        run_dir: of the run.
+        overwrite: where it has steps but never saved, begin anew.
+
+    Raises:
+        CheckpointError: there is none, and beginning anew would delete a log.
+    """
+    clean_leftovers(run_dir.checkpoints)
+    problems: list[str] = []
+    found = latest_complete(run_dir.checkpoints, warn=problems.append)
+    if found is None and problems:
+        raise CheckpointError(
+            f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the file back, "
+            "or begin anew with overwrite=True"
+        )
+    steps = 0 if found or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
+    if steps:
+        raise CheckpointError(
+            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is nothing to go on from, and beginning "
+            "anew would delete that log: add --overwrite (overwrite=True) if it may go, or choose another output_dir"
+        )
+    return found, problems
+
+
+def clean_saves(folder: Path) -> None:
+    """Remove what a kill left in the middle of saving a model, in a folder that we have locked."""
+    for left in (folder / "model").rglob(".saving-*"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _check(run: Any) -> dict[str, Any] | None:
@@ -171,8 +293,109 @@ def _begin(run: Any) -> None:
     """A fresh run: seeds and the first event."""
     engine, seed = run.engine, run.config.seed
     if run.step == 0:
+        run.history = History(log=run.run_dir.metrics_path)
         seed_everything(seed if engine.is_main else derive_seed(seed, "rank", engine.rank))
     run.event(
         "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
         precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(),
     )  # fmt: skip
+
+# %% ../../nbs/547_run_state.ipynb #c5470025
+def condition(run: Any) -> str:
+    """What is true of the weights of all ranks, in words.
+
+    Args:
+        run: a trainer; every rank must call this.
+    """
+    broken, largest = 0, 0.0
+    for tensor in run.engine.state_dict()[0]["model"].values():
+        values = tensor.detach().float()
+        finite = values.isfinite()
+        broken += int((~finite).sum())
+        largest = max(largest, float(values.where(finite, 0.0).abs().max()) if values.numel() else 0.0)
+    told = run.engine.gather_object((broken, largest))
+    broken, largest = sum(b for b, _ in told), max(x for _, x in told)
+    return f"{broken:,} weights are not finite" if broken else f"all weights are finite, the largest is {largest:.4g}"
+
+
+def _failed_ones(run_dir: RunDir) -> str:
+    """What failing runs left, for a message."""
+    found = sorted(run_dir.checkpoints.glob("failed-*"))
+    return f" (but {found[-1].name}, of a run that failed: see `rlhf-nb runs rollback`)" if found else ""
+
+
+def checkpoints_told(folder: str | Path) -> str:
+    """Which checkpoints a run's folder has, in a sentence.
+
+    Args:
+        folder: of the run.
+    """
+    root = RunDir(folder).checkpoints
+    steps, failed = (
+        [int(p.name[-10:]) for p in found] for found in (checkpoints_in(root), sorted(root.glob("failed-*")))
+    )
+    words = f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
+    return words + (f", and of a run that failed at step {failed[-1]}" if failed else "")
+
+
+def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
+    """Put a run back to one of its checkpoints; what came after goes aside, and resuming goes on from there.
+
+    Args:
+        folder: of the run.
+        step: of the checkpoint.
+        failed: take what a run left that failed at this step.
+
+    Returns:
+        The folder that everything later is in now.
+
+    Raises:
+        RunError: there is no run, or no such checkpoint, or somebody works there.
+        CheckpointError: the checkpoint is damaged.
+    """
+    run_dir = RunDir(folder)
+    if not run_dir.holds_run():
+        raise RunError(f"{run_dir.path} holds no run, so there is nothing to roll back")
+    with RunLock(run_dir.path):
+        clean_leftovers(run_dir.checkpoints)
+        target = run_dir.checkpoints / f"{'failed' if failed else 'step'}-{step:010d}"
+        if not target.is_dir():
+            raise RunError(f"{run_dir.path} has no checkpoint {target.name}: {checkpoints_told(run_dir.path)}")
+        if problem := problem_of(target):
+            raise CheckpointError(f"the checkpoint {target} cannot be used: {problem}; take another one")
+        logs = [run_dir.metrics_path, run_dir.samples_path, *sorted(run_dir.path.glob("*.rank*.jsonl"))]
+        reached = max((int(e["step"]) for e in read_metrics(run_dir.path)), default=step)
+        later = [p for p in checkpoints_in(run_dir.checkpoints) if int(p.name[-10:]) > step]
+        later += [p for p in run_dir.checkpoints.glob("failed-*") if p != target]
+        aside = next(p for i in range(1, 10**6) if not (p := run_dir.rolled_back / f"{i:03d}").exists())
+        aside.mkdir(parents=True)
+        for path in filter(Path.exists, [*logs, run_dir.control_path]):
+            shutil.copy2(path, aside)
+            fsync_path(aside / path.name)
+        for path in filter(Path.exists, [*reversed(later), run_dir.path / "stage.json", run_dir.path / "model"]):
+            os.replace(path, aside / path.name)  # newest first: killed at any moment, what is left is a run, too
+        if failed:
+            os.replace(target, run_dir.checkpoints / f"step-{step:010d}")
+        for path in logs:
+            EventLog(path).truncate_after(step)
+        _keep_served(run_dir.control_path, step)
+        log = EventLog(run_dir.metrics_path)
+        log.append(
+            "warning",
+            step,
+            message=f"rolled back from step {reached} to {step}; what came after is in {aside.relative_to(run_dir.path)}",
+        )
+        log.sync()
+        log.close()
+    return aside
+
+
+def _keep_served(path: Path, step: int) -> None:
+    """Cut a control file back to what had been served at a step, so that nothing later is set again."""
+    requests = Requests(path)
+    requests.unserved()
+    kept = [r for r in requests.served.values() if isinstance(r.get("step"), int) and r["step"] <= step]
+    if path.exists():
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        os.replace(aside, path)

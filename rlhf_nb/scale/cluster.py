@@ -55,11 +55,9 @@ _TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}")
 
 
 def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, strategy: str, name: str) -> list[str]:
-    """The words after `-m rlhf_nb`, with the run directory and --resume; refuses what can't be started."""
+    """The words after `-m rlhf_nb`, with the run directory and what a restart needs; refuses what can't be started."""
     if isinstance(command, str) or not command:
-        raise ConfigError(
-            f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', '--config', ...]."
-        )
+        raise ConfigError(f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', ...].")
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"nodes is {nodes} and GPUs per node {gpus}: at least one of each is needed.")
     accelerate_settings(gpus, strategy, cpu=False)  # refuses one that doesn't exist
@@ -71,7 +69,9 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
     if "--overwrite" in words:
         raise ConfigError("--overwrite in a job that may be restarted would delete its own checkpoints: leave it out.")
     words += [] if any(w.startswith("output_dir=") for w in words) else [f"output_dir={output_dir}"]
-    return words + ([] if "--resume" in words else ["--resume"])
+    return words + [
+        w for w in ("--resume", "--overwrite") if w not in words
+    ]  # go on; where nothing was saved yet, begin
 
 # %% ../../nbs/720_scale_cluster.ipynb #41789bac
 _SLURM = """\

@@ -106,7 +106,7 @@ class GRPO(OnlineMethod):
             prompts = None if alive.all() or self.more_prompts is None else self.more_prompts()
             if prompts is None:
                 break
-            fresh = self.advantages(self.score(self.rollout(prompts, step, again)))
+            fresh = self.leave_out_cut(self.advantages(self.score(self.rollout(prompts, step, again))))
             r = self._replace(r, alive, fresh)
         return r
 

@@ -3,6 +3,7 @@
 # %% ../../nbs/628_train_online.ipynb #628aa001
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -61,6 +62,9 @@ class OnlineConfig(TrainConfig):
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
     )
+    reward_timeout: float | None = Field(
+        default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
@@ -72,7 +76,12 @@ class OnlineConfig(TrainConfig):
     kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     missing_eos: float | None = Field(
-        default=None, description="score of an answer without EOS; null: as the reward says"
+        default=None,
+        description="what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says",
+    )
+    missing_eos_mode: Literal["subtract", "fixed"] = Field(
+        default_factory=lambda d: "subtract" if (d.get("missing_eos") or 0.0) > 0 else "fixed",
+        description="taken from the score, or instead of it; by default a number above 0 is taken from it",
     )
     mask_truncated: bool = Field(default=False, description="answers that were cut teach nothing")
     old_logps: Literal["auto", "sampler", "recompute"] = option(
@@ -80,6 +89,15 @@ class OnlineConfig(TrainConfig):
     )
     importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
     samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
+
+    @model_validator(mode="after")
+    def _ends_pay(self) -> OnlineConfig:
+        """A penalty takes away."""
+        if self.missing_eos_mode == "subtract" and (self.missing_eos or 0.0) < 0:
+            raise ValueError(
+                f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use missing_eos={-(self.missing_eos or 0.0):g}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> OnlineConfig:
@@ -175,6 +193,7 @@ class OnlineMethod(TextMethod):
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
+    asks_outside = True
     adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 
@@ -193,6 +212,7 @@ class OnlineMethod(TextMethod):
         self.sampler: Sampler = make_sampler(config.sampling)
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
+        self._warned = False
         self._samples: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -288,24 +308,48 @@ class OnlineMethod(TextMethod):
 
     @torch.no_grad()
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
-        """Fill `scores`: what the rewards say, and a fixed score where an answer never ended, if asked for.
+        """Fill `scores`: what the rewards say, less where an answer never ended, if asked for.
 
         With several processes each comes back with the rows of all, so that all statistics from here on are global.
 
         Args:
             r: answers, `unit` to a prompt (default: num_generations).
         """
-        scores, r.reward_parts = self.rewards(r)
-        r.scores = apply_eos_penalty(scores, r.finished, self.config.missing_eos)
-        r = self.engine.gather_rows(r, unit or self.config.num_generations, self.tokenizer.pad_token_id)
-        if self.config.mask_truncated:
-            r.completion_mask = r.completion_mask & r.finished[:, None]
+        cfg = self.config
+        r.scores, r.reward_parts = self.rewards(r)
+        r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
+        scores, ended = r.need("scores"), r.finished
+        if cfg.missing_eos is not None and cfg.missing_eos_mode == "fixed":
+            self._warn_of_endless(int(((scores < cfg.missing_eos) & ended).sum()), int(ended.sum()))
+        r.scores = apply_eos_penalty(scores, ended, cfg.missing_eos, cfg.missing_eos_mode)
+        return r
+
+    def _warn_of_endless(self, below: int, ended: int) -> None:
+        """Say once that not ending is worth more than some answers that end."""
+        if below and not self._warned:
+            self._warned = True
+            fixed = self.config.missing_eos
+            warnings.warn(
+                f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {ended} finished answers score below that: for those it "
+                f"pays never to end. Take something from the score instead: missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
+                stacklevel=2,
+            )
+
+    def learns(self, r: Rollout) -> Tensor:
+        """bool[B, C], tokens that something is learnt from: with `mask_truncated`, none of an answer that was cut."""
+        return r.completion_mask & r.finished[:, None] if self.config.mask_truncated else r.completion_mask
+
+    def leave_out_cut(self, r: Rollout) -> Rollout:
+        """Mask what nothing is learnt from; after `advantages`, because cut answers are among those that others are compared with."""
+        r.completion_mask = self.learns(r)
+        r.advantages = torch.where(r.completion_mask, r.need("advantages"), 0.0)
         return r
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answer prompts, score the answers, compute advantages."""
+        """Answer prompts, score the answers, compute advantages; last of all, leave out what was cut."""
         r = self.advantages(self.score(self.rollout(batch, step)))
-        self._collected, self._samples = self.measure(r), rollout_samples(r, self.config.samples_per_step)
+        self._collected, r = self.measure(r), self.leave_out_cut(r)
+        self._samples = rollout_samples(r, self.config.samples_per_step)
         return r
 
     def measure(self, r: Rollout) -> dict[str, float]:
@@ -367,17 +411,18 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
+    trust = {"trust_remote_code": config.model.trust_remote_code}
     if members:
-        models, budget = [RewardModel.load(m) for m in members], config.token_budget
+        models, budget = [RewardModel.load(m, **trust) for m in members], config.token_budget
         return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
-    return RewardModel.load(config.reward), gold
+    return RewardModel.load(config.reward, **trust), gold
 
 
 def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
     """A reward model, an ensemble, a function, or a list of these, as `Rewards`."""
     if isinstance(reward, RewardModel):
         reward = RewardModelFn(reward, token_budget=config.token_budget)
-    return reward if isinstance(reward, Rewards) else Rewards(reward)
+    return reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
 
 
 class PromptsOf:
@@ -440,9 +485,7 @@ class OnlineTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         if "policy" in options:
-            raise ConfigError(
-                "the policy is called model here, as in all trainers: write model=... instead of policy=..."
-            )
+            raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         if reward is None:
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
@@ -482,5 +525,5 @@ class OnlineTrainer(TextTrainer):
         return self.method.score(r)
 
     def advantages(self, r: Rollout) -> Rollout:
-        """Fill the advantages, as the method computes them."""
-        return self.method.advantages(r)
+        """Fill the advantages, as the method computes them, and leave out what was cut, if asked for."""
+        return self.method.leave_out_cut(self.method.advantages(r))

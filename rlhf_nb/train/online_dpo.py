@@ -33,9 +33,11 @@ class OnlineDPO(PairMethod):
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
-        """+1 for the better answer of a pair, −1 for the other, 0 for ties."""
+        """+1 for the better answer of a pair, −1 for the other, 0 for ties; with `mask_truncated` a pair with a cut answer is none."""
         scores = r.need("scores").view(-1, 2)
         sign = (scores[:, 0] - scores[:, 1]).sign()
+        if self.config.mask_truncated:
+            sign = torch.where(r.finished.view(-1, 2).all(1), sign, 0.0)
         r.advantages = torch.where(r.completion_mask, torch.stack([sign, -sign], 1).flatten()[:, None], 0.0)
         return r
 

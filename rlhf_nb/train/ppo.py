@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
@@ -56,9 +56,9 @@ class PPOConfig(OnlineConfig):
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
     whiten_advantages: bool = option(True, "advantages to mean 0, variance 1 over the rollout")
     whiten_rewards: bool = option(False, "token rewards to variance 1, mean kept")
-    normalize_scores: bool = Field(default=False, description="divide scores by their running standard deviation")
-    missing_eos: float | None = Field(
-        default=-1.0, description="score of an answer without EOS; null: as the reward says"
+    normalize_scores: bool = option(False, "divide scores by their running standard deviation")
+    missing_eos: float | None = option(
+        1.0, "what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says"
     )
 
     @model_validator(mode="after")
@@ -132,10 +132,10 @@ class PPO(OnlineMethod):
         cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
         rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl.coef, cfg.kl_kind)
         if cfg.whiten_rewards:
-            rewards = whiten(rewards, mask, shift_mean=False)
+            rewards = whiten(rewards, self.learns(r), shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
         if cfg.whiten_advantages:
-            advantages = whiten(advantages, mask)
+            advantages = whiten(advantages, self.learns(r))
         weights = self.correction(r)
         if weights is not None:  # another sampler: w · min(...) = min(... w A)
             advantages = advantages * weights

@@ -3,13 +3,13 @@
 # %% ../../nbs/615_train_reward.ipynb #4e6b5539
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
@@ -25,7 +25,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'RewardTrainer']
+           'baselines', 'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -44,11 +44,12 @@ class RewardConfig(TrainConfig):
     head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)
     head_dropout: float = option(0.0, "dropout before the head's last layer, while training", ge=0, lt=1)
     pooling: Literal["last", "mean"] = option("last", "state at the last real token, or the mean of all")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="how often a label is believed to be wrong")
-    center_coef: float = Field(default=0.01, ge=0, description="weight of (chosen + rejected)²; keeps scores around 0")
-    calibrate_rows: int = Field(
-        default=256, ge=0, description="chosen answers whose mean score is set to 0 at the end; 0: none"
+    label_smoothing: float = option(0.0, "how often a label is believed to be wrong", ge=0, lt=0.5)
+    center_coef: float = option(0.01, "weight of (chosen + rejected)²; keeps scores around 0", ge=0)
+    baseline_pairs: int = option(
+        5000, "training pairs that the bag of words learns from, which the model has to beat; 0: no baselines", ge=0
     )
+    calibrate_rows: int = option(256, "chosen answers whose mean score is set to 0 at the end; 0: none", ge=0)
 
 # %% ../../nbs/615_train_reward.ipynb #59312a17
 class RewardEnsemble(nn.Module):
@@ -76,6 +77,7 @@ class Reward(TextMethod):
         tokenizer: pads.
         config: of the run.
         demonstrations: tokenized rows whose mean score is 0 at the end.
+        examples: training pairs as text, from which the baseline learns when `evaluate` is first asked.
     """
 
     name = "reward"
@@ -88,9 +90,12 @@ class Reward(TextMethod):
         tokenizer: Any,
         config: RewardConfig,
         demonstrations: Sequence[Row] = (),
+        examples: Sequence[Row] = (),
     ) -> None:
         super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
+        self.examples = list(examples)
+        self._baselines: dict[str, float] | None = None
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
@@ -129,11 +134,14 @@ class Reward(TextMethod):
         return terms
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy, margin and calibration on held-out pairs."""
+        """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
         if not self.held_out:
             return {}
         report = preference_report(self.members, self.collate(self.held_out), self.config.token_budget)
-        return {f"eval/{k}": v for k, v in report.items()}
+        if self._baselines is None:
+            known = self.tokenize(self.examples, warn=False) if self.examples else []
+            self._baselines, self.examples = baselines(known, self.held_out) if known else {}, []
+        return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
     def calibrate(self) -> None:
         """Shift each member so that demonstrations score 0 on average."""
@@ -201,6 +209,12 @@ def calibration_error(probability: Tensor, bins: int = 10) -> float:
     return float(gap.abs().sum() / max(len(probability), 1))
 
 
+def _share(name: str, right: Tensor) -> dict[str, float]:
+    """A share with its standard error: 1 where a pair is ordered rightly, ½ for a tie."""
+    p = float(right.mean())
+    return {name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(len(right), 1))}
+
+
 def preference_report(
     members: Sequence[RewardModel], pairs: PreferenceBatch, token_budget: int = 4096
 ) -> dict[str, float]:
@@ -212,17 +226,91 @@ def preference_report(
         token_budget: most tokens in one forward.
 
     Returns:
-        loss, accuracy in [0, 1] (larger is better), margin, ece (smaller is better), and for ensembles their disagreement.
+        loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for ensembles their
+        disagreement.
     """
     scores = predict(members, pairs.completions(), token_budget)
     difference = scores.mean[0::2] - scores.mean[1::2]
     out = {
         "loss": float(-torch.nn.functional.logsigmoid(difference).mean()),
-        "accuracy": float((difference > 0).float().mean()),
+        **_share("accuracy", (difference > 0).double()),
         "margin": float(difference.mean()),
         "ece": calibration_error(difference.sigmoid()),
     }
     return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
+
+# %% ../../nbs/615_train_reward.ipynb #b0000002
+class _Words(NamedTuple):
+    """What distinguishes the answers of pairs: tokens that only one of the two has, and their lengths."""
+
+    pair: Tensor  # int64[n], which pair
+    token: Tensor  # int64[n], a token that only one of its answers has
+    side: Tensor  # float64[n], 1: the chosen one has it, −1: the rejected one
+    longer: Tensor  # float64[pairs], log(tokens of the chosen one / tokens of the rejected one)
+
+    def margin(self, weights: Tensor) -> Tensor:
+        """float64[pairs], score of the chosen answer less that of the rejected one; the last weight is that of the length."""
+        each = weights[self.token] * self.side
+        return (self.longer * weights[-1]).index_add(0, self.pair, each)
+
+
+def _words(rows: Sequence[Row]) -> _Words:
+    """Tokenized pairs as bags of words."""
+    found: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        chosen, rejected = set(row["chosen_ids"]), set(row["rejected_ids"])
+        found += [(i, t, 1.0) for t in sorted(chosen - rejected)] + [(i, t, -1.0) for t in sorted(rejected - chosen)]
+    pair, token, side = zip(*found) if found else ((), (), ())
+    longer = [math.log(max(1, len(r["chosen_ids"])) / max(1, len(r["rejected_ids"]))) for r in rows]
+    return _Words(
+        torch.tensor(pair).long(),
+        torch.tensor(token).long(),
+        torch.tensor(side).double(),
+        torch.tensor(longer).double(),
+    )
+
+
+def _regression(words: _Words, size: int, ridge: float) -> Tensor:
+    """Weights [size + 1] of a logistic regression on bags of words."""
+    weights = torch.zeros(size + 1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        loss = -torch.nn.functional.logsigmoid(words.margin(weights)).sum() + 0.5 * ridge * weights.square().sum()
+        (loss / len(words.longer)).backward()  # type: ignore[no-untyped-call]
+        return loss / len(words.longer)
+
+    with torch.enable_grad():
+        optimizer.step(objective)  # type: ignore[no-untyped-call]
+    return weights.detach()
+
+
+def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
+    """How many held-out choices are predicted without a language model.
+
+    Args:
+        rows: tokenized training pairs, at least one.
+        held_out: tokenized pairs, at least one.
+
+    Returns:
+        Shares in [0, 1] with standard errors: shorter_accuracy (the answer with fewer tokens wins; a tie is half right),
+        words_accuracy (logistic regression on the tokens that occur, and on the length).
+    """
+    test = _words(held_out)
+    size = 1 + max((t for r in (*rows, *held_out) for t in (*r["chosen_ids"], *r["rejected_ids"])), default=0)
+    cut = len(rows) - len(rows) // 5
+    known, kept, ridge = _words(rows[:cut]), _words(rows[cut:]), 10.0
+    if len(rows) >= 50:  # fewer choose nothing
+        right = {
+            r: float((kept.margin(_regression(known, size, r)) > 0).double().mean())
+            for r in (100.0, 30.0, 10.0, 3.0, 1.0)
+        }
+        ridge = max(right, key=lambda r: right[r])
+    margin = test.margin(_regression(_words(rows), size, ridge))
+    by_words = (margin > 0).double() + 0.5 * (margin == 0).double()
+    by_length = (test.longer < 0).double() + 0.5 * (test.longer == 0).double()
+    return _share("shorter_accuracy", by_length) | _share("words_accuracy", by_words)
 
 # %% ../../nbs/615_train_reward.ipynb #a7675dd0
 @register(
@@ -245,7 +333,8 @@ class RewardTrainer(TextTrainer):
         self.members = [RewardModel.from_policy(model, head=config.head, seed=seed, **how) for seed in seeds]
         first = rows[: config.calibrate_rows]
         demonstrations = tokenize_sft(first, tokenizer, **_limits(config), warn=False) if first else ()
-        return Reward(self.members, tokenizer, config, demonstrations=demonstrations)
+        examples = rows[: config.baseline_pairs]
+        return Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
 
     def predict(self, c: Completions) -> Prediction:
         """Mean and disagreement of the members' scores for completions."""

@@ -8,7 +8,9 @@ import math
 import os
 import random
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,8 +27,10 @@ from ..judges.constitution import critique_and_revise, drawn_principle, load_con
 from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, agreement, label_pairs, verdicts_of
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
+from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .registry import register
+from ..untrusted import Unreadable, json_value
 from .setup import Row, load_rows
 
 # %% auto #0
@@ -120,7 +124,8 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) ->
         if not is_toy(config.data.path):
             raise ConfigError("judge.model is 'toy', which can only judge the toy world's answers: name another judge.")
         return toy_judge(config.seed)
-    where, precision = ModelConfig(name_or_path=c.model), decide_precision(config.device, config.precision)
+    where = ModelConfig(name_or_path=c.model, trust_remote_code=config.model.trust_remote_code)
+    precision = decide_precision(config.device, config.precision)
     tokenizer = load_tokenizer(where)
     model = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
     return ModelJudge(model, tokenizer, template, c.labels)
@@ -188,8 +193,8 @@ def keep_rows(path: str | Path, done: int) -> None:
 def _row_number(line: bytes) -> float:
     """Which prompt a line belongs to; infinite (so: dropped) when it is torn."""
     try:
-        return float(json.loads(line)["row"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return float(json_value(line)["row"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 # %% ../../nbs/670_train_rlaif.ipynb #4aca92d3
@@ -267,6 +272,11 @@ class Labelling:
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
+        with RunLock(self.config.output_dir) if self.engine.is_main else nullcontext():
+            return self._run_locked(resume, overwrite)
+
+    def _run_locked(self, resume: bool, overwrite: bool) -> dict[str, float]:
+        """The job, in a folder that nobody else has."""
         log, done = self.open(resume, overwrite) if self.engine.is_main else (EventLog(None, self.engine.rank), 0)
         done, events = self.engine.gather_object((done, read_metrics(log.path) if log.path else []))[0]
         try:
@@ -307,7 +317,14 @@ class Labelling:
         """The event log, and how many prompts are done; files are cut back to these."""
         folder, config = RunDir(self.config.output_dir), self.config.to_dict()
         if resume and folder.holds_run():
-            changes = config_changes(folder.config(), plain(config))
+            try:
+                changes = config_changes(folder.config(), plain(config))
+            except Unreadable as e:
+                changes = []
+                warnings.warn(
+                    f"{folder.config_path} can't be read ({e}): nobody knows whether the labels so far had other settings",
+                    stacklevel=2,
+                )
             deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
             if deciding:
                 raise RunError(

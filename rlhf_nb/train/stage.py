@@ -7,13 +7,16 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
 from ..data import toy
 from ..models.load import is_toy
-from .registry import of
+from ..run.lock import RunLock
+from .registry import MethodInfo, of
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
@@ -74,13 +77,15 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file as a dict; empty where there is none, or it is torn."""
     try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        found = json_value(Path(path).read_bytes())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
-    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "async_save", "save_every", "chunk",
+    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every", "chunk",
+    "recompute", "reward_timeout",
 }  # fmt: skip
 
 
@@ -106,13 +111,23 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
     Args:
         config: of any method of the registry.
         resume: go on with what its folder holds.
-        overwrite: delete what another run left there.
+        overwrite: delete what another run left there; with `resume`, only where it left no checkpoint.
         remember: the config that a later session is compared with (default: this one).
 
     Raises:
+        RunError: somebody works in its folder, or it holds another run.
         KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
     method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
+    first = int(os.environ.get("RANK", "0")) == 0
+    with RunLock(folder) if first else nullcontext():  # from before the model is loaded until it is saved
+        return _run_locked(config, method, folder, resume, overwrite, remember or config, begin)
+
+
+def _run_locked(
+    config: Any, method: MethodInfo, folder: Path, resume: bool, overwrite: bool, remember: Any, begin: float
+) -> StageResult:
+    """A stage whose folder nobody else has."""
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
     trainer = make_trainer(config)
@@ -132,6 +147,6 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
         metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}
     seconds = round(time.perf_counter() - begin, 2)
     if trainer.engine.is_main:
-        marker = {"stage": method.name, "config": lasting(remember or config), "metrics": metrics, "seconds": seconds}
+        marker = {"stage": method.name, "config": lasting(remember), "metrics": metrics, "seconds": seconds}
         write_json(folder / "stage.json", marker | {"stopped": stopped})
     return StageResult(method.name, made, metrics, seconds, stopped=stopped)

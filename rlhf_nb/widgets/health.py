@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from .charts import Floats, smooth
+from .charts import Floats
 from .reader import RunReader
 
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Found', 'CHECKS', 'Light', 'recent', 'health', 'health_of']
+__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'health', 'health_of']
 
 # %% ../../nbs/813_widgets_health.ipynb #775c19db
 @dataclass(frozen=True)
@@ -43,27 +43,97 @@ def _first(known: Known, *keys: str, least: int = 1) -> tuple[str, Floats, Float
             return key, *known[key]
     return "", np.empty(0), np.empty(0)
 
+# %% ../../nbs/813_widgets_health.ipynb #h0000002
+CLEAR = 3.75  # standard errors; benchmarks/reward_light.py: how often a run that is fine gets an alarm, and one that isn't gets none
+_STRETCHES = (1, 2, 3, 5, 8)  # values averaged together
+
+
+def noise(values: Floats) -> float:
+    """Standard deviation of the noise in a curve, from second differences (a straight line has none), rather too large where values are few.
+
+    Args:
+        values: float64[n], with normal noise; fewer than eight say nothing: NaN.
+    """
+    if len(values) < 8:
+        return math.nan
+    bends = np.abs(values[2:] - 2 * values[1:-1] + values[:-2]).mean()
+    return float(
+        bends * math.sqrt(math.pi / 2 / 6) * (1 + 2 / len(values))
+    )  # E|x| = σ √(2/π), and a bend has variance 6 σ²
+
+
+@dataclass(frozen=True)
+class Fall:
+    """The clearest fall of a curve: from a stretch of it to its newest values."""
+
+    errors: float  # standard errors
+    high: float  # mean of the stretch
+    now: float  # mean of the newest values
+    begin: int  # the stretch, as indices
+    end: int
+    late: int  # how many newest values
+
+
+def clearest_fall(values: Floats, error: Floats | float, gained: float = 0.1) -> Fall | None:
+    """The earlier stretch that lies above the newest values by the most standard errors; None where there is nothing to compare.
+
+    Args:
+        values: float64[n], a curve.
+        error: standard error of each value, or of all.
+        gained: this share of what the stretch lies above the first value is no fall yet.
+    """
+    n, best = len(values), None
+    weight = 1 / np.maximum(np.broadcast_to(np.asarray(error, dtype=float), values.shape), 1e-12) ** 2
+    w, x = (np.concatenate([[0.0], np.cumsum(v)]) for v in (weight, weight * values))
+    for late in _STRETCHES:
+        for early in _STRETCHES:
+            last = n - late - early
+            if last < 0:
+                continue
+            now, high = (
+                (x[n] - x[n - late]) / (w[n] - w[n - late]),
+                (x[early : n - late + 1] - x[: last + 1]) / (w[early : n - late + 1] - w[: last + 1]),
+            )
+            spread = np.sqrt(1 / (w[n] - w[n - late]) + 1 / (w[early : n - late + 1] - w[: last + 1]))
+            errors = (high - now - gained * np.maximum(high - values[0], 0)) / spread
+            i = int(errors.argmax())
+            if best is None or errors[i] > best.errors:
+                best = Fall(float(errors[i]), float(high[i]), float(now), i, i + early, late)
+    return best
+
+
+def _way_back(at: float, saved: Any) -> str:
+    """What to do, naming the checkpoint nearest to a step, among those that exist."""
+    near = min(saved or (), key=lambda step: abs(step - at), default=None)
+    return "" if near is None else f", or go back to the checkpoint of step {near:,}"
+
 
 def _gold(known: Known, config: Mapping[str, Any]) -> Found:
     """Does the reward rise for the right reason?"""
     _, steps, proxy = _first(known, "objective/scores", "reward", "eval/reward", least=5)
     if not len(proxy):
         return None
-    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
-    now = recent(proxy)
+    name, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
     if not len(gold):
-        return "off", f"{now:.3g}; no gold reward is measured, so nothing says that it rises for the right reason"
-    peak = int(gold.argmax())
-    pace = float(np.diff(steps).mean()) if len(steps) > 1 else 1.0
-    rose = now - float(np.interp(at[peak], steps, smooth(steps, proxy, 5 * pace)))
-    fell, gain = float(gold[peak] - gold[-1]), float(gold[peak] - gold[0])
-    if fell > 0.2 * max(gain, 1e-9) and fell > 0.02 * max(abs(float(gold[peak])), 1e-9) and peak < len(gold) - 1:
-        since = f"gold fell from {gold[peak]:.3g} (step {at[peak]:,.0f}) to {gold[-1]:.3g}"
-        advice = f"the policy exploits the reward. Raise kl_coef, or go back to step {at[peak]:,.0f}"
-        if rose > 0:
-            return "bad", f"{since} while the reward rose: {advice}"
-        return "watch", f"{since}, and the reward with it"
-    return "ok", f"reward {now:.3g}, gold {gold[-1]:.3g}, best {gold[peak]:.3g}"
+        return (
+            "off",
+            f"{recent(proxy):.3g}; no gold reward is measured, so nothing says that it rises for the right reason",
+        )
+    _, when, errors = _first(known, f"{name}_stderr", least=1)
+    error: Floats | float = np.interp(at, when, errors) if len(when) else noise(gold)
+    fall = None if np.isnan(error).any() else clearest_fall(gold, error)
+    if fall is None or fall.errors < CLEAR:
+        return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: no clear fall"
+    begin, end, since = at[fall.begin], at[fall.end - 1], at[len(gold) - fall.late]
+    then, now = ((steps >= a) & (steps <= b) for a, b in ((begin, end), (since, np.inf)))
+    before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)
+    rose = (proxy[now].mean() if now.any() else proxy[-1]) - before
+    span = f"step {begin:,.0f}" if begin == end else f"steps {begin:,.0f} to {end:,.0f}"
+    text = f"gold fell from {fall.high:.3g} ({span}) to {fall.now:.3g}, by {fall.errors:.0f} standard errors"
+    if rose <= 0:
+        return "watch", f"{text}, and the reward with it"
+    back = _way_back((begin + end) / 2, [s for s in config.get("checkpoints", ()) if s < since])
+    return "bad", f"{text}, while the reward rose: the policy exploits the reward. Raise kl_coef{back}"
 
 # %% ../../nbs/813_widgets_health.ipynb #ce308646
 def _kl(known: Known, config: Mapping[str, Any]) -> Found:
@@ -168,7 +238,7 @@ CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Found]] = {
     "numbers": _skipped, "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
-    "objective/scores", "reward", "eval/reward", "eval/gold", "rewards/gold", "gold", "objective/kl", "objective/kl_k3", "objective/kl_stderr",
+    "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl", "objective/kl_k3", "objective/kl_stderr",
     "objective/kl_k3_stderr", "policy/entropy_avg", "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm",
     "skipped", "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
 )  # fmt: skip
@@ -179,7 +249,7 @@ def health(known: Known, config: Mapping[str, Any] | None = None) -> list[Light]
 
     Args:
         known: steps and values (finite) by metric.
-        config: of the run: budget and target of the KL.
+        config: of the run: budget and target of the KL; under `checkpoints`, the steps that one can go back to.
     """
     found = {name: check(known, config or {}) for name, check in CHECKS.items()}
     return [Light(name, *said) for name, said in found.items() if said is not None]
@@ -189,4 +259,5 @@ def health_of(reader: RunReader) -> list[Light]:
     """All lights of what a reader has read."""
     keys = set(reader.keys)
     config = dict(reader.config) | {k: v for k, v in reader.settings.items() if k == "kl_target"}
+    config["checkpoints"] = sorted(int(p.parent.name[5:]) for p in reader.path.glob("checkpoints/step-*/manifest.json"))
     return health({k: reader.means(k) for k in _NEEDED if k in keys}, config)
