@@ -9,7 +9,7 @@ from typing import Any
 from .core import ConfigError
 
 # %% auto #0
-__all__ = ['SAME', 'CONVERTED', 'ONE_UPDATE_A_STEP', 'VALUES', 'EXPLAINED', 'elsewhere', 'translate']
+__all__ = ['SAME', 'CONVERTED', 'ONE_UPDATE_A_STEP', 'VALUES', 'EXPLAINED', 'elsewhere', 'moved', 'translate']
 
 # %% ../nbs/005_aliases.ipynb #0cb324d5
 SAME: dict[str, str] = {
@@ -19,7 +19,7 @@ SAME: dict[str, str] = {
     "max_length": "data.max_length", "max_seq_length": "data.max_length", "max_prompt_length": "data.max_prompt_length",
     "max_completion_length": "sampling.max_new_tokens", "max_new_tokens": "sampling.max_new_tokens",
     "response_length": "sampling.max_new_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "model.gradient_checkpointing",
+    "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "recompute",
     "model_name_or_path": "model.name_or_path", "model_revision": "model.revision", "lora_r": "model.lora.r",
     "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout", "trust_remote_code": "model.trust_remote_code",
     "lora_target_modules": "model.lora.target_modules", "attn_implementation": "model.attn_implementation",
@@ -144,6 +144,17 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     return found if found is not None and all(map(has, found)) else None
 
 
+def moved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`, beside the model."""
+    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    model = out.get("model")
+    if isinstance(model, Mapping) and "gradient_checkpointing" in model:
+        out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}
+        if model["gradient_checkpointing"]:
+            out.setdefault("recompute", True)
+    return out
+
+
 def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
     """Settings with the words of TRL replaced by ours, as a nested dict.
 
@@ -154,6 +165,7 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
     Raises:
         ConfigError: a setting is given under two names.
     """
+    data = moved(data)
     out, foreign = dict(data), [k for k in data if isinstance(k, str) and not has(k)]
     for key in sorted(foreign, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
         found = _settings(key, data[key], has)

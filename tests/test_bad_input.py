@@ -98,7 +98,6 @@ def test_wrong_config_file(tmp_path: Path) -> None:
     fails("sft", "--config", str(tmp_path / "bad.yaml"), says=("bad.yaml", "line"))
     fails("run", "--config", "hh_smal", says=("Did you mean 'hh_small'?",))
     fails("config", "show", "stf", says=("Did you mean 'sft'?",))
-    fails("run", "--config", "hh_small", says=("data=",))
     fails("ppo", "--toy", says=("reward is not set",))
 
 

@@ -16,6 +16,7 @@ from rlhf_nb.app.cli import app, find_config, recipes
 from rlhf_nb.app.doctor import check_memory, check_threads, doctor, estimate_memory
 from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.config import ModelConfig
+from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
 from rlhf_nb.models.load import save_model
 from rlhf_nb.train.ppo import PPOConfig
@@ -250,12 +251,55 @@ def test_demo_twice_in_a_row_and_never_over_another_run(tmp_path: Path) -> None:
 
 
 def test_plan_of_a_config_as_it_is_written(tmp_path: Path) -> None:
-    """`config init` leaves the model at null, the toy model; `plan` must know that one without a folder or a network."""
+    """`config init` leaves the model at null; `plan` asks for one, and takes the toy's by its name, without a folder or a network."""
     path = tmp_path / "run.yaml"
     path.write_text(call("config", "init", "ppo"), encoding="utf-8")
-    unnamed = call("plan", "ppo", "--config", str(path), "--gpus", "8")
-    assert "| 8 | 0 |" in unnamed
-    assert call("plan", "ppo", "--config", str(path), "model.name_or_path=toy", "--gpus", "8") == unnamed
+    assert f"  rlhf-nb plan ppo --config {path} model.name_or_path=MODEL\n" in call(
+        "plan", "ppo", "--config", str(path), code=1
+    )
+    named = call("plan", "ppo", "--config", str(path), "model.name_or_path=toy", "--gpus", "8")
+    assert "| 8 | 0 |" in named
+    assert f"- 8 GPUs: `rlhf-nb launch ppo --config {path} model.name_or_path=toy -n 8 --strategy ddp`" in named
+
+
+NOTHING_SAID: dict[str, tuple[list[str], str]] = {
+    "bare": (["sft"], "sft model.name_or_path=MODEL data.path=FILE"),
+    "no data": (["sft", "model.name_or_path=m"], "sft model.name_or_path=m data.path=FILE"),
+    "no model": (["dpo", "data.path=f.jsonl"], "dpo data.path=f.jsonl model.name_or_path=MODEL"),
+    "reward": (["reward"], "reward model.name_or_path=MODEL data.path=FILE"),
+    "ppo": (["ppo", "reward=r"], "ppo reward=r model.name_or_path=MODEL data.path=FILE"),
+    "grpo": (["grpo"], "grpo model.name_or_path=MODEL data.path=FILE"),
+    "rlaif": (["rlaif"], "rlaif model.name_or_path=MODEL data.path=FILE"),
+    "pipeline": (["run"], "run sft.model.name_or_path=MODEL data=FILE"),
+    "recipe": (["run", "--config", "hh_small"], "run --config hh_small data=FILE"),
+    "doctor": (["doctor", "kto"], "doctor kto model.name_or_path=MODEL data.path=FILE"),
+    "launch": (["launch", "sft", "-n", "2"], "launch sft model.name_or_path=MODEL data.path=FILE"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_SAID)
+def test_a_toy_only_for_who_asks_for_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an invented model nor invented data: the two lines that can be typed, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    args, line = NOTHING_SAID[name]
+    said = call(*args, code=1).rstrip("\n")
+    words = [w for w in args if not w.startswith("-")]
+    kind = " ".join(words[:2] if words[0] in ("doctor", "launch") else words[:1])
+    assert said.splitlines()[1:] == [f"  rlhf-nb {line}", f"  rlhf-nb {kind} --toy"], said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_without_rows_asks_for_them() -> None:
+    """In Python, too."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    with pytest.raises(ConfigError, match=r"model\.name_or_path is null.*'toy'"):
+        SFTTrainer(SFTConfig())
+    with pytest.raises(ConfigError, match=r"data\.path is null.*rows="):
+        SFTTrainer(SFTConfig(), toy.build_model(), toy.build_tokenizer())
+    with pytest.raises(ConfigError, match=r"sft\.model\.name_or_path and data must be set"):
+        RLHFPipeline(PipelineConfig(reward=None, ppo=None)).run()
 
 
 def test_a_mistyped_command_is_answered_once() -> None:

@@ -64,7 +64,7 @@ def test_more_of_anything_never_needs_less(method: str, lora: int | None) -> Non
     peaks = [predict(BIG, job, Split(gpus=8, stage=s)).at("step") for s in (0, 1, 2)]
     assert peaks[0] > peaks[1]
     assert predict(BIG, job, Split(gpus=64, stage=2)).at("step") < predict(BIG, job, Split(gpus=8, stage=2)).at("step")
-    assert predict(BIG, dataclasses.replace(job, checkpointing=True)).peak < base
+    assert predict(BIG, dataclasses.replace(job, recompute=True)).peak < base
     wider = dataclasses.replace(BIG, inner=2 * BIG.inner)
     assert predict(wider, job).peak > base
 
@@ -103,7 +103,7 @@ def test_plan_takes_the_least_that_fits() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    with pytest.raises(ConfigError, match=r"don't fit on 1 × 24 GiB.*adapters \(lora=16\)"):
+    with pytest.raises(ConfigError, match=r"don't fit on 1 × 24 GiB.*adapters \(model.lora.r=16\)"):
         plan(BIG, Job("sft"), gpus=1, memory=24, host=8)
     with pytest.raises(ConfigError, match="some GPUs would have nothing to do"):
         plan(BIG, Job("sft", mini_batch=4), gpus=8)

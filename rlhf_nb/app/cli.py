@@ -23,19 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import StrictConfig, TrainConfig, read_config_file
-from ..core import ConfigError, RlhfError, RunError, suggest
+from ..core import ConfigError, RlhfError, RunError, printable, suggest
 from ..train.registry import get, methods
 
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'Commands', 'demo', 'show_results',
-           'sample', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics', 'report', 'rollback',
-           'plan_command', 'config_accelerate', 'launch_command']
+           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'typed', 'say_what_to_train',
+           'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init', 'doctor_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
-    """One message, as it is: no markup, no line breaks put in."""
-    typer.echo(text, err=err)
+    """One message, as it is: no markup, no line breaks put in, and nothing in it that a terminal would obey."""
+    typer.echo(printable(text), err=err)
 
 
 def _rank() -> int:
@@ -74,9 +74,9 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    """The message of an error, ended by a full stop."""
+    """The message of an error, ended by a full stop unless its last line is one that can be typed."""
     text = str(error).strip()
-    return text if not text or text.endswith((".", "!", "?")) else text + "."
+    return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -116,6 +116,37 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         from rlhf_nb.app.pipeline import PipelineConfig
     of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
     return of.load(find_config(config), list(overrides or []), "toy" if toy else "default")
+
+
+def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
+    """The words behind a command's name that decide its config."""
+    return [*(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
+
+
+def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str] = ()) -> None:
+    """Refuse a config that names no model or no data: a toy is only trained for who asks for one.
+
+    Args:
+        command: what was called, such as "doctor"; "" for the method's own.
+        kind: a method, or "run" for a pipeline.
+        config: of it.
+        given: as `typed` says.
+
+    Raises:
+        ConfigError: with the two lines that can be typed.
+    """
+    if kind == "run":
+        lacking = config.unsaid()
+    else:
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
+        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+    if lacking:
+        line = " ".join(filter(None, [_me(), command, kind]))
+        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
+        raise ConfigError(
+            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. Type one of\n"
+            f"  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+        )
 
 # %% ../../nbs/930_app_cli.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -187,7 +218,9 @@ def _training(kind: str) -> Any:
         debug: bool = Debug,
     ) -> None:  # fmt: skip
         with told(debug, _again()):
-            _train(kind, load_config(kind, config, overrides, toy), resume, overwrite)
+            found = load_config(kind, config, overrides, toy)
+            say_what_to_train("", kind, found, typed(config, toy, overrides))
+            _train(kind, found, resume, overwrite)
 
     return command
 
@@ -299,7 +332,7 @@ def show_results(results: dict[str, Any], path: Path) -> None:
     labels = results["stages"].get("rlaif", {})
     if "judge/accuracy" in labels:
         console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
-    console.print(f"All numbers: {path / 'results.json'}", soft_wrap=True, markup=False)
+    console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
 
 # %% ../../nbs/930_app_cli.ipynb #1a88f95d
 def _plain(prompt: Any) -> str:
@@ -313,9 +346,10 @@ def _answers(sample: dict[str, Any]) -> Panel:
     stages = [k for k in sample if k != "prompt"]
     table = Table(box=None, expand=True, padding=(0, 1))
     for stage in stages:
-        table.add_column(f"{'before' if stage == 'sft' else 'after'} ({stage.upper()})", ratio=1, header_style="bold")
-    table.add_row(*(Text(sample[s].strip()[:600] or "(nothing)") for s in stages))
-    return Panel(table, title=Text(_plain(sample["prompt"])[:200]), title_align="left")
+        head = Text(printable(f"{'before' if stage == 'sft' else 'after'} ({stage.upper()})"))
+        table.add_column(head, ratio=1, header_style="bold")
+    table.add_row(*(Text(printable(sample[s].strip()[:600]) or "(nothing)") for s in stages))
+    return Panel(table, title=Text(printable(_plain(sample["prompt"])[:200])), title_align="left")
 
 
 def _policies(policies: dict[str, dict[str, float]]) -> Table:
@@ -330,7 +364,7 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
         wins = p.get(f"win_rate_{judges[0]}")
         cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]
         more = [f"{p['kl']:.2f}" if "kl" in p else "–", "–" if wins is None else f"{wins:.0%}", f"{p['length']:.0f}"]
-        table.add_row(stage, *cells, *more)
+        table.add_row(Text(printable(stage)), *cells, *more)
     return table
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871
@@ -392,7 +426,9 @@ def doctor_command(
     with told(debug):
         from rlhf_nb.app.doctor import doctor, findings_table
 
-        findings = doctor(load_config(kind, config, overrides, toy))
+        found = load_config(kind, config, overrides, toy)
+        say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
+        findings = doctor(found)
         Console(highlight=False, force_jupyter=False).print(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
@@ -497,10 +533,12 @@ def plan_command(
             raise ConfigError(
                 f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan dpo`."
             )
+        given = typed(config, toy, overrides)
+        say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
         model = toy_model_config() if is_toy(named) else named
-        _tell(table(shape_of(model), job, gpus, memory, host), err=False)
+        _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
 
 
 @config_app.command("accelerate")
@@ -550,7 +588,8 @@ def launch_command(
                 f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}."
             )
         cfg = load_config(kind, config, overrides, toy)
-        command = [kind, *(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
+        say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
+        command = [kind, *typed(config, toy, overrides)]
         how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}
         if k8s:
             mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"

@@ -113,6 +113,18 @@ class PipelineConfig(StrictConfig):
         """The stage that leaves a "reward" model, or "pairs"."""
         return next((s for s in self.stages if s != "base" and get(s).leaves == leaves), None)
 
+    def unsaid(self) -> list[str]:
+        """Settings without which a stage would have no model or no rows."""
+        out = []
+        for name in (s for s in self.stages if s != "base"):
+            stage = getattr(self, name)
+            labelled = self.made_by("pairs") not in (None, name) and get(name).rows in ("preference", "unpaired")
+            if self.source(name) is None and stage.model.name_or_path is None:
+                out.append(f"{name}.model.name_or_path")
+            if self.data is None and stage.data.path is None and not labelled:
+                out.append("data")
+        return list(dict.fromkeys(out))
+
     @model_validator(mode="after")
     def _chain(self) -> PipelineConfig:
         """Stages must fit together before any of them runs."""
@@ -472,8 +484,13 @@ class RLHFPipeline:
 
         Raises:
             RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage were changed.
+            ConfigError: a stage has no model to start from, or no rows.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """
+        if unsaid := self.config.unsaid():
+            raise ConfigError(
+                f"{' and '.join(unsaid)} must be set ('toy' for the toy world) before the first stage begins."
+            )
         with RunLock(self.path):
             self.open_folder(resume, overwrite)
             for stage in self.stages:
@@ -532,7 +549,8 @@ def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
-        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)))
+        trust = pipeline.stage_config(stage).model.trust_remote_code if stage != "base" else False
+        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)), trust_remote_code=trust)
         tokenizer = load_tokenizer(place)
         model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
         prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)

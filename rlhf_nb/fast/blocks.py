@@ -101,10 +101,11 @@ class Blocks:
         def make(modules: list[nn.Module]) -> Projection:
             return Projection(modules, fuse, dtype)
 
-        if self.learned_positions:
-            self.layers = [_gpt2_layer(block, make) for block in b.h]
-        else:
-            self.layers = [_llama_layer(block, make, dtype) for block in b.layers]
+        self.modules: list[nn.Module] = list(b.h if self.learned_positions else b.layers)
+        self.layers = [
+            _gpt2_layer(block, make) if self.learned_positions else _llama_layer(block, make, dtype)
+            for block in self.modules
+        ]
         self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype)
 
     def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
@@ -124,6 +125,7 @@ def decode_states(
     real: Tensor | None = None,
     sparse: bool = False,
     branches: Branches | None = None,
+    again: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -135,6 +137,7 @@ def decode_states(
         real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None: all of them.
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
+        again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed; None: all is kept.
 
     Returns:
         [N, H], with gradient.
@@ -151,7 +154,8 @@ def decode_states(
         if blocks.learned_positions
         else [t.index_select(0, at) for t in rotary_table(body, torch.arange(length, device=ids.device), x.dtype)]
     )
-    for i, layer in enumerate(blocks.layers):
+
+    def pass_through(layer: Layer, x: Tensor, wanted: Tensor | None) -> Tensor:
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
@@ -162,7 +166,11 @@ def decode_states(
             mixed = row_attention(q, k, v, rows, mask, layer.scale).index_select(0, real)
         else:
             mixed = row_attention(q, k, v, rows, mask, layer.scale)
-        if i == len(blocks.layers) - 1 and wanted is not None:
+        if wanted is not None:
             x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
-        x = layer.mlp(layer.out.add_to(x, mixed))
+        return layer.mlp(layer.out.add_to(x, mixed))
+
+    for i, (layer, module) in enumerate(zip(blocks.layers, blocks.modules, strict=True)):
+        last = wanted if i == len(blocks.layers) - 1 else None
+        x = pass_through(layer, x, last) if again is None else again(module, pass_through, layer, x, last)
     return blocks.norm(x)

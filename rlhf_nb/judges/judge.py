@@ -433,6 +433,7 @@ class JudgeReward:
         if opponents is not None and opponents < 1:
             raise ConfigError(f"opponents is {opponents}: each answer must meet at least one other; None means all.")
         self.judge, self.mode, self.opponents, self.name = judge, mode, opponents, name or judge.name
+        self.compares = mode == "pairwise"  # answers to one prompt are asked about together
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> Opinions:
         """Rewards [B]; None where the judge has no opinion.
@@ -460,6 +461,8 @@ class Duel:
     Args:
         judge: compares pairs; rates where rows aren't pairs.
     """
+
+    compares = True  # answers to one prompt are asked about together
 
     def __init__(self, judge: Judge) -> None:
         self.judge, self.name = judge, judge.name

@@ -17,15 +17,14 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from .load import adapter_names, disable_dropout, find_model, lora_layers, merged_weights, quiet
+from .load import adapter_names, disable_dropout, find_model, merged_weights, quiet
 from .load import save_model, using_adapter
 from ..types import Completions
 
 Mode = Literal["separate", "shared", "hydra"]
 
 # %% auto #0
-__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra',
-           'enable_gradient_checkpointing']
+__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
 
 # %% ../../nbs/320_models_adapters.ipynb #585484d9
 def _linear_names(model: nn.Module) -> dict[str, str]:
@@ -62,9 +61,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     """
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
-        raise ModelError(
-            f"adapter {adapter_name!r} is there already; the model has: {', '.join(adapter_names(model))}."
-        )
+        raise ModelError(f"adapter {adapter_name!r} is there already; it has: {', '.join(adapter_names(model))}.")
     _check_targets(model, settings.target_modules)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -363,9 +360,7 @@ def hydra(
         adapter = read_adapter(reward) if reward is not None else None
     names = adapter_names(policy)
     if len(names) > 1:
-        raise ModelError(
-            f"hydra needs a plain backbone, or one with the policy's adapter alone; this one has {', '.join(names)}."
-        )
+        raise ModelError(f"hydra needs a backbone with no adapter but the policy's; this one has {', '.join(names)}.")
     policy = policy if names else add_lora(policy, lora, "policy", seed=seed)
     name = names[0] if names else "policy"
     reference = Reference(policy)
@@ -384,25 +379,3 @@ def hydra(
     module = PolicyValue(policy, "hydra", reference, value_head=head.requires_grad_(True), reward=adapter)
     module.value_bias.fill_(adapter.bias if adapter is not None else 0.0)
     return module.to(next(policy.parameters()).device)
-
-# %% ../../nbs/320_models_adapters.ipynb #528bd0aa
-def enable_gradient_checkpointing(model: Any) -> Any:
-    """Trade compute for memory; each segment is recomputed with the adapter that was active when it ran.
-
-    Args:
-        model: a causal LM with or without adapters; changed in place, and takes effect in training mode.
-
-    Returns:
-        The same model.
-    """
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        layers = lora_layers(model)
-        if not layers:
-            return nullcontext(), nullcontext()
-        first = layers[0][1]
-        name = None if first.disable_adapters else str(first.active_adapters[0])
-        return nullcontext(), using_adapter(model, name)
-
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
-    return model

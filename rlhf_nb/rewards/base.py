@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
+import signal
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -21,15 +24,20 @@ from ..rollout.sampler import eval_mode
 from .trl import as_reward
 from ..types import Completions, Rollout
 
+log = logging.getLogger(__name__)
 RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[float | None]]"]
 
 # %% auto #0
-__all__ = ['RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
+__all__ = ['log', 'RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
            'RunningNormalizer']
 
 # %% ../../nbs/440_rewards_base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
     """An answer that is not a list of one entry per completion."""
+
+
+class _NoAnswer(TimeoutError):
+    """A function that took longer than it may."""
 
 
 def _call_name(fn: Any, index: int) -> str:
@@ -81,12 +89,21 @@ def _check_answers(answers: Any, n: int) -> tuple[list[float | None], dict[int, 
     return values, bad
 
 # %% ../../nbs/440_rewards_base.ipynb #088bf319
-def _together(makers: Sequence[Callable[[], Awaitable[Any]]]) -> Callable[[], list[Any]]:
+def _together(makers: Sequence[Callable[[], Awaitable[Any]]], limit: float | None = None) -> Callable[[], list[Any]]:
     """Start awaitables, all at once, in a thread of their own; returns a function that waits for the results, exceptions among them."""
     results: list[Any] = []
+    late = _NoAnswer(f"gave no answer within {limit} s")
+    until = (
+        math.inf if limit is None else time.monotonic() + limit + 1
+    )  # for one that never lets the others have a turn
 
     async def one(make: Callable[[], Awaitable[Any]]) -> Any:
-        return await make()
+        task = asyncio.ensure_future(make())
+        done, _ = await asyncio.wait([task], timeout=limit)
+        if done:
+            return task.result()
+        task.cancel()
+        raise late
 
     async def everything() -> list[Any]:
         return await asyncio.gather(*map(one, makers), return_exceptions=True)
@@ -98,9 +115,9 @@ def _together(makers: Sequence[Callable[[], Awaitable[Any]]]) -> Callable[[], li
             results.extend([e] * len(makers))
 
     def wait() -> list[Any]:
-        while thread.is_alive():
+        while thread.is_alive() and time.monotonic() < until:
             thread.join(0.2)  # Ctrl-C gets through
-        return results
+        return results or [late] * len(makers)
 
     thread = threading.Thread(target=work, daemon=True, name="async rewards")
     thread.start()
@@ -122,26 +139,60 @@ class RolloutScorer(Protocol):
         """Scores [B], and parts [B] worth logging on their own."""
 
 
-def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Any:
+class _Late(BaseException):
+    """Raised in a function that takes too long; no `except Exception` of its own catches it."""
+
+
+@contextmanager
+def _within(limit: float | None) -> Iterator[None]:
+    """Inside, the main thread is interrupted after so many seconds, asleep or not; other threads can't be."""
+    if limit is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGURG"):
+        yield
+        return
+    late, me = threading.Event(), threading.get_ident()
+
+    def ring() -> None:
+        late.set()
+        signal.pthread_kill(me, signal.SIGURG)  # wakes sleep and sockets; where nobody listens any more, it is ignored
+
+    def handle(number: int, frame: Any) -> None:
+        if late.is_set():
+            late.clear()
+            raise _Late
+
+    before, timer = signal.signal(signal.SIGURG, handle), threading.Timer(limit, ring)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGURG, before)
+
+
+def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float | None = None) -> Any:
     """A function's answer, or the exception it ended in."""
     try:
         if isinstance(fn, RolloutScorer):
             return fn.score_rollout(rollout)
-        answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
-        return _together([lambda: answer])()[0] if inspect.isawaitable(answer) else answer
+        with _within(limit):
+            answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
+        return _together([lambda: answer], limit)()[0] if inspect.isawaitable(answer) else answer
+    except _Late:
+        return _NoAnswer(f"gave no answer within {limit} s")
     except Exception as e:  # whatever a reward function may raise: `Rewards` says whose it is, or counts it
         return e
 
 
-def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]]) -> list[Any]:
+def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], limit: float | None = None) -> list[Any]:
     """`_attempt` of each call; async functions are started first and waited for last."""
     waiting = [i for i, (fn, _, _) in enumerate(calls) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
 
     def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
         return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
 
-    wait = _together([later(*calls[i]) for i in waiting]) if waiting else list
-    answers = {i: _attempt(*call) for i, call in enumerate(calls) if i not in waiting}
+    wait = _together([later(*calls[i]) for i in waiting], limit) if waiting else list
+    answers = {i: _attempt(*call, limit) for i, call in enumerate(calls) if i not in waiting}
     answers |= dict(zip(waiting, wait(), strict=True))
     return [answers[i] for i in range(len(calls))]
 
@@ -154,7 +205,7 @@ def _excerpt(text: Any, limit: int = 200) -> str:
 
 def _why(e: BaseException) -> str:
     """An exception as the end of a sentence that starts with the function's name."""
-    return str(e) if isinstance(e, _WrongForm) else f"raised {type(e).__name__}: {e}"
+    return str(e) if isinstance(e, _WrongForm | _NoAnswer) else f"raised {type(e).__name__}: {e}"
 
 
 def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
@@ -166,27 +217,46 @@ def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
     )
 
 
+def _units(fn: Any, rollout: Rollout) -> list[list[int]]:
+    """Rows that are asked about together: each alone, or, of what compares answers, those to the same prompt."""
+    if not getattr(fn, "compares", False):
+        return [[row] for row in range(len(rollout))]
+    groups: dict[str, list[int]] = {}
+    for row, prompt in enumerate(rollout.prompts):
+        groups.setdefault(repr(prompt), []).append(row)
+    return list(groups.values())
+
+
 def _row_by_row(
-    fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: Exception, stop: bool
+    fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: Exception, stop: bool, limit: float | None
 ) -> tuple[list[float | None], dict[int, str]]:
     """After a whole batch failed: each row's own answer, and what is wrong with those that fail alone (`stop`: the first of them only)."""
-    singles = [(fn, rollout[row], {k: [v[row]] for k, v in columns.items()}) for row in range(len(rollout))]
-    values: list[float | None] = []
+    units = _units(fn, rollout)
+    calls = [
+        (fn, rollout[torch.tensor(rows)], {k: [v[row] for row in rows] for k, v in columns.items()}) for rows in units
+    ]
+    values: list[float | None] = [None] * len(rollout)
     bad: dict[int, str] = {}
-    answers = _attempt_all(singles) if _is_async(fn) else (_attempt(*single) for single in singles)
-    for row, answer in enumerate(answers):
+    together = _attempt_all(calls, limit) if _is_async(fn) else []
+    if all(isinstance(x, _NoAnswer) for x in together):  # no coroutine, or one that gave no other a turn
+        answers: Iterable[Any] = (_attempt(*call, limit) for call in calls)
+    else:
+        answers = together
+    for rows, answer in zip(units, answers, strict=True):
         try:
             if isinstance(answer, BaseException):
                 raise answer
-            got, wrong = _check_answers(answer[0] if isinstance(fn, RolloutScorer) else answer, 1)
+            got, wrong = _check_answers(answer[0] if isinstance(fn, RolloutScorer) else answer, len(rows))
         except Exception as e:  # whatever the function raised
-            got, wrong = [None], {0: _why(e)}
-        values += got
-        if wrong:
-            bad[row] = wrong[0]
+            got, wrong = [None] * len(rows), dict.fromkeys(range(len(rows)), _why(e))
+        for i, row in enumerate(rows):
+            values[row] = got[i]
+        bad |= {rows[i]: text for i, text in wrong.items()}
         if bad and stop:
             return values, bad
-    if not bad and not isinstance(problem, _WrongForm):  # only the batch as a whole fails
+    if not bad and isinstance(problem, TimeoutError | ConnectionError):  # it passed
+        log.warning("%s; asked again one by one, it answered", _why(problem))
+    elif not bad and not isinstance(problem, _WrongForm):  # only the batch as a whole fails
         why = f"{_why(problem)} (for the whole batch; asked one by one, it answers)"
         return [None] * len(rollout), dict.fromkeys(range(len(rollout)), why)
     return values, bad
@@ -201,6 +271,7 @@ class Rewards:
         names: for logs (default: the functions' own names).
         on_error: "raise" stops with the function's name, the prompt and the completion; "skip" counts and goes on.
         fallback: with "skip", the score of a row that no function scored.
+        timeout: seconds that a function may take for a batch, and then for a single row; None: as long as it likes.
 
     Raises:
         ConfigError: no functions, something that can't be called, or a number of weights that doesn't fit.
@@ -208,7 +279,7 @@ class Rewards:
 
     def __init__(
         self, fns: Any, weights: Sequence[float] | None = None, names: Sequence[str] | None = None, *,
-        on_error: Literal["raise", "skip"] = "raise", fallback: float = 0.0,
+        on_error: Literal["raise", "skip"] = "raise", fallback: float = 0.0, timeout: float | None = 3600.0,
     ) -> None:  # fmt: skip
         self.fns = [as_reward(fn) for fn in (fns if isinstance(fns, list | tuple) else [fns])]
         if not self.fns:
@@ -229,7 +300,7 @@ class Rewards:
         for i, fn in enumerate(self.fns):
             name = names[i] if names is not None else _call_name(fn, i)
             self.names.append(name if name not in self.names else f"{name}_{i}")
-        self.on_error, self.fallback = on_error, fallback
+        self.on_error, self.fallback, self.timeout = on_error, fallback, timeout
         self.stats: dict[str, float] = {}
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
@@ -277,7 +348,7 @@ class Rewards:
             (fn, rollout, {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout))
             for fn, name in zip(self.fns, self.names, strict=True)
         ]
-        answers = _attempt_all(calls)
+        answers = _attempt_all(calls, self.timeout)
         return [self._settle(name, *call, x) for name, call, x in zip(self.names, calls, answers, strict=True)]
 
     def _settle(
@@ -298,7 +369,7 @@ class Rewards:
             problem = e
             if isinstance(e, _WrongForm) and self.on_error == "raise":
                 raise RewardError(f"reward function {name!r} {e}: give one number (or None) per completion.") from e
-            values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise")
+            values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise", self.timeout)
         if bad and self.on_error == "raise":
             raise _complaint(name, bad, rollout) from problem
         return values, extra, len(bad)

@@ -7,7 +7,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from ..fast.workers import Replicas, draws_numbers, workers_for
 from .strategies import connect
 from .strategy import Strategy, connect_plain, load_tensors, lr_factor
 from ..scoring.packing import split_among
+from ..scoring.recompute import recomputing
 from ..scoring.scores import one_forward
 from ..types import Batch, LossSum
 
@@ -166,6 +167,7 @@ class Engine:
         self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
+        self.recompute = False  # whether layers compute their activations again in the backward pass
         self._wrapped: nn.Module | None = None
         self._watch: GradientWatch | None = None
         self._replicas: Replicas | None = None
@@ -217,10 +219,20 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision.compute_dtype)
 
-    def accumulate(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only."""
-        context = self.strategy.accumulate(module, last)
-        return one_forward() if self.strategy.lockstep else context
+    @contextmanager
+    def accumulate(self, module: nn.Module, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only, and layers forget where `recompute` says so."""
+        with ExitStack() as stack:
+            stack.enter_context(self.strategy.accumulate(module, last))
+            if self.strategy.lockstep:
+                stack.enter_context(one_forward())
+            count = stack.enter_context(recomputing(self.recompute))
+            yield
+        if self.recompute and not count.layers:
+            raise RunError(
+                "recompute is on, but no layer's activations were dropped: the loss calls its model by itself. Let it call completion_logps, "
+                "or put the call inside recomputed_layers(model) of scoring.recompute, or leave recompute out"
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to what is there."""

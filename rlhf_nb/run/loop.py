@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TrainConfig
-from ..core import CheckpointError, ConfigError, RunError, decide_precision, derive_seed, rng_state, set_rng_state
+from rlhf_nb.core import (
+    CheckpointError,
+    ConfigError,
+    RewardError,
+    RunError,
+    decide_precision,
+    derive_seed,
+    rng_state,
+    set_rng_state,
+)
 from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
@@ -43,6 +52,7 @@ class BaseMethod(ABC):
 
     name: str = "method"
     columns: tuple[str, ...] = ()
+    asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
     config: TrainConfig
@@ -223,6 +233,7 @@ class Trainer:
         self.method: Any = method
         self.source, self.config = source, config
         self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
                 f"mini_batch_size {config.mini_batch_size} and rollout_batch_size {config.rollout_batch_size} are global, so both "
@@ -239,6 +250,9 @@ class Trainer:
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0
         self.started = self.exhausted = False
         self.failure: RunError | None = None
+        self.before: dict[str, Any] | None = (
+            None  # the source's state before this step's rows, of a method that asks the outside
+        )
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
         self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
@@ -275,6 +289,7 @@ class Trainer:
     def next_batch(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
+            self.before = self.source.state_dict() if self.method.asks_outside else None
             rows, world = self.source.next_batch(self.config.rollout_batch_size), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
@@ -283,10 +298,26 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
-            data = self.method.collect(batch, self.step)
+        try:
+            with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+                data = self.method.collect(batch, self.step)
+        except RewardError as error:  # no fault of the run's, so nothing of it may be lost
+            raise RewardError(f"{error}{self._keep_last_step()}") from error
         self.meter.tokens += self.method.tokens(data)
         return data
+
+    def _keep_last_step(self) -> str:
+        """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
+        if self.before is None or self.engine.world_size > 1 or not self.started:
+            return ""
+        self.source.load_state_dict(self.before)
+        try:
+            self.save()
+            self.writer.wait()
+            self.writer.check()
+        except (CheckpointError, RunError) as error:
+            return f" (And no checkpoint could be left: {error})"
+        return f" A checkpoint of step {self.step} was left; resume goes on from there."
 
     def update(self, data: Any) -> dict[str, float]:
         """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each; the method may end them early.

@@ -11,8 +11,10 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -31,12 +33,16 @@ from ..run.engine import STRATEGIES
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
 from ..run.state import to_resume_from
+from ..run.strategies import compiles_first
+from .live import Live
 from ..train.registry import add_method, of
 from ..train.stage import read_json, run_stage, write_json
+from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['accelerate_settings', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt', 'watch', 'Launched',
-           'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem', 'fork_launch']
+__all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt',
+           'watch', 'Launched', 'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
+           'fork_launch']
 
 # %% ../../nbs/700_scale_launch.ipynb #0726eebb
 def accelerate_settings(
@@ -126,6 +132,31 @@ def _config_class(name: str, bases: tuple[Any, ...], body: dict[str, Any], marks
         body[key] = check(body[key])
     return type(bases[0])(name, bases, body)
 
+# %% ../../nbs/700_scale_launch.ipynb #e400f05e
+def put_private(path: Path, data: bytes) -> None:
+    """Write a file that nobody but this user can read or change, whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+        f.write(data)
+    os.replace(aside, path)
+
+
+def take_pickle(path: Path) -> Any:
+    """Open a pickle that this user alone can have written.
+
+    Raises:
+        RunError: it, or its folder, belongs to somebody else, or others may write there.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as f:
+        for what, found in ((path, os.fstat(f.fileno())), (path.parent, os.stat(path.parent))):
+            mode = stat.S_IMODE(found.st_mode)
+            if found.st_uid != os.getuid() or mode & 0o077:
+                raise RunError(
+                    f"{what} belongs to user {found.st_uid} and has the rights {mode:o}, but a pickle runs code when it is opened, so only one that "
+                    f"user {os.getuid()} alone can write (rights 600, in a folder with 700) is. Set TMPDIR to a folder of your own."
+                )
+        return _dill().loads(f.read())
+
 # %% ../../nbs/700_scale_launch.ipynb #ea155648
 def _lives(told: Mapping[str, Any]) -> bool:
     """Whether the process that told of itself still runs."""
@@ -184,10 +215,10 @@ def worker_main(folder: str | Path) -> int:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, stacks)
         try:
-            call = _dill().loads((folder / "call.pkl").read_bytes())
+            call = take_pickle(Path(os.environ["RLHF_NB_CALL"]) / "call.pkl")
             value = call["fn"](*call["args"], **call["kwargs"])
             if rank == 0:
-                _save_result(folder, value)
+                _save_result(Path(os.environ["RLHF_NB_CALL"]), value)
             write_json(folder / f"done-{rank}.json", {"time": time.time()})
             return 0
         except BaseException as error:
@@ -216,9 +247,7 @@ def _save_result(folder: Path, value: Any) -> None:
         data = _dill().dumps(value)
     except Exception:
         data = _dill().dumps(repr(value))
-    aside = folder / ".result.pkl"
-    aside.write_bytes(data)
-    os.replace(aside, folder / "result.pkl")
+    put_private(folder / "result.pkl", data)
 
 # %% ../../nbs/700_scale_launch.ipynb #1928a8b0
 class Failure(NamedTuple):
@@ -274,7 +303,7 @@ class Attempt:
 
     def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
         self.folder = folder
-        for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt", "result.pkl"):
+        for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt"):
             for old in folder.glob(pattern):
                 old.unlink(missing_ok=True)
         with open(folder / "out.txt", "ab") as out:
@@ -326,11 +355,11 @@ def _steps(run: Path) -> dict[int, tuple[int, float]]:
     found = {}
     for path in [run / "metrics.jsonl", *run.glob("metrics.rank*.jsonl")]:
         rank = int(path.name.split(".")[1][4:]) if ".rank" in path.name else 0
-        with suppress(OSError, ValueError, StopIteration):
+        with suppress(OSError, ValueError, StopIteration, LookupError, TypeError, OverflowError):
             with open(path, "rb") as f:
                 f.seek(max(0, path.stat().st_size - (1 << 16)))
                 last = next(line for line in reversed(f.read().splitlines()) if line.endswith(b"}"))
-            found[rank] = (int(json.loads(last)["step"]), path.stat().st_mtime)
+            found[rank] = (int(json_value(last)["step"]), path.stat().st_mtime)
     return found
 
 
@@ -511,11 +540,20 @@ def launch(
     write_json(folder / "accelerate.yaml", settings)  # JSON is YAML, too
     agent = ["accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
-    env, begun, say = _environment(folder.absolute(), strategy, cpu, zero), time.time(), say or (lambda _: None)
+    env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
+    told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
+    if strategy.startswith("zero") and (text := compiles_first(cpu)):
+        told(text)
     own = machine == 0 and not run.holds_run()
     how = {"resume": resume, "overwrite": resume and overwrite}
-    failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, say)
-    return _collect(run, folder, config is not None, failures, say, begun)
+    live = Live(run.path, told, say is print and sys.stdout.isatty())
+    with tempfile.TemporaryDirectory(prefix="rlhf-nb-call-") as private:  # no place that others share
+        env["RLHF_NB_CALL"] = private
+        try:
+            failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
+        finally:
+            live.close()
+        return _collect(run, Path(private), config is not None, failures)
 
 
 def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:
@@ -548,34 +586,30 @@ def _train(method: Any, config: Any, resume: bool, overwrite: bool) -> dict[str,
     return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/700_scale_launch.ipynb #aa22f5c4
-def _collect(
-    run: RunDir, folder: Path, is_config: bool, failures: list[str], say: Callable[[str], None], begun: float
-) -> Launched:
-    """What the ranks left; their warnings are passed on."""
-    value = _dill().loads((folder / "result.pkl").read_bytes()) if (folder / "result.pkl").exists() else None
+def _collect(run: RunDir, private: Path, is_config: bool, failures: list[str]) -> Launched:
+    """What the ranks left."""
+    value = take_pickle(private / "result.pkl") if (private / "result.pkl").exists() else None
     events = read_metrics(run.path) if run.metrics_path.exists() else []
-    for e in events:
-        if e["type"] == "warning" and e.get("time", begun) >= begun:
-            say(f"note: {e['message']}")
     model = Path(value["model"]) if is_config and isinstance(value, dict) else None
     return Launched(value, model, [e for e in events if e["type"] == "step"], run.path, failures)
 
 # %% ../../nbs/700_scale_launch.ipynb #632a7ab7
 def _try_until_done(
     run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], how: dict[str, bool], own: bool,
-    restarts: int, hang: float, say: Callable[[str], None],
+    restarts: int, hang: float, live: Live,
 ) -> list[str]:  # fmt: skip
     """Attempts, until one succeeds; returns a line for each that did not. `own`: the run begins here, nobody else's log can go."""
     failures: list[str] = []
     while True:
-        _write_call(folder, call, how | ({"resume": True} if failures else {}))
+        _write_call(Path(env["RLHF_NB_CALL"]), call, how | ({"resume": True} if failures else {}))
         _note(folder, "start", attempt=len(failures))
         attempt = Attempt(folder, command, env)
         try:
-            with _interruptible(attempt, say) as asked:
-                failure = watch(attempt, run.path, hang, asked)
+            with _interruptible(attempt, live) as on_move:
+                failure = watch(attempt, run.path, hang, on_move)
         finally:
             attempt.end(0.0 if attempt.agent.poll() is not None else 3.0)
+            live.look(all=True)
         if failure is None:
             return failures
         _note(folder, "failure", what=failure.what)
@@ -592,7 +626,7 @@ def _try_until_done(
         if own and not saved:
             _set_aside(run, folder / f"attempt-{len(failures)}")
         start = "the newest complete checkpoint" if saved else "the beginning, since nothing was saved yet"
-        say(f"{failure.what}; starting again from {start} ({len(failures)} of {restarts})")
+        live.tell(f"{failure.what}; starting again from {start} ({len(failures)} of {restarts})")
 
 
 def _set_aside(run: RunDir, folder: Path) -> None:
@@ -614,7 +648,7 @@ def _write_call(folder: Path, call: dict[str, Any], how: dict[str, bool]) -> Non
         raise ConfigError(
             f"the function or its arguments can't be sent to other processes ({type(error).__name__}: {error}): let it load models and open files itself"
         ) from error
-    (folder / "call.pkl").write_bytes(data)
+    put_private(folder / "call.pkl", data)
 
 # %% ../../nbs/700_scale_launch.ipynb #76193409
 def _note(folder: Path, kind: str, **fields: Any) -> None:
@@ -629,8 +663,8 @@ def _tail(path: Path, lines: int = 30) -> str:
 
 
 @contextmanager
-def _interruptible(attempt: Attempt, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
+def _interruptible(attempt: Attempt, live: Live) -> Iterator[Callable[[], None]]:
+    """Gives what is to be called a few times a second. Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
     pressed, told = 0, False
 
     def handle(number: int, frame: Any) -> None:
@@ -643,9 +677,10 @@ def _interruptible(attempt: Attempt, say: Callable[[str], None]) -> Iterator[Cal
 
     def look() -> None:
         nonlocal told
+        live.look()
         if pressed and not told:
             told = True
-            say("stopping after this step; once more to stop at once")
+            live.tell("stopping after this step; once more to stop at once")
             attempt.signal(signal.SIGINT)
 
     main = threading.current_thread() is threading.main_thread()

@@ -12,16 +12,17 @@ from ..core import ConfigError
 from .topology import Budget, Job, Shape, Split, forward_rows, predict, roles_of, row_tokens, shape_of
 
 # %% auto #0
-__all__ = ['USABLE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'table']
+__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'table']
 
 # %% ../../nbs/715_scale_plan.ipynb #a587bfae
 USABLE = 0.9
+MACHINE = 8  # GPUs, from which a plan is written for several machines
 ASSUMPTIONS = (
     "1 GiB for context and libraries on each GPU, 0.5 GiB more for communication",
     "a tenth of the memory is lost to fragmentation",
     "every forward is as full as token_budget allows, every row as long as prompt + completion",
     "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('per token') it fetches layers for every token",
+    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('layer by layer') it waits in the host's memory and visits the GPU for every token",
     "attention keeps no row × row matrix (SDPA's fused kernels)",
     "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs and several machines are arithmetic",
 )
@@ -31,7 +32,7 @@ class Plan(NamedTuple):
     """What is recommended, and its account."""
 
     split: Split
-    job: Job  # with token_budget and checkpointing as recommended
+    job: Job  # with token_budget and recompute as recommended
     budget: Budget
     memory: float  # bytes of a GPU
     tokens: int  # in one forward
@@ -42,12 +43,40 @@ class Plan(NamedTuple):
         s = self.split
         offload = {"none": "", "optimizer": ", optimizer on the host", "all": ", weights and optimizer on the host"}
         how = "no splitting" if s.stage == 0 else f"ZeRO stage {s.stage}"
-        again = ", layers recomputed" if self.job.checkpointing else ""
-        again += "" if s.gather or s.stage < 3 or not self.job.info.online else ", weights fetched for every token"
+        again = ", layers recomputed" if self.job.recompute else ""
+        again += (
+            ""
+            if s.gather or s.stage < 3 or not self.job.info.online
+            else ", weights visit the GPU layer by layer while sampling"
+        )
         return (
             f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a forward; "
             f"peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: {self.budget.fullest}"
         )
+
+    def command(self, asked: Job, settings: str = "...") -> str:
+        """The command that carries this plan out.
+
+        Args:
+            asked: the job as its config has it; what differs is written as settings.
+            settings: what else the command is given, as text.
+        """
+        s, job = self.split, self.job
+        changes = [
+            ("recompute", job.recompute, asked.recompute), ("token_budget", job.token_budget, asked.token_budget),
+            ("mini_batch_size", job.mini_batch, asked.mini_batch),
+            ("rollout_batch_size", job.rollout_batch or job.mini_batch, asked.rollout_batch or asked.mini_batch),
+        ]  # fmt: skip
+        words = [f"{key}={str(now).lower()}" for key, now, before in changes if now != before]
+        name = job.info.command or job.info.name
+        if s.gpus == 1 and s.stage == 0:
+            return " ".join(filter(None, ["rlhf-nb", name, settings, *words]))
+        strategy = f"zero{s.stage}" if s.stage else "ddp"
+        strategy += "" if s.offload == "none" else "_offload"
+        here = s.gpus if s.gpus <= MACHINE else math.gcd(s.gpus, MACHINE)
+        more = [] if here == s.gpus else ["--slurm", f"--nodes {s.gpus // here}"]
+        parts = ["rlhf-nb launch", name, settings, *words, *more, f"-n {here}", f"--strategy {strategy}"]
+        return " ".join(filter(None, parts))
 
 # %% ../../nbs/715_scale_plan.ipynb #ce29c7ec
 def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
@@ -55,13 +84,12 @@ def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
     overhead = (1.0 if gpus == 1 else 1.5) * 2**30
     both = (True, False) if job.info.online else (True,)
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3) if gpus > 1 else (0,)
-    for again in sorted({job.checkpointing, True}):
+    for again in sorted({job.recompute, True}):
         yield from ((Split(gpus, s, "none", overhead), again) for s in stages)
     yield Split(gpus, 2, "optimizer", overhead), True
     for gather in both:
         if gpus > 1:
             yield Split(gpus, 3, "none", overhead, gather=gather), True
-            yield Split(gpus, 3, "optimizer", overhead, gather=gather), True
         yield Split(gpus, 3, "all", overhead, gather=gather), True
 
 
@@ -73,7 +101,7 @@ def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | N
             tokens = 2 * job.token_budget
             while tokens > least:
                 tokens = max(tokens // 2, least) if tokens <= job.token_budget else job.token_budget
-                smaller = dataclasses.replace(job, token_budget=tokens, checkpointing=again)
+                smaller = dataclasses.replace(job, token_budget=tokens, recompute=again)
                 found = predict(shape, smaller, split)
                 if found.peak <= USABLE * limit and found.host <= offered:
                     return Plan(split, smaller, found, limit, *forward_rows(smaller, shape, gpus)[:2])
@@ -109,14 +137,16 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
 # %% ../../nbs/715_scale_plan.ipynb #58d24015
 def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> str:
     """Why nothing fits, and what would."""
-    tiny = dataclasses.replace(job, token_budget=1, checkpointing=True)
+    tiny = dataclasses.replace(job, token_budget=1, recompute=True)
     smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
     role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
     shared = {"critic": "critic adapter", "reward model": "reward adapter"}
     one = tuple(shared.get(held, held) for held in job.models)
-    options: list[tuple[str, dict[str, Any]]] = [("adapters (lora=16)", {"lora": 16})] if job.lora is None else []
+    options: list[tuple[str, dict[str, Any]]] = (
+        [("adapters (model.lora.r=16)", {"lora": 16})] if job.lora is None else []
+    )
     if "critic" in job.models:
-        options.append(("one backbone for all roles (critic='hydra', lora=16)", {"holds": one, "lora": 16}))
+        options.append(("one backbone for all roles (critic=hydra model.lora.r=16)", {"holds": one, "lora": 16}))
     remedies = [text for text, how in options if _first_fit(shape, dataclasses.replace(job, **how), gpus, memory, host)]
     more = gpus
     while (more := 2 * more) <= 1 << 15:
@@ -177,9 +207,10 @@ def sent_per_step(model: Any, found: Plan) -> float:
 
 # %% ../../nbs/715_scale_plan.ipynb #5fad65e3
 def table(
-    model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None
-) -> str:
-    """Plans for several numbers of GPUs, with the assumptions, as Markdown.
+    model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None,
+    settings: str = "...",
+) -> str:  # fmt: skip
+    """Plans for several numbers of GPUs, with the commands that carry them out and the assumptions, as Markdown.
 
     Args:
         model: a Shape, a transformers config, a directory or a hub name.
@@ -187,8 +218,10 @@ def table(
         gpus: how many.
         memory: GiB of each.
         host: as in `plan`.
+        settings: of the commands, beside those that a plan adds.
     """
     shape = shape_of(model)
+    commands = []
     lines = [
         f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, {memory:g} GiB a GPU", "",
         "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a step, GiB | one copy on |",
@@ -202,11 +235,12 @@ def table(
         if found is None:
             lines.append(f"| {n:,} | doesn't fit | | | | | | | |")
             continue
+        commands.append(f"- {n:,} GPU{'s' if n > 1 else ''}: `{found.command(job, settings)}`")
         s, roles = found.split, found.budget.by_role()
         most = max(roles, key=lambda r: roles[r])
         lines.append(
-            f"| {n:,} | {s.stage}{'' if s.gather else ', per token'} | {s.offload.replace('none', '')} | {'yes' if found.job.checkpointing else ''} "
+            f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | {'yes' if found.job.recompute else ''} "
             f"| {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} "
             f"| {smallest_group(shape, found):,} |"
         )
-    return "\n".join([*lines, "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])
+    return "\n".join([*lines, *(["", *commands] if commands else []), "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])

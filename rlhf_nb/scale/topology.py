@@ -86,8 +86,8 @@ def shape_of(model: Any) -> Shape:
 
     if isinstance(model, (str, Path)):
         try:
-            model = AutoConfig.from_pretrained(str(model))
-        except (OSError, ValueError) as e:
+            model = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+        except Exception as e:  # whatever transformers says to a file that somebody else has written
             raise ModelError(
                 f"{str(model)!r} is no directory with a config.json, and no hub name that can be reached, so there is no shape to plan with."
             ) from e
@@ -176,7 +176,7 @@ class Job:
     group: int = 1  # answers to each prompt
     lora: int | None = None  # rank; None: all weights train
     holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
-    checkpointing: bool = False  # activations of a layer are computed again instead of kept
+    recompute: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
@@ -270,12 +270,12 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
 
     Args:
         shape: of the model.
-        job: formats, adapters, checkpointing.
+        job: formats, adapters, recompute.
         tokens: of the forward.
         row: as in `layer_activations`.
     """
     one = tokens * layer_activations(shape, job, row)
-    if job.checkpointing:
+    if job.recompute:
         return one + shape.layers * tokens * shape.hidden * job.format.residual
     return shape.layers * one
 
@@ -474,7 +474,7 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
-    if split.stage == 3 and not job.checkpointing:  # under hooks, layers also keep norms before their weight
+    if split.stage == 3 and not job.recompute:  # under hooks, layers also keep norms before their weight
         kept += 2.0 * shape.layers * tokens * shape.hidden * job.format.residual
     return kept
 
@@ -585,5 +585,5 @@ def job_of(config: Any, precision: Precision) -> Job:
     return Job(
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
-        holds=held, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        holds=held, recompute=config.recompute, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

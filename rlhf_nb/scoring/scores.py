@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,6 +28,7 @@ from rlhf_nb.scoring.head import (
     width_of,
 )
 from .packing import Cores, Pack, split_among
+from .recompute import is_on, recomputed, recomputed_layers
 from .trees import TOKEN_BUDGET, TREE_FAMILIES, Share, pack, plan_passes, rope_limit, why_no_trees
 from ..types import Completions
 
@@ -64,7 +65,8 @@ def hidden_states(
     try:
         if fast:
             return _fast_states(net, p, wanted, tied)
-        out = net(input_ids=p.input_ids, use_cache=False, **_mask_arguments(net, p))
+        with recomputed_layers(net) if is_on() else nullcontext():
+            out = net(input_ids=p.input_ids, use_cache=False, **_mask_arguments(net, p))
     except IndexError as e:
         config = text_config(net)
         raise DataError(
@@ -90,7 +92,8 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
-    return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches)
+    again = recomputed if is_on() else None
+    return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again)
 
 
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves

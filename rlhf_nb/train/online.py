@@ -62,6 +62,9 @@ class OnlineConfig(TrainConfig):
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
     )
+    reward_timeout: float | None = Field(
+        default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
+    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
@@ -190,6 +193,7 @@ class OnlineMethod(TextMethod):
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
+    asks_outside = True
     adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 
@@ -407,17 +411,18 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
+    trust = {"trust_remote_code": config.model.trust_remote_code}
     if members:
-        models, budget = [RewardModel.load(m) for m in members], config.token_budget
+        models, budget = [RewardModel.load(m, **trust) for m in members], config.token_budget
         return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
-    return RewardModel.load(config.reward), gold
+    return RewardModel.load(config.reward, **trust), gold
 
 
 def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
     """A reward model, an ensemble, a function, or a list of these, as `Rewards`."""
     if isinstance(reward, RewardModel):
         reward = RewardModelFn(reward, token_budget=config.token_budget)
-    return reward if isinstance(reward, Rewards) else Rewards(reward)
+    return reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
 
 
 class PromptsOf:
@@ -480,9 +485,7 @@ class OnlineTrainer(TextTrainer):
         **options: Any,
     ) -> None:
         if "policy" in options:
-            raise ConfigError(
-                "the policy is called model here, as in all trainers: write model=... instead of policy=..."
-            )
+            raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         if reward is None:
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch

@@ -28,7 +28,7 @@ from ..run.loop import BaseMethod, Trainer
 from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
-from ..models.adapters import Reference, add_lora, enable_gradient_checkpointing
+from ..models.adapters import Reference, add_lora
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'in_kind', 'load_rows',
+__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'in_kind', 'load_rows',
            'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
            'TextTrainer']
 
@@ -70,10 +70,6 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
         net = add_lora(net, model.lora, seed=train.seed)
-    if model.gradient_checkpointing:
-        enable_gradient_checkpointing(
-            net
-        ).train()  # transformers checkpoints in training mode only; dropout is off in either
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
@@ -92,6 +88,19 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     if kind == "prompt":
         return toy.train_prompts(n, here), toy.test_prompts(TOY_HELD_OUT, there)
     return toy.sft_rows(n, here), toy.sft_rows(TOY_HELD_OUT, there, test=True)
+
+
+def place_of(data: DataConfig) -> str:
+    """File, directory or hub name of a run's rows, or "toy".
+
+    Raises:
+        ConfigError: nobody has said where they are.
+    """
+    if data.path is None:
+        raise ConfigError(
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' for the toy world; in Python a trainer also takes rows=."
+        )
+    return data.path
 
 
 def in_kind(rows: Iterable[Row], kind: Kind) -> Iterator[Row]:
@@ -123,12 +132,12 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Raises:
         DataError: nothing there, or rows of another format.
     """
-    if is_toy(data.path):
+    if is_toy(place_of(data)):
         return _toy_rows(kind, seed)
-    rows = list(in_kind(read_rows(data.path or "", data.split, subset=data.subset), kind))
+    rows = list(in_kind(read_rows(place_of(data), data.split, subset=data.subset), kind))
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
-        return rows, list(in_kind(read_rows(data.path or "", data.eval_split, subset=data.subset), kind))
+        return rows, list(in_kind(read_rows(place_of(data), data.eval_split, subset=data.subset), kind))
     held = min(data.eval_size or 0, len(rows) // 2)
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
@@ -142,7 +151,7 @@ def held_out_of_stream(data: DataConfig, kind: Kind) -> list[Row]:
     """
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
-    return list(islice(in_kind(open_rows(data.path or "", split, data.subset)(), kind), n)) if n != 0 else []
+    return list(islice(in_kind(open_rows(place_of(data), split, data.subset)(), kind), n)) if n != 0 else []
 
 
 def stream_rows(
@@ -157,7 +166,7 @@ def stream_rows(
         seed: of the order.
         tokenize: rows to tokenized rows; may drop some.
     """
-    opened, away = open_rows(data.path or "", data.split, data.subset), {row_key(r) for r in held}
+    opened, away = open_rows(place_of(data), data.split, data.subset), {row_key(r) for r in held}
 
     def rows() -> Iterator[Row]:
         return (row for row in in_kind(opened(), kind) if row_key(row) not in away)
