@@ -289,7 +289,6 @@ class Trainer:
     def next_batch(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
-            self.before = self.source.state_dict() if self.method.asks_outside else None
             rows, world = self.source.next_batch(self.config.rollout_batch_size), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
@@ -298,13 +297,14 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        try:
-            with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
-                data = self.method.collect(batch, self.step)
-        except RewardError as error:  # no fault of the run's, so nothing of it may be lost
-            raise RewardError(f"{error}{self._keep_last_step()}") from error
+        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+            data = self.method.collect(batch, self.step)
         self.meter.tokens += self.method.tokens(data)
         return data
+
+    def _remember_source(self) -> None:
+        """Before a step takes its rows: where the source stands, for a method whose step the outside can end."""
+        self.before = self.source.state_dict() if self.method.asks_outside else None
 
     def _keep_last_step(self) -> str:
         """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
@@ -461,6 +461,7 @@ class Trainer:
         self.ending.clear()
         try:
             with GracefulStop(self.config.console and self.engine.is_main) as stop:
+                self._remember_source()
                 yield stop
                 self.writer.close()
         except BaseException as error:
@@ -468,9 +469,12 @@ class Trainer:
             if error is self.failure:
                 with suppress(CheckpointError, RunError):
                     self.save(failed=True)
+            note = self._keep_last_step() if isinstance(error, RewardError) else ""
             self.ending.set()
             if not isinstance(error, KeyboardInterrupt):
                 self.writer.wait()
+            if note:
+                raise RewardError(f"{error}{note}") from error
             raise
         finally:
             if not self.lock.lost:  # else the log is another run's
@@ -491,6 +495,7 @@ class Trainer:
         if asked.control:
             asked = asked | self.control.serve(stop, asked.stop)
         asked.evaluate |= self.step >= self.total_steps or _due(self.step, self.config.eval_every)
+        self._remember_source()
         return self._evaluate_and_save(asked)
 
     def _evaluate_and_save(self, asked: Flags) -> Flags:
