@@ -1,7 +1,7 @@
 """`kill -9` at random moments: how much work is lost, for trainers, a pipeline, and several processes under ZeRO-3.
 
 `python benchmarks/kills.py` kills 50 times and prints a table. Settings are those of the toy preset, except that `save_every` is
-seconds instead of ten minutes (so that a test takes minutes), and that runs are longer than the test. Lost is the time from the
+seconds instead of ten minutes and batches are small (so that a test takes minutes), and that runs are longer than the test. Lost is the time from the
 snapshot of the newest whole checkpoint (or from the start or resumption of the run, if that came later) to the kill. The run is then
 resumed; its log must hold each step up to the checkpoint once, in order, and nothing of what was killed.
 """
@@ -31,6 +31,9 @@ from rlhf_nb.run.log import read_metrics
 
 ALONE = ("sft", "reward", "ppo", "dpo", "grpo")
 LONG = 100_000  # steps: no run ends before it is killed
+
+
+OUT: list[Path] = []  # of --out
 
 
 class Kill(NamedTuple):
@@ -69,8 +72,12 @@ def pipeline(_: str, folder: str, save_every: str) -> None:
     from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 
     torch.set_num_threads(1)
-    own = {"save_every": save_every, "epochs": None}
-    stages = {"sft": own | {"steps": 150}, "reward": own | {"steps": 100}, "ppo": own | {"steps": LONG}}
+    own = {"save_every": save_every, "epochs": None, "mini_batch_size": 8}
+    stages = {
+        "sft": own | {"steps": 300},
+        "reward": own | {"steps": 200},
+        "ppo": own | {"steps": LONG, "rollout_batch_size": 16},
+    }
     config = PipelineConfig.preset("toy", output_dir=folder, console=False, base={"size": "tiny"}, **stages)
     there = (Path(folder) / "config.yaml").exists()
     RLHFPipeline(config).run(resume=there, overwrite=there)
@@ -108,7 +115,15 @@ def after_resume(kill: Kill, run: Path) -> Kill:
             sound=f"after the resumption the log has {len(before)} steps before the checkpoint's {kill.kept}"
         )
     holder = holder_of(run)
-    return kill if holder is not None and holder.lives else kill._replace(sound="the resumed run has no lock")
+    return noted(kill if holder is not None and holder.lives else kill._replace(sound="the resumed run has no lock"))
+
+
+def noted(kill: Kill) -> Kill:
+    """Write a kill down as soon as it is known."""
+    for path in OUT:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(kill._asdict()) + "\n")
+    return kill
 
 
 def current(root: Path, case: str) -> Path | None:
@@ -129,7 +144,8 @@ def kill_alone(case: str, root: Path, kills: int, save_every: str, rng: random.R
     pending: tuple[Kill, Path] | None = None
     while len(found) < kills:
         started = time.time()
-        process = context.Process(target=pipeline if case == "pipeline" else train, args=(case, str(root), save_every))
+        work = pipeline if case == "pipeline" else train
+        process = context.Process(target=work, args=(case, str(root), save_every), daemon=True)
         process.start()
         run: Path | None = None
         while process.is_alive() and (run is None or begun(run) < started):
@@ -139,9 +155,9 @@ def kill_alone(case: str, root: Path, kills: int, save_every: str, rng: random.R
         if pending is not None and pending[1] == run:
             found.append(after_resume(pending[0], run))
         elif pending is not None:  # a stage was finished in the meantime, so nothing of it is resumed
-            found.append(pending[0])
+            found.append(noted(pending[0]))
         if len(found) < kills:
-            time.sleep(rng.uniform(0.0, 2.5 * seconds))
+            time.sleep(rng.uniform(0.0, 1.5 * seconds))
         run = current(root, case) or run
         process.kill()
         killed = time.time()
@@ -150,7 +166,7 @@ def kill_alone(case: str, root: Path, kills: int, save_every: str, rng: random.R
     return found
 
 
-def kill_launched(root: Path, kills: int, save_every: str, rng: random.Random) -> list[Kill]:
+def kill_launched(case: str, root: Path, kills: int, save_every: str, rng: random.Random) -> list[Kill]:
     """Kill a rank of two under ZeRO-3, any of them, at any moment; the launcher starts all of them again."""
     seconds, found = read_interval(save_every).seconds or 1.0, list[Kill]()
     words = [
@@ -188,12 +204,12 @@ def kill_launched(root: Path, kills: int, save_every: str, rng: random.Random) -
                 if pending is not None:
                     found.append(after_resume(pending, root))
                 if len(found) < kills:
-                    time.sleep(rng.uniform(0.0, 2.5 * seconds))
+                    time.sleep(rng.uniform(0.0, 1.5 * seconds))
                     victim = json.loads((root / "launch" / f"rank-{rng.randrange(2)}.json").read_text())["pid"]
                     os.kill(int(victim), signal.SIGKILL)
                     killed = time.time()
                     time.sleep(0.3)
-                    pending = after_kill("launch, ZeRO-3", root, killed)
+                    pending = after_kill(case, root, killed)
         finally:
             launcher.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -223,22 +239,22 @@ def table(kills: list[Kill], seconds: float) -> str:
 def main(words: list[str] | None = None) -> list[Kill]:
     """Kill, print the table, return what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=8, help="of each trainer")
-    parser.add_argument("--pipeline", type=int, default=7, help="kills of a pipeline")
-    parser.add_argument("--launch", type=int, default=3, help="kills under ZeRO-3 on two processes")
-    parser.add_argument("--save-every", default="5s")
+    every = {**dict.fromkeys(ALONE, 8), "pipeline": 7, "launch": 3}
+    parser.add_argument("--cases", default=",".join(every), help="which, with commas between them")
+    parser.add_argument("--kills", type=int, help="of each case; default: 50 in all")
+    parser.add_argument("--save-every", default="8s")
+    parser.add_argument("--out", type=Path, help="a file that gets a line for each kill (several calls may share one)")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(words)
     rng, found = random.Random(asked.seed), list[Kill]()
     os.environ["OMP_NUM_THREADS"] = "1"
+    OUT.extend([asked.out] if asked.out is not None else [])
     root = Path(tempfile.mkdtemp())
     try:
-        for case in (*ALONE, "pipeline"):
-            count = asked.pipeline if case == "pipeline" else asked.kills
-            found += kill_alone(case, root / case, count, asked.save_every, rng) if count else []
+        for case in asked.cases.split(","):
+            kill = kill_launched if case == "launch" else kill_alone
+            found += kill(case, root / case, asked.kills or every[case], asked.save_every, rng)
             print(f"{case}: {len(found)} kills so far", file=sys.stderr, flush=True)
-        if asked.launch:
-            found += kill_launched(root / "launch", asked.launch, asked.save_every, rng)
         print(table(found, read_interval(asked.save_every).seconds or 0.0))
         for kill in found:
             if kill.sound or kill.lost > (read_interval(asked.save_every).seconds or 0.0):

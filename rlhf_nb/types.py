@@ -97,9 +97,7 @@ def _row_index(index: Index, n: int) -> slice | Tensor:
     rows = torch.as_tensor(index)
     if rows.dtype == torch.bool:
         if rows.shape != (n,):
-            raise DataError(
-                f"a mask of shape {list(rows.shape)} can't choose among {n} rows: one entry per row is needed."
-            )
+            raise DataError(f"a mask of shape {list(rows.shape)} can't choose among {n} rows: give one entry per row.")
         return rows.nonzero().flatten()
     if rows.dim() != 1 or (rows.numel() and rows.is_floating_point()):
         raise DataError(f"rows are chosen by a flat list of whole numbers or a mask, not by {say_shape(rows)}.")

@@ -130,7 +130,7 @@ def test_a_run_of_another_version(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [1, 2\nb: }")
     reader = RunReader(tmp_path)
     reader.poll()
-    assert "format 7, this reads 1" in reader.note and "1 line(s)" in reader.note
+    assert "format 7, this reads 1" in reader.note and "3 line(s)" in reader.note
     assert reader.last("new/metric") == 1.0 and reader.last("loss") == 0.5 and "list" not in reader.keys
     assert reader.config == {} and any(e["type"] == "holiday" for e in reader.events)
     assert "format 7" in Dashboard(tmp_path).refresh()[1]  # type: ignore[index]

@@ -265,9 +265,7 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[
             out[i] = (row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])
         else:
             out[i] = _all_tokens([], row.ids)
-    pairs = [
-        i for i, r in enumerate(rows) if {"prompt", "completion"} <= r.keys() and not {"messages", "text"} & r.keys()
-    ]
+    pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
     sides = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
     for i, found in zip(pairs, encode_pairs(tok, *sides)):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
@@ -430,7 +428,7 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
     given = [m for m in margins if m is not None]
     if given and len(given) < len(margins):
         raise DataError(
-            f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: equally good), or in none."
+            f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: no difference) or none."
         )
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
     return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None)

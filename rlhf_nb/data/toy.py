@@ -70,10 +70,8 @@ def _animal(line: str) -> Animal:
 ANIMALS: dict[str, Animal] = {a.many: a for a in map(_animal, _PARK.strip().splitlines())}
 
 # %% ../../nbs/230_data_toy.ipynb #7b4df5e6
-_UNITS = (
-    "no one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
+_UNITS = "no one two three four five six seven eight nine ten eleven twelve".split()
+_UNITS += "thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty".split()
 
 
@@ -277,10 +275,8 @@ def _readers() -> list[tuple[str, re.Pattern[str]]]:
             names = [*ANIMALS, "they"] if i == 0 and kind != "young" else [*ANIMALS]
             found.append((kind, way.replace(".", r"\.").format(who=f"(?P<who>{_any(names)})", value=value)))
     for way, who in zip(SAY_SUM, (f"{member}(?: and {member})?", "that")):
-        pattern = (
-            way.replace("{group}", "that").replace("that", f"(?P<who>{who})").replace("{value}", f"(?P<value>{number})")
-        )
-        found.append(("sum", pattern.replace("legs.", r"legs\.")))
+        pattern = way.replace("{group}", "that").replace("that", f"(?P<who>{who})").replace("legs.", r"legs\.")
+        found.append(("sum", pattern.replace("{value}", f"(?P<value>{number})")))
     return [(kind, re.compile(pattern)) for kind, pattern in found]
 
 
@@ -613,10 +609,8 @@ def vocabulary() -> tuple[str, ...]:
     texts += [PROMPT.format(question=hello + q.text) for q in all_questions().values() for hello in HELLO]
     texts += [" " + say(Claim("sum", group, legs)) for group, legs in _groups_by_name().items()]
     texts += [" " + say(Claim("sum", "that", number_word(n))) for n in range(0, 60, 2)]
-    for kind in FACTS:
-        texts += [
-            " " + say(Claim(kind, who, v), way) for who in (*ANIMALS, "they") for v in VALUES[kind] for way in (0, 1)
-        ]
+    facts = [Claim(kind, who, v) for kind in FACTS for who in (*ANIMALS, "they") for v in VALUES[kind]]
+    texts += [" " + say(fact, way) for fact in facts for way in (0, 1)]
     return (PAD, BOS, EOS, UNK, *sorted({word for text in texts for word in re.findall(WORD, text)}))
 
 

@@ -61,9 +61,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
     """
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
-        raise ModelError(
-            f"adapter {adapter_name!r} is there already; the model has: {', '.join(adapter_names(model))}."
-        )
+        raise ModelError(f"adapter {adapter_name!r} is there already; it has: {', '.join(adapter_names(model))}.")
     _check_targets(model, settings.target_modules)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -362,9 +360,7 @@ def hydra(
         adapter = read_adapter(reward) if reward is not None else None
     names = adapter_names(policy)
     if len(names) > 1:
-        raise ModelError(
-            f"hydra needs a plain backbone, or one with the policy's adapter alone; this one has {', '.join(names)}."
-        )
+        raise ModelError(f"hydra needs a backbone with no adapter but the policy's; this one has {', '.join(names)}.")
     policy = policy if names else add_lora(policy, lora, "policy", seed=seed)
     name = names[0] if names else "policy"
     reference = Reference(policy)

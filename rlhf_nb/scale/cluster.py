@@ -57,9 +57,7 @@ _TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}")
 def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, strategy: str, name: str) -> list[str]:
     """The words after `-m rlhf_nb`, with the run directory and what a restart needs; refuses what can't be started."""
     if isinstance(command, str) or not command:
-        raise ConfigError(
-            f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', '--config', ...]."
-        )
+        raise ConfigError(f"the command is {command!r}: give the words behind rlhf-nb as a list: ['ppo', ...].")
     if nodes < 1 or gpus < 1:
         raise ConfigError(f"nodes is {nodes} and GPUs per node {gpus}: at least one of each is needed.")
     accelerate_settings(gpus, strategy, cpu=False)  # refuses one that doesn't exist

@@ -89,9 +89,7 @@ class DPOConfig(OfflineConfig):
                 f"reference is 'none', but {', '.join(self.losses)} compares the policy with one. Use 'frozen', or a loss without: simpo, orpo, cpo, alphapo."
             )
         if self.reference == "cached" and self.ld_alpha is not None:
-            raise ValueError(
-                "reference is 'cached', which keeps sums, but ld_alpha weighs single tokens. Use 'frozen'."
-            )
+            raise ValueError("reference is 'cached', which keeps sums; ld_alpha weighs single tokens. Use 'frozen'.")
         return self
 
 # %% ../../nbs/620_train_dpo.ipynb #b4b459a5

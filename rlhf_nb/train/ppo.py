@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, whiten
@@ -56,10 +56,9 @@ class PPOConfig(OnlineConfig):
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
     whiten_advantages: bool = option(True, "advantages to mean 0, variance 1 over the rollout")
     whiten_rewards: bool = option(False, "token rewards to variance 1, mean kept")
-    normalize_scores: bool = Field(default=False, description="divide scores by their running standard deviation")
-    missing_eos: float | None = Field(
-        default=1.0,
-        description="what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says",
+    normalize_scores: bool = option(False, "divide scores by their running standard deviation")
+    missing_eos: float | None = option(
+        1.0, "what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says"
     )
 
     @model_validator(mode="after")

@@ -104,9 +104,7 @@ def methods() -> dict[str, MethodInfo]:
         try:
             import_module(module.strip())
         except ModuleNotFoundError as e:
-            raise ConfigError(
-                f"RLHF_NB_METHODS names {module!r}, which can't be imported ({e}): see PYTHONPATH."
-            ) from e
+            raise ConfigError(f"RLHF_NB_METHODS names {module!r}, which isn't importable ({e}): see PYTHONPATH.") from e
     return {name: _METHODS[name] for name in (*BUILT_IN, *(n for n in _METHODS if n not in BUILT_IN))}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
@@ -45,16 +44,12 @@ class RewardConfig(TrainConfig):
     head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)
     head_dropout: float = option(0.0, "dropout before the head's last layer, while training", ge=0, lt=1)
     pooling: Literal["last", "mean"] = option("last", "state at the last real token, or the mean of all")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="how often a label is believed to be wrong")
-    center_coef: float = Field(default=0.01, ge=0, description="weight of (chosen + rejected)²; keeps scores around 0")
-    baseline_pairs: int = Field(
-        default=5000,
-        ge=0,
-        description="training pairs that the bag of words learns from, which the model has to beat; 0: no baselines",
+    label_smoothing: float = option(0.0, "how often a label is believed to be wrong", ge=0, lt=0.5)
+    center_coef: float = option(0.01, "weight of (chosen + rejected)²; keeps scores around 0", ge=0)
+    baseline_pairs: int = option(
+        5000, "training pairs that the bag of words learns from, which the model has to beat; 0: no baselines", ge=0
     )
-    calibrate_rows: int = Field(
-        default=256, ge=0, description="chosen answers whose mean score is set to 0 at the end; 0: none"
-    )
+    calibrate_rows: int = option(256, "chosen answers whose mean score is set to 0 at the end; 0: none", ge=0)
 
 # %% ../../nbs/615_train_reward.ipynb #59312a17
 class RewardEnsemble(nn.Module):

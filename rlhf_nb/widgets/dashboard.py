@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..core import RunError
+from ..core import RunError, printable
 from ..run.callbacks import Callback, RunView
 from .charts import Axes, Panel, line_chart
 from .health import health_of
@@ -83,7 +83,7 @@ class _Knobs:
         """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
         for key, slider in self.sliders.items():
             control = controls.get(key)
-            if control is None or "high" not in control:
+            if control is None or not {"low", "high"} <= control.keys() or control["high"] <= max(control["low"], 0.0):
                 continue
             value, high = float(control.get("value", 0.0)), float(control["high"])
             if slider.layout.display == "none":
@@ -282,7 +282,11 @@ class Dashboard:
             self.show_still(update=True)
         except Exception as error:  # it must not hide why the cell ended
             self.failure = f"{type(error).__name__}: {error}"
-            print(f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}")
+            print(
+                printable(
+                    f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}"
+                )
+            )
         if self.knobs is not None:
             for widget in (self.knobs.box, *self.knobs.box.children, *self.knobs.interactive()):
                 widget.close()
@@ -296,7 +300,7 @@ class Dashboard:
         with suppress(OSError):  # a run that is only looked at may lie where nobody can write
             self.target.run_dir.figures.mkdir(exist_ok=True)
             (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
-        text = "; ".join(f"{r.label}: {r.status}" for r in self.readers)
+        text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
         places = self._ids if update else (None, None)
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
@@ -350,7 +354,7 @@ class Dashboard:
             self.show_still()
         else:
             self.refresh()
-            print("\n".join(f"{r.label}: {r.status}" for r in self.readers))
+            print(printable("\n".join(f"{r.label}: {r.status}" for r in self.readers)))
 
     def _ipython_display_(self) -> None:
         """What a cell shows whose last value this is."""
