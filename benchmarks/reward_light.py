@@ -179,7 +179,7 @@ def train(seeds: range, kinds: dict[str, tuple[int, dict[str, Any]]]) -> list[di
 # how many runs for each SFT model, and what is set in them
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "fair": (15, {"steps": 20}),
-    "free": (10, {"steps": 20, "kl_coef": 0.0, "optimizer": {"lr": 1e-3}}),
+    "free": (10, {"steps": 28, "kl_coef": 0.0, "optimizer": {"lr": 1e-3}}),
 }
 
 
@@ -200,7 +200,7 @@ def main() -> None:
     measured = {f: [real(r) for r in rows if (r["kind"] == "free") == f] for f in (False, True)}
     print("| runs | bar | the light | newest against best |\n|---|---|---|---|")
     for name, runs in (("simulated", simulated), ("PPO, toy world", measured)):
-        for falling, bar in ((False, "≤ 2 %"), (True, "≥ 90 %")):
+        for falling, bar in ((False, "≤ 2 %"), (True, "≥ 90 %" if runs is measured else "–")):
             what = "hits where gold falls" if falling else "false alarms where it doesn't"
             cells = " | ".join(rates(runs[falling], light, falling) for light in (red, newest_against_best))
             print(f"| {name}: {what} | {bar} | {cells} |")

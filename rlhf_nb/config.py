@@ -11,72 +11,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate
 from .core import ConfigError, check_choice, read_interval, suggest
+from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'parse_yaml', 'read_config_file', 'merge', 'parse_overrides',
-           'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'parse_overrides', 'say_value',
+           'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
            'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
-
-# %% ../nbs/010_config.ipynb #cf0b2bbf
-class _Loader(yaml.SafeLoader):
-    """YAML as version 1.2 reads it: 1e-5 is a number, `no` is text, 12:30 is not a sum; and no key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, refused when a key is written twice (plain YAML keeps the last one without a word)."""
-        seen = set()
-        for key in (k for k, _ in node.value if isinstance(k, yaml.ScalarNode)):
-            if key.value in seen:
-                problem = f"key {key.value!r} is written twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-_SCALARS = [  # tag, form, first characters
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", [*"-+0123456789"]),
-    ("float", _FLOAT, [*"-+.0123456789"]),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", [*"-+."]),
-    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
-    ("merge", r"<<", ["<"]),
-]
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _form, _first in _SCALARS:
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _first)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what both YAML versions read alike: a text that either would take for a number gets quotes."""
-
-
-def _one_line(dumper: _Dumper, data: list[Any]) -> yaml.Node:
-    """A list of plain values in one line."""
-    flow = not any(isinstance(x, dict | list) for x in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
-
-
-_Dumper.add_representer(list, _one_line)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT})$"), [*"-+.0123456789"])
-
-
-def parse_yaml(text: str) -> Any:
-    """YAML text as plain values, by the rules of YAML 1.2; no tags that build objects."""
-    return yaml.load(text, Loader=_Loader)
 
 # %% ../nbs/010_config.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, refused when a key is written twice."""
-    for key, _ in pairs:
-        if sum(k == key for k, _ in pairs) > 1:
-            raise ValueError(f"key {key!r} is written twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise Unreadable(f"key {key!r} is written twice")
+        found[key] = value
+    return found
 
 
 def _find_file(path: Path) -> Path:
@@ -112,14 +67,13 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """
     path = _find_file(Path(path))
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text, object_pairs_hook=_no_twins) if path.suffix == ".json" else parse_yaml(text)
-    except yaml.MarkedYAMLError as e:
-        mark = f", line {e.problem_mark.line + 1}, column {e.problem_mark.column + 1}" if e.problem_mark else ""
-        raise ConfigError(f"config file {str(path)!r}{mark}: {e.problem or 'not YAML'}.") from e
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"config file {str(path)!r}, line {e.lineno}, column {e.colno}: {e.msg}.") from e
-    except (OSError, ValueError, yaml.YAMLError) as e:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG + 1)
+        data = json_value(text, MAX_CONFIG, pairs=_no_twins) if path.suffix == ".json" else parse_yaml(text)
+    except Unreadable as e:
+        mark = "" if e.line is None else f", line {e.line}, column {e.column}"
+        raise ConfigError(f"config file {str(path)!r}{mark}: {e}.") from e
+    except (OSError, ValueError) as e:
         raise ConfigError(f"config file {str(path)!r} can't be read: {e}.") from e
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"config file {str(path)!r} holds {say_value(data)}, expected `key: value` settings.")
@@ -144,9 +98,11 @@ def _parse_value(text: str) -> Any:
     bracketed = text[:1] in ("[", "{", "'", '"')
     try:
         value = parse_yaml(text)
-    except yaml.YAMLError as e:
+    except Unreadable as e:
         if bracketed:
-            raise ConfigError(f"override value {text!r} is not valid YAML: check its brackets and quotes.") from e
+            raise ConfigError(
+                f"override value {text!r:.80} is not valid YAML ({e}): check its brackets and quotes."
+            ) from e
         return text
     plain_text = isinstance(value, str | dict | list) or (value is None and text not in _NULLS)
     return text if plain_text and not bracketed else value
@@ -318,7 +274,7 @@ def _remedy(value: Any, kind: Any) -> str:
         near = suggest(value, choices)
         if near:
             return f" Did you mean {near!r}?"
-        if (int in options or float in options) and re.fullmatch(_FLOAT + r"|[-+]?[0-9]+", value):
+        if (int in options or float in options) and re.fullmatch(FLOAT + r"|[-+]?[0-9]+", value):
             return f" Write {value} without quotes."
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if str in options:
@@ -457,7 +413,7 @@ class StrictConfig(BaseModel):
         Args:
             comments: say behind each key what it is for.
         """
-        text: str = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+        text = dump_yaml(self.to_dict())
         return _with_comments(type(self), text) if comments else text
 
     def save(self, path: str | Path) -> Path:

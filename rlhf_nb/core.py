@@ -16,13 +16,55 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['DTYPES', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError', 'RunError',
-           'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval', 'GPU', 'probe_gpu', 'Precision',
-           'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state']
+__all__ = ['DTYPES', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
+           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval', 'GPU',
+           'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state',
+           'set_rng_state']
+
+# %% ../nbs/000_core.ipynb #178c2c79
+_UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+_HALF = re.compile("[\ud800-\udfff]")  # half of a character: no file and no terminal takes it
+
+
+def mended(text: str) -> str:
+    """A text with each lone surrogate (half of an emoji, cut by another program) replaced by U+FFFD, the sign for a lost character."""
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
+
+
+def printable(text: object) -> str:
+    """A text that a terminal only shows, whoever wrote it; new lines and tabs stay.
+
+    Args:
+        text: anything; control characters become their pictures (ESC is ␛), other invisible commands their number (<U+202E>).
+    """
+    return _UNSEEN.sub(_picture, mended(str(text)).replace("\r\n", "\n"))
+
+
+def _picture(found: re.Match[str]) -> str:
+    """One invisible character, to be seen."""
+    n = ord(found[0])
+    return chr(0x2400 + n) if n < 32 else "\u2421" if n == 127 else f"<U+{n:04X}>"
 
 # %% ../nbs/000_core.ipynb #be3465a6
+_LONG = re.compile(r"\S{500,}")  # no word and no path: something was quoted whole
+
+
+def _shorter(found: re.Match[str]) -> str:
+    """Beginning and end of what nobody would read."""
+    return f"{found[0][:200]}…({len(found[0]):,} characters)…{found[0][-40:]}"
+
+
 class RlhfError(Exception):
-    """Anything this package refuses to do: one sentence with what was wrong, why it matters, what to do."""
+    """Anything this package refuses to do: one sentence with what was wrong, why it matters, what to do.
+
+    Args:
+        message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more shortened.
+    """
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*(_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message))
 
 
 class ConfigError(RlhfError):
@@ -60,6 +102,7 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
         The nearest choice (case, `-` and `_` don't count), or None when nothing looks alike.
     """
     plain = {c.lower().replace("-", "_"): c for c in choices}
+    name = str(name)[:100]  # the comparison takes the square of the length, and nobody mistypes a hundred letters
     found = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
     return plain[found[0]] if found else None
 

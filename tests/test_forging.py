@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -164,12 +165,19 @@ for m in list(sys.modules.values()): digest(dict(vars(m)) if hasattr(m, "__dict_
 # Two answers to one question, in the channel's own words.
 TWICE = """
 import os, struct
-def say(number):
-    data = b"t" + struct.pack("<I", 4) + b"s" + struct.pack("<I", 5) + b"value"
-    data += b"i" + struct.pack("<I", 1) + b"%x" % number + b"N" + b"s" + struct.pack("<I", 0)
-    os.write({fd}, struct.pack("<I", len(data)) + data)
+size = struct.Struct("<I").pack
+def say(value, word):
+    data = b"t" + size(5) + b"b" + size(8) + word + b"s" + size(5) + b"value" + value + b"N" + b"s" + size(0)
+    os.write({fd}, size(len(data)) + data)
 def total(xs):
-    for n in (6, 9, 7): say(n)
+    import sys
+    f = sys._getframe()
+    while "word" not in f.f_locals: f = f.f_back
+    word = f.f_locals["word"] if {knows} else bytes(8)
+    here = b"l" + size(1) + b"r" + size(0) + b"s" + size(8) + b"function"  # what the judge wants first: where `total` is
+    for n in (6, 9, 7):
+        say(b"i" + size(1) + b"%x" % n, word)
+        say(here, word)
     return 6
 """
 
@@ -201,12 +209,13 @@ def test_no_attack_earns_anything(name: str, box: Sandbox) -> None:
     assert box.run(HONEST, TESTS[:1]).outcome == "passed", "the next program suffers"
 
 
+@pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("fd", range(3, 9))
-def test_two_answers_to_one_question_end_the_conversation(fd: int) -> None:
+def test_two_answers_to_one_question_end_the_conversation(fd: int, knows: bool) -> None:
     """An answer that was written ahead is never taken for an answer to the next question."""
     tests = ["assert total([1, 2, 3]) == 6", "assert total([4, 5]) == 9", "assert total([7]) == 7"]
-    result = Sandbox(timeout_s=1, wall_s=2, programs_may_escape=True).run(TWICE.format(fd=fd), tests)
-    assert sum(result.passed) <= 1 and not any(result.passed[1:]), result  # 6 is an honest guess at the first
+    result = Sandbox(timeout_s=1, wall_s=2, programs_may_escape=True).run(TWICE.format(fd=fd, knows=knows), tests)
+    assert not any(result.passed[1:]), result  # 6 is an honest guess at the first
 
 
 def test_more_than_twenty_seven_attacks() -> None:
@@ -277,6 +286,7 @@ OTHER_FORMS = {
     "LeetCode's class": ("class Solution:\n  def add(self, a, b): return a + b", "assert Solution().add(2, 3) == 5", "class Solution:\n  def add(self, a, b): return self\n  def __eq__(self, o): return True"),
     "a method of the answer": ("def shout(x): return x.upper()", "assert shout('ab').startswith('AB')", "class A:\n  def startswith(self, x): return True\ndef shout(x): return A()"),
     "membership": ("def primes(n): return [2, 3, 5]", "assert 5 in primes(6) and 4 not in primes(6)", "class A:\n  def __contains__(self, x): return x == 5\ndef primes(n): return A()"),
+    "an expected TypeError": ("def root(x): return x ** 0.5", "try:\n  assert root('x') > 0\n  x = None\nexcept TypeError:\n  x = 1\nassert x", "def root(x): return object()"),
     "a generator": ("def count(n):\n  yield from range(n)", "assert list(count(3)) == [0, 1, 2]", "def count(n):\n  yield 0"),
     "an endless generator": ("def count():\n  n = 0\n  while True:\n    yield n\n    n += 1", "import itertools\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]", "def count():\n  while True: yield 0"),
     "a closure": ("def adder(n): return lambda x: x + n", "assert adder(3)(4) == 7", "def adder(n): return lambda x: n"),
@@ -369,19 +379,26 @@ def test_no_second_interpreter_without_the_hook(module: str) -> None:
     assert result.outcome == "failed" and result.stdout == "", result
 
 
-def test_folders_without_end(tmp_path: object) -> None:
-    """Nested deeper than Python removes, or very many: the training goes on and nothing is left."""
-    import os
-    import tempfile
+DEEP = """
+import os
+at = os.open(".", os.O_RDONLY)
+for _ in range(1500):
+    os.mkdir("a", dir_fd=at)
+    below = os.open("a", os.O_RDONLY, dir_fd=at)
+    os.close(at)
+    at = below
+"""
 
-    before = set(os.listdir(tempfile.gettempdir()))
-    deep = "import os\nos.makedirs('/'.join(['a'] * 1500))"
+
+def test_folders_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested deeper than Python removes, or very many: the training goes on and nothing is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for fences in (runner.FENCES, ("landlock", "seccomp")):
-        box = Sandbox(timeout_s=2, fences=fences, programs_may_escape=True)
-        assert box.run(deep).fences
-        assert not {x for x in os.listdir(tempfile.gettempdir()) if x.startswith("sandbox-")} - before
+        box = Sandbox(timeout_s=20, fences=fences, programs_may_escape=True)
+        assert box.run(DEEP).outcome == "passed"
+        assert list(tmp_path.iterdir()) == []
     many = "import os\nn = 0\ntry:\n    while n < 20000:\n        os.mkdir(str(n))\n        n += 1\nexcept OSError: pass\nprint(n)"
-    box = Sandbox(timeout_s=5)
+    box = Sandbox(timeout_s=5, programs_may_escape=True)
     if "namespaces" in box.fences_here():
         assert int(box.run(many).stdout) < 5000
 

@@ -363,6 +363,20 @@ def test_nothing_outlives_a_killed_training(tmp_path: Path) -> None:
     assert not left
 
 
+def test_an_interrupt_does_not_wait_for_programs_that_have_not_begun() -> None:
+    code = (
+        "import signal, threading, os\nfrom rlhf_nb.rewards.code import PythonTests\n"
+        "reward = PythonTests(timeout_s=1, wall_s=1.5, workers=1, programs_may_escape=True)\n"
+        "threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "try: reward(['?'] * 40, [f'import time; time.sleep(9{i})' for i in range(40)], tests=['assert True'] * 40)\n"
+        "except KeyboardInterrupt: print('interrupted', len([t for t in threading.enumerate() if 'sandbox' in t.name]))"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "interrupted 0\n", done
+    assert time.monotonic() - start < 40  # sixty seconds for all forty, and a busy machine that has to import
+
+
 def test_files_are_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     descriptors = len(os.listdir("/proc/self/fd")) if LINUX else 0

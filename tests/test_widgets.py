@@ -130,7 +130,7 @@ def test_a_run_of_another_version(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [1, 2\nb: }")
     reader = RunReader(tmp_path)
     reader.poll()
-    assert "format 7, this reads 1" in reader.note and "1 line(s)" in reader.note
+    assert "format 7, this reads 1" in reader.note and "3 line(s)" in reader.note
     assert reader.last("new/metric") == 1.0 and reader.last("loss") == 0.5 and "list" not in reader.keys
     assert reader.config == {} and any(e["type"] == "holiday" for e in reader.events)
     assert "format 7" in Dashboard(tmp_path).refresh()[1]  # type: ignore[index]
@@ -395,6 +395,16 @@ def test_clicks_reach_a_busy_kernel() -> None:
     assert found["clicked"] and "GOT ['set', 'stop']" in found["out"] and "NEXT 2" in found["out"], found["out"]
     stays = sorted(found["updated"].values())
     assert stays == [["image/png", "text/plain"], ["text/html", "text/plain"]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ipykernel") is None, reason="no ipykernel")
+def test_the_way_back_after_a_reload() -> None:
+    """The page was reloaded, the widgets are gone, the kernel is busy: the line under the cell gives a Stop button in another notebook."""
+    from fake_front_end import click_stop
+
+    found = click_stop(reload=True)
+    assert "GOT ['stop']" in found["out"] and "Traceback" not in found["second"], (found["out"], found.get("second"))
+    assert found["picture"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="no nbclient")

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import StrictConfig, TrainConfig, read_config_file
-from ..core import ConfigError, RlhfError, RunError, suggest
+from ..core import ConfigError, RlhfError, RunError, printable, suggest
 from ..train.registry import get, methods
 
 # %% auto #0
@@ -34,8 +34,8 @@ __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', '
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
-    """One message, as it is: no markup, no line breaks put in."""
-    typer.echo(text, err=err)
+    """One message, as it is: no markup, no line breaks put in, and nothing in it that a terminal would obey."""
+    typer.echo(printable(text), err=err)
 
 
 def _rank() -> int:
@@ -332,7 +332,7 @@ def show_results(results: dict[str, Any], path: Path) -> None:
     labels = results["stages"].get("rlaif", {})
     if "judge/accuracy" in labels:
         console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
-    console.print(f"All numbers: {path / 'results.json'}", soft_wrap=True, markup=False)
+    console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
 
 # %% ../../nbs/930_app_cli.ipynb #1a88f95d
 def _plain(prompt: Any) -> str:
@@ -346,9 +346,10 @@ def _answers(sample: dict[str, Any]) -> Panel:
     stages = [k for k in sample if k != "prompt"]
     table = Table(box=None, expand=True, padding=(0, 1))
     for stage in stages:
-        table.add_column(f"{'before' if stage == 'sft' else 'after'} ({stage.upper()})", ratio=1, header_style="bold")
-    table.add_row(*(Text(sample[s].strip()[:600] or "(nothing)") for s in stages))
-    return Panel(table, title=Text(_plain(sample["prompt"])[:200]), title_align="left")
+        head = Text(printable(f"{'before' if stage == 'sft' else 'after'} ({stage.upper()})"))
+        table.add_column(head, ratio=1, header_style="bold")
+    table.add_row(*(Text(printable(sample[s].strip()[:600]) or "(nothing)") for s in stages))
+    return Panel(table, title=Text(printable(_plain(sample["prompt"])[:200])), title_align="left")
 
 
 def _policies(policies: dict[str, dict[str, float]]) -> Table:
@@ -363,7 +364,7 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
         wins = p.get(f"win_rate_{judges[0]}")
         cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]
         more = [f"{p['kl']:.2f}" if "kl" in p else "–", "–" if wins is None else f"{wins:.0%}", f"{p['length']:.0f}"]
-        table.add_row(stage, *cells, *more)
+        table.add_row(Text(printable(stage)), *cells, *more)
     return table
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871

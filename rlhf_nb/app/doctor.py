@@ -7,6 +7,7 @@ import os
 import shutil
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -17,14 +18,14 @@ import torch
 
 from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
-from ..core import DataError, Precision, RlhfError, decide_precision, probe_gpu, read_interval
+from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data import toy
-from ..data.formats import to_rows
+from ..data.formats import DataWarning, to_rows
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
 from ..data.readers import open_rows
-from ..models.load import ensure_pad, find_model, is_toy, load_or_explain, named
+from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named, pretrained
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
@@ -61,7 +62,7 @@ def findings_table(findings: Iterable[Finding]) -> Any:
         table.add_column(name, overflow="fold")
     style = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
     for f in sorted(findings, key=lambda f: LEVELS.index(f.level)):
-        table.add_row(Text(f.level, style=style[f.level]), *(Text(t) for t in f[1:]))
+        table.add_row(Text(f.level, style=style[f.level]), *(Text(printable(t)) for t in f[1:]))
     return table
 
 # %% ../../nbs/920_app_doctor.ipynb #15846a22
@@ -324,14 +325,12 @@ def load_start(model: ModelConfig) -> Start:
     kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    tokenizer = load_or_explain("tokenizer", token_place, lambda: AutoTokenizer.from_pretrained(token_place, **options))
+    tokenizer = pretrained(AutoTokenizer, token_place, "tokenizer", **options)
     if kind == "adapter":
-        from peft import PeftConfig
-
-        where = PeftConfig.from_pretrained(where).base_model_name_or_path
+        where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
         tokenizer.chat_template = model.chat_template
-    return Start(tokenizer, load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where, **options)))
+    return Start(tokenizer, pretrained(AutoConfig, where, **options))
 
 # %% ../../nbs/920_app_doctor.ipynb #3768c6ee
 def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
@@ -350,11 +349,18 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
 
 @contextmanager
 def _found(out: list[Finding], why: str) -> Iterator[None]:
-    """An error of this package inside becomes a finding."""
-    try:
-        yield
-    except RlhfError as e:
-        out.append(Finding("error", str(e), why, "see the finding"))
+    """An error of this package inside becomes a finding, and so does what is said of damaged rows."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except RlhfError as e:
+            out.append(Finding("error", str(e), why, "see the finding"))
+    for w in said:
+        if issubclass(w.category, DataWarning):
+            out.append(Finding("warning", str(w.message), "such rows teach less than they seem to", "look at them"))
+        else:
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 # %% ../../nbs/920_app_doctor.ipynb #ea03637a
 def examine(config: Any, start: Start | None = None) -> list[Finding]:

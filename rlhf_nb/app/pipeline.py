@@ -549,7 +549,8 @@ def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
-        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)))
+        trust = pipeline.stage_config(stage).model.trust_remote_code if stage != "base" else False
+        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)), trust_remote_code=trust)
         tokenizer = load_tokenizer(place)
         model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
         prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)

@@ -14,18 +14,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from ..run.callbacks import short_number
-from ..core import RunError
+from ..core import RunError, printable
 from ..widgets.charts import line_chart, thin, to_png
 from ..widgets.health import health_of
 from ..widgets.html import escape
 from ..widgets.panels import LAYOUT, control_text, group_panels, lights_html, runs_html
+from ..untrusted import dump_yaml
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
@@ -93,14 +93,14 @@ def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> st
             (folder / f"{beside.stem}-{group}.png").write_bytes(to_png(*panels))
         except OSError as error:
             raise RunError(f"the figures in {folder} cannot be written: {error}; pass pngs=False, or out=") from error
-    return f"<details{' open' if group == 'overview' else ''}><summary>{group}</summary>{line_chart(*panels)}</details>"
+    return f"<details{' open' if group == 'overview' else ''}><summary>{escape(group)}</summary>{line_chart(*panels)}</details>"
 
 # %% ../../nbs/900_app_report.ipynb #5219f189
 def _run_part(reader: RunReader, samples: int) -> str:
     """Events, answers and configuration of one run."""
     events = [e for e in reader.events if e.get("type") not in ("eval", "save")][-100:]
     rows = "".join(
-        f'<tr><td>{e.get("step", "")}</td><td class="t">{escape(str(e.get("type")))}</td><td class="t">{escape(event_text(e))}</td></tr>'
+        f'<tr><td>{escape(e.get("step", ""))}</td><td class="t">{escape(e.get("type"))}</td><td class="t">{escape(event_text(e))}</td></tr>'
         for e in events
     )
     parts = [f"<details><summary>events of {escape(reader.label)}</summary><table>{rows}</table></details>"]
@@ -111,7 +111,7 @@ def _run_part(reader: RunReader, samples: int) -> str:
         parts.append(
             f"<details open><summary>answers of {escape(reader.label)}</summary><table>{head}{cells}</table></details>"
         )
-    config = yaml.safe_dump(reader.config, sort_keys=False, allow_unicode=True) if reader.config else "no configuration"
+    config = dump_yaml(reader.config) if reader.config else "no configuration"
     parts.append(
         f"<details><summary>configuration of {escape(reader.label)}</summary><pre>{escape(config)}</pre></details>"
     )
@@ -124,7 +124,8 @@ def _answer(row: dict[str, Any]) -> str:
     prompt = row.get("prompt", "")
     if isinstance(prompt, list):  # messages
         prompt = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, dict))
-    return f'<tr><td>{row.get("step", "")}</td><td class="t">{escape(str(prompt)[:1500])}</td><td class="t">{escape(said[:3000])}</td><td>{short_number(row.get("score"))}</td></tr>'
+    step, score = escape(row.get("step", "")), escape(short_number(row.get("score")))
+    return f'<tr><td>{step}</td><td class="t">{escape(str(prompt)[:1500])}</td><td class="t">{escape(said[:3000])}</td><td>{score}</td></tr>'
 
 
 def event_text(event: dict[str, Any]) -> str:
@@ -151,6 +152,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join("▄" if flat else "▁▂▃▄▅▆▇█"[round(7 * (x - low) / (high - low))] for x in means)
 
 
+def _shown(text: str, style: str = "") -> Text:
+    """What a run's files say, as text for a terminal: neither its controls nor rich's markup are obeyed."""
+    return Text(printable(text), style=style)
+
+
 def screen(readers: Sequence[RunReader]) -> RenderableType:
     """What `watch` shows: where each run stands, its main metrics as numbers and sparklines, lights, the last events."""
     parts: list[RenderableType] = []
@@ -159,7 +165,7 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
         left = (status.total or 0) - status.step
         eta = f", {spell_seconds(left * pace)} left" if pace and left > 0 and status.state == "running" else ""
         parts.append(
-            Text(f"{reader.label}: {status}{eta}" + (f" ({reader.note})" if reader.note else ""), style="bold")
+            _shown(f"{reader.label}: {status}{eta}" + (f" ({reader.note})" if reader.note else ""), style="bold")
         )
         table = Table(box=None, pad_edge=False, show_header=False)
         for spec in LAYOUT["overview"]:
@@ -167,19 +173,21 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
                 key = next((k for k in keys.split() if k in reader.keys), None)
                 if key is not None:
                     table.add_row(
-                        key,
+                        _shown(key),
                         Text(short_number(reader.last(key)), justify="right"),
                         sparkline(reader.means(key)[1].tolist()),
                     )
         parts.append(table)
         styles = {"ok": ("● ", "green"), "watch": ("▲ ", "yellow"), "bad": ("■ ", "red"), "off": ("○ ", "dim")}
         parts += [
-            Text.assemble(styles[x.state], (x.name, "bold"), f" {x.text}") for x in health_of(reader) if x.state != "ok"
+            Text.assemble(styles[x.state], (x.name, "bold"), _shown(f" {x.text}"))
+            for x in health_of(reader)
+            if x.state != "ok"
         ]
         shown = [e for e in reader.events if e.get("type") in ("control", "warning", "nonfinite", "resume", "save")][
             -4:
         ]
-        parts += [Text(f"step {e.get('step', 0):,}  {e.get('type')}: {event_text(e)}", style="dim") for e in shown]
+        parts += [_shown(f"step {e.get('step', 0)}  {e.get('type')}: {event_text(e)}", style="dim") for e in shown]
     return Group(*parts)
 
 # %% ../../nbs/900_app_report.ipynb #ef339d8c
@@ -219,7 +227,7 @@ def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console
             mark = (s.state, s.step * 10 // s.total if s.total else 0)
             if said.get(reader.label) != mark:
                 said[reader.label] = mark
-                console.print(f"{reader.label}: {s}", highlight=False, soft_wrap=True)
+                console.print(_shown(f"{reader.label}: {s}"), highlight=False, soft_wrap=True)
         if all(r.status.over for r in readers):
             return
         time.sleep(every)
@@ -267,7 +275,7 @@ def prometheus(run: Any) -> str:
 
 def _label(text: str) -> str:
     """A label's value, escaped as the format wants it."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return printable(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _value(value: float) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
 from ..core import DataError, check_choice, suggest
+from ..untrusted import mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
 Text = str | list[Message]  # a prompt or a completion: plain text, or messages
@@ -22,7 +24,7 @@ class DataWarning(UserWarning):
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
            'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'prompt_text', 'is_hh',
-           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'to_rows']
+           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/200_data_formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -381,6 +383,25 @@ def to_format(row: Row, to: str | None = None, where: str = "row") -> Row:
     return {**found, **{k: v for k, v in row.items() if k not in used}}
 
 
+def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows in which every text can be written and tokenized, lazily: half a character becomes U+FFFD, with one counted warning."""
+    first, count = 0, 0
+    try:
+        for i, row in enumerate(rows):
+            whole = mend(row) if isinstance(row, dict) else row
+            if whole is not row:
+                first, count = (first, count + 1) if count else (i, 1)
+            yield whole
+    finally:
+        if count:
+            warnings.warn(
+                f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji that was cut in two), "
+                f"the first is row {first}; each half is replaced by U+FFFD.",
+                DataWarning,
+                stacklevel=2,
+            )
+
+
 def to_rows(rows: Iterable[Row], to: str | None = None) -> Iterator[Row]:
-    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0."""
-    return (to_format(row, to, f"row {i}") for i, row in enumerate(rows))
+    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves of characters."""
+    return (to_format(row, to, f"row {i}") for i, row in enumerate(whole_rows(rows)))

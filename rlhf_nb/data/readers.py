@@ -3,23 +3,23 @@
 # %% ../../nbs/215_data_readers.ipynb #0aabc714
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
-import io
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..core import DataError, suggest
-from .formats import Row
+from .formats import Row, whole_rows
+from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 
 # %% auto #0
-__all__ = ['OpenRows', 'KINDS', 'open_rows', 'read_rows']
+__all__ = ['OpenRows', 'KINDS', 'MAX_FILE', 'open_rows', 'read_rows']
 
 # %% ../../nbs/215_data_readers.ipynb #b15b7523
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files we read; all but parquet may be packed as .gz
@@ -32,11 +32,15 @@ def _kind(path: Path) -> str | None:
     return kind if kind in KINDS else None
 
 
-def _text(path: Path) -> io.TextIOBase:
-    """A text file, unpacked when it is gzipped."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")  # type: ignore[return-value]
-    return open(path, encoding="utf-8-sig", newline="")
+MAX_FILE = 1 << 30  # bytes of a .json file: it is one value, so all of it is held in memory
+
+
+def _bytes(path: Path) -> BinaryIO:
+    """A file, unpacked when it is gzipped, from behind its byte order mark."""
+    file: Any = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+    if file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
+    return file  # type: ignore[no-any-return]
 
 
 def _object(row: Any, where: str) -> Row:
@@ -50,27 +54,24 @@ def _object(row: Any, where: str) -> Row:
 
 def _jsonl(path: Path) -> Iterator[Row]:
     """Rows of a file with one JSON object a line; blank lines are skipped."""
-    with _text(path) as file:
-        for k, line in enumerate(file, 1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except json.JSONDecodeError as e:
-                here = f"{path}, line {k}: not valid JSON ({e.msg}, column {e.colno})"
-                raise DataError(f"{here}; each line must be one JSON object.") from e
-            if line.strip():
-                yield _object(row, f"{path}, line {k}")
+    with _bytes(path) as file:
+        for line in json_lines(file, whole=False):
+            if line.problem:
+                raise DataError(f"{path}, line {line.number}: {line.problem}; each line must be one JSON object.")
+            if line.value is not None or line.head:
+                yield _object(line.value, f"{path}, line {line.number}")
 
 
 def _json(path: Path) -> Iterator[Row]:
     """Rows of a JSON list, or of an object that holds one list; JSON lines under this name are read too."""
     try:
-        with _text(path) as file:
-            found = json.load(file)
-    except json.JSONDecodeError as e:
-        if e.msg == "Extra data":
+        with _bytes(path) as file:
+            found = json_value(file.read(MAX_FILE + 1), MAX_FILE, whole=False)
+    except Unreadable as e:
+        if "(Extra data," in str(e):
             yield from _jsonl(path)
             return
-        raise DataError(f"{path}, line {e.lineno}: not valid JSON ({e.msg}, column {e.colno}).") from e
+        raise DataError(f"{path}{'' if e.line is None else f', line {e.line}'}: {e}.") from e
     lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else [found]
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise DataError(f"{path} holds {type(found).__name__}; expected a list of rows, or an object with one list.")
@@ -81,17 +82,24 @@ def _cell(text: str) -> Any:
     """A cell of a table; lists (messages, steps, labels) are written as JSON."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
+            return json_value(text, whole=False)
+        except Unreadable:
             return text
     return text
 
 
+def _text_lines(file: BinaryIO) -> Iterator[str]:
+    """The lines of a table, none of them longer than a line may be."""
+    while raw := file.readline(MAX_LINE):
+        yield raw.decode("utf-8")
+
+
 def _csv(path: Path) -> Iterator[Row]:
     """Rows of a table with a header line."""
-    csv.field_size_limit(2**31 - 1)
-    with _text(path) as file:
-        for k, row in enumerate(csv.DictReader(file, delimiter="\t" if ".tsv" in path.name.lower() else ","), 2):
+    csv.field_size_limit(MAX_LINE)
+    with _bytes(path) as file:
+        lines = _text_lines(file)
+        for k, row in enumerate(csv.DictReader(lines, delimiter="\t" if ".tsv" in path.name.lower() else ","), 2):
             if None in row or None in row.values():
                 names = [n for n in row if n is not None]
                 found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
@@ -115,10 +123,10 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
     """Rows of a file; where it breaks off or isn't what its name says, how far it could be read."""
     k = 0
     try:
-        for row in _READERS[kind](path):
+        for row in whole_rows(_READERS[kind](path)):
             yield row
             k += 1
-    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as e:
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error, RecursionError) as e:
         said = f"{type(e).__name__}: {e}".splitlines()[0]
         raise DataError(f"{path} can't be read beyond row {k} ({said}); fetch or write it again.") from e
 

@@ -26,6 +26,7 @@ from pydantic import Field, field_validator
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
 from .judge import JudgeTemplate, TemplateJudge, fill
+from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['EndpointConfig', 'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge']
@@ -141,8 +142,8 @@ def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float
         silent = isinstance(why, TimeoutError)
         raise _TryAgain(f"no answer within {timeout:g} s" if silent else f"{type(why).__name__}: {why}") from e
     try:
-        reply = json.loads(raw)
-    except ValueError as e:
+        reply = json_value(raw)
+    except Unreadable as e:
         raise _GiveUp(f"{raw[:60]!r} is not JSON, so {address} is not an address with OpenAI's interface.") from e
     if isinstance(reply, dict) and "error" in reply and not reply.get("choices"):
         raise _TryAgain(f"the server reports {str(reply['error'])[:200]}")
@@ -186,7 +187,7 @@ def read_reply(choice: Any, labels: Sequence[str]) -> tuple[list[float] | None, 
         places = [x for x in choice["logprobs"]["content"] if _bare(x["token"]) == labels[at]]
         place = places[0 if re.match(r"\W*" + re.escape(labels[at]), str(text)) else -1]
         top = [(_bare(t["token"]), math.exp(float(t["logprob"]))) for t in place["top_logprobs"]]
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return sure, False  # no log-probs, or in another form: the text alone
     mass = [sum(p for word, p in top if word == label) for label in labels]
     total = sum(mass)
@@ -218,9 +219,9 @@ class AnswerCache:
         self._torn = bool(lines[-1])  # the last line is "" unless it is torn
         for line in filter(None, lines):
             try:
-                entry = json.loads(line)
+                entry = json_value(line)
                 self.found[str(entry["key"])] = [float(p) for p in entry["probs"]]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 self.damaged += 1
 
     @staticmethod

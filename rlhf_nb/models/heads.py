@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -21,10 +20,11 @@ from ..core import ModelError, check_choice
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from .load import adapter_names, check_loaded, check_whole, compare_outputs, disable_dropout, evaluating
-from .load import find_model, load_or_explain, merged_weights, probe_ids, resize_embeddings
-from .load import save_weights, staged, using_adapter
+from .load import adapter_names, base_of_adapter, check_loaded, check_whole, compare_outputs
+from .load import disable_dropout, evaluating, find_model, load_or_explain, merged_weights, pretrained
+from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
+from ..untrusted import Unreadable, json_value
 
 Pooling = Literal["last", "mean"]
 
@@ -198,7 +198,7 @@ class ScalarModel(nn.Module):
     @classmethod
     def load(cls: type[_S], name: str | Path, **options: Any) -> _S:
         """Load from a directory or hub name: see `load_scalar`."""
-        return load_scalar(cls, name, **options)
+        return load_or_explain(f"{cls.role} model", str(name), lambda: load_scalar(cls, name, **options))  # type: ignore[no-any-return]
 
 # %% ../../nbs/310_models_heads.ipynb #68c4d93c
 class RewardModel(ScalarModel):
@@ -441,7 +441,7 @@ def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
 def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
     """Reload what was saved, the plain way where there is one, and compare on a probe."""
     ids = probe_ids(model.config.get_text_config().vocab_size, model.device)
-    pad = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+    pad = json_value((folder / "config.json").read_bytes())["pad_token_id"]
     ids = torch.where(ids == pad, (pad + 1) % model.config.get_text_config().vocab_size, ids)
     dtype = next(p.dtype for p in model.decoder.parameters() if p.is_floating_point())
     with evaluating(model), model.speaking():
@@ -484,12 +484,10 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     if about.get("kind", "linear") == "mlp" or about.get("pooling", "last") != "last":
-        decoder, info = load_or_explain("model", where, lambda: AutoModel.from_pretrained(where, **options))
+        decoder, info = pretrained(AutoModel, where, **options)
         check_loaded(decoder, where, info)
         return decoder, _head_like(about, decoder.config.get_text_config().hidden_size, _head_state(where)), 0.0
-    model, info = load_or_explain(
-        "model", where, lambda: AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, **options)
-    )
+    model, info = pretrained(AutoModelForSequenceClassification, where, num_labels=1, **options)
     check_loaded(model, where, {**info, "unexpected_keys": ()})
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
@@ -507,13 +505,16 @@ def _head_state(where: str) -> dict[str, Tensor]:
     return load_file(file) if file.exists() else {}
 
 # %% ../../nbs/310_models_heads.ipynb #15be145b
-def load_scalar(cls: type[_S], name: str | Path, *, device: Any = "cpu", **options: Any) -> _S:
+def load_scalar(
+    cls: type[_S], name: str | Path, *, device: Any = "cpu", trust_remote_code: bool = False, **options: Any
+) -> _S:
     """Load a reward or value model: one of ours, or any sequence classifier with one label from a directory or the hub.
 
     Args:
         cls: RewardModel or ValueModel.
         name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
         device: where to.
+        trust_remote_code: run Python code that comes with it.
         options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
 
     Raises:
@@ -522,11 +523,11 @@ def load_scalar(cls: type[_S], name: str | Path, *, device: Any = "cpu", **optio
     from transformers import AutoConfig
 
     kind, where = find_model(str(name))
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True} | options
-    options.setdefault("output_loading_info", True)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"} | options | {"use_safetensors": True}
+    options |= {"trust_remote_code": trust_remote_code, "output_loading_info": True}
     config: Any = None
     if kind != "adapter" or (Path(where) / "config.json").exists():
-        config = load_or_explain("model", where, lambda: AutoConfig.from_pretrained(where))
+        config = pretrained(AutoConfig, where, trust_remote_code=trust_remote_code)
     about = dict(getattr(config, "reward_head", None) or {})
     role = getattr(config, "reward_role", cls.role)
     if role == "value" and cls.role == "reward":
@@ -566,8 +567,11 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
     about_file = folder / "config.json"
-    config = json.loads(about_file.read_text(encoding="utf-8")) if about_file.exists() else {}
-    about = config.get("reward_head") or {}
+    try:
+        config = json_value(about_file.read_bytes()) if about_file.exists() else {}
+        about = config.get("reward_head") or {}
+    except (OSError, Unreadable, AttributeError) as e:
+        raise ModelError(f"{str(about_file)!r} can't be read ({e}). Is the directory complete?") from e
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)
     head_state = {"layers.1.weight": weight} if weight is not None else _head_state(str(folder))
@@ -587,10 +591,10 @@ def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]
     from transformers import AutoModel
 
     read = read_adapter(where)
-    base = read.lora_config.base_model_name_or_path
+    base = base_of_adapter(where)
     if not base:
         raise ModelError(f"{where!r} is an adapter that doesn't name its model; load the merged one beside it.")
-    decoder, info = load_or_explain("model", find_model(base)[1], lambda: AutoModel.from_pretrained(base, **options))
+    decoder, info = pretrained(AutoModel, find_model(base)[1], **options)
     check_loaded(decoder, base, {"missing_keys": info["missing_keys"]})
     if config is not None:
         resize_embeddings(decoder, config.get_text_config().vocab_size)

@@ -3,14 +3,13 @@
 # %% ../../nbs/300_models_load.ipynb #c6389e2e
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +20,16 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, suggest
+from ..untrusted import Unreadable, json_value
 
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'load_tokenizer', 'dropout_rates',
-           'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
-           'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'save_adapter', 'evaluating']
+__all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
+           'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded',
+           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter',
+           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
+           'save_adapter', 'evaluating']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -90,6 +91,10 @@ def find_model(name: str) -> tuple[str, str]:
         raise _no_such_path(path, "model directory")
     files = {p.name for p in path.iterdir()}
     if "adapter_config.json" in files:
+        if "adapter_model.safetensors" not in files:
+            raise _no_weights(path, files, "An adapter is loaded from adapter_model.safetensors only")
+        for name in {"adapter_config.json", "config.json"} & files:
+            _check_sizes(path / name, 1 << 20)
         return "adapter", str(path)
     if "config.json" not in files:
         inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
@@ -97,14 +102,68 @@ def find_model(name: str) -> tuple[str, str]:
         hint = f"Models are in its sub-directories: {', '.join(inside)}." if inside else hint
         raise ModelError(f"{str(path)!r} has no config.json, so it is not a saved model. {hint}")
     if not any(f.endswith(".safetensors") for f in files):
-        pickled = sorted(f for f in files if f.endswith((".bin", ".pt", ".pth")))
-        found = (
-            f"only {', '.join(pickled)}, which can run code when opened; convert it to safetensors"
-            if pickled
-            else "no weights"
-        )
-        raise ModelError(f"{str(path)!r} holds {found}. A model is loaded from *.safetensors files only.")
+        raise _no_weights(path, files, "A model is loaded from *.safetensors files only")
+    for index in sorted(path.glob("*.index.json")):
+        _check_index(index)
+    _check_sizes(path / "config.json", 1 << 31)
     return "model", str(path)
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
+    """The error for a folder without safetensors; pickles are named, with what to do."""
+    pickled = sorted(f for f in files if f.endswith(_PICKLES))
+    if not pickled:
+        return ModelError(f"{str(path)!r} holds no weights. {rule}.")
+    return ModelError(
+        f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a machine where you trust "
+        "it (load it there and call save_pretrained), or ask whoever made it for safetensors."
+    )
+
+
+_MOST = {"layers": 10_000, "n_layer": 10_000, "labels": 100_000, "experts": 100_000, "vocab": 10_000_000}
+
+
+def _check_sizes(file: Path, most: int) -> None:
+    """Refuse a configuration that is no JSON, or that asks for a model so large that building it would not end.
+
+    Args:
+        file: config.json or adapter_config.json.
+        most: the largest number in it that is believed; fewer layers, labels, experts and tokens are.
+    """
+    try:
+        todo = [("", json_value(file.read_bytes()))]
+        if not isinstance(todo[0][1], dict):
+            raise Unreadable("no settings, but another value")
+    except (OSError, Unreadable) as e:
+        raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, dict):
+            todo += value.items()
+        limit = min((n for part, n in _MOST.items() if part in key), default=most)
+        if isinstance(value, int) and abs(value) > limit:
+            raise ModelError(
+                f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
+            )
+
+
+def _check_index(index: Path) -> None:
+    """Refuse an index whose parts are anything but safetensors files beside it."""
+    try:
+        parts = set(json_value(index.read_bytes())["weight_map"].values())
+        strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
+    except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
+        raise ModelError(
+            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so nobody knows where the weights are."
+        ) from e
+    if strange:
+        raise ModelError(
+            f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files in the same folder only: "
+            "other files can run code when opened."
+        )
 
 # %% ../../nbs/300_models_load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -177,15 +236,22 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
     try:
         with quiet():
             return load()
+    except ModelError:
+        raise
     except ImportError as e:
         raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
+    except Exception as e:  # whatever a library says to files that somebody else has written
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        if Path(name).expanduser().is_dir():
+        if "trust_remote_code" in str(e) or "custom code" in str(e):
+            hint = (
+                "It comes with Python code of its own, which would run on this machine with your rights. Read that code; if you trust it, set "
+                "model.trust_remote_code=true (it then holds for every model of the run)."
+            )
+        elif Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
         elif offline:
             hint = (
@@ -195,14 +261,71 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
             hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
         raise ModelError(f"{what} {name!r} can't be loaded. {hint} ({type(e).__name__}: {reason})") from e
 
+# %% ../../nbs/300_models_load.ipynb #a4f14b4d
+def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has made.
+
+    Args:
+        kind: a class of transformers with `from_pretrained`.
+        name: directory or hub name.
+        what: named in messages: "model", "tokenizer", ...
+        trust_remote_code: run Python code that comes with it; nobody is asked.
+        options: passed on.
+
+    Raises:
+        ModelError: not there, not readable, or it comes with code that isn't trusted; says what to do.
+    """
+    return load_or_explain(
+        what, name, lambda: kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    )
+
+
+def base_of_adapter(where: str | Path) -> str:
+    """The name of the model that an adapter's directory says it belongs to; "" if it doesn't say.
+
+    Raises:
+        ModelError: its configuration can't be read.
+    """
+    file = Path(where) / "adapter_config.json"
+    try:
+        found = json_value(file.read_bytes())
+        name = found.get("base_model_name_or_path")
+    except (OSError, Unreadable, AttributeError) as e:
+        raise ModelError(f"{str(file)!r} can't be read ({e}). Is the directory complete?") from e
+    return name if isinstance(name, str) else ""
+
+
+def _hub_adapter(name: str, revision: str | None) -> str | None:
+    """The folder in the hub's cache that holds an adapter's safetensors; None where the name is no adapter's.
+
+    Raises:
+        ModelError: an adapter whose weights are a pickle.
+    """
+    from transformers.utils import cached_file, find_adapter_config_file
+
+    config = load_or_explain("model", name, lambda: find_adapter_config_file(name, revision=revision or "main"))
+    if config is None:
+        return None
+    quietly: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    load_or_explain(
+        "adapter", name, lambda: cached_file(name, "adapter_model.safetensors", revision=revision or "main", **quietly)
+    )
+    return find_model(str(Path(config).parent))[1]
+
 # %% ../../nbs/300_models_load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json_value((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    generic = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    generic = isinstance(config, dict) and config.get("tokenizer_class") in (
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+    )
     return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2
@@ -237,8 +360,8 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
                 )
             name = str(local)
         kind: Any = PreTrainedTokenizerFast if _generic_tokenizer(local) else AutoTokenizer
-        options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
-        tokenizer = load_or_explain("tokenizer", name, lambda: kind.from_pretrained(name, **options))
+        trust = cfg.trust_remote_code
+        tokenizer = pretrained(kind, name, "tokenizer", trust_remote_code=trust, revision=cfg.revision)
     if cfg.chat_template is not None:
         text, file = cfg.chat_template, Path(cfg.chat_template).expanduser()
         is_file = len(text) < 1024 and "\n" not in text and file.is_file()
@@ -398,6 +521,8 @@ def load_causal_lm(
         model = build_model(seed).to(dtype)
     else:
         kind, where = find_model(str(cfg.name_or_path))
+        if kind == "hub" and (folder := _hub_adapter(where, cfg.revision)) is not None:
+            kind, where = "adapter", folder
         load = _load_adapter_merged if kind == "adapter" else _load_plain
         model = load(where, cfg, precision, dtype)
     if tokenizer is not None:
@@ -418,7 +543,7 @@ def _load_plain(where: str, cfg: ModelConfig, precision: Precision, dtype: torch
     options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code, "output_loading_info": True}
     if cfg.lora is not None and cfg.lora.quantize_4bit:
         options |= {"quantization_config": _quantization(cfg, precision), "device_map": {"": precision.device}}
-    model, info = load_or_explain("model", where, lambda: AutoModelForCausalLM.from_pretrained(where, **options))
+    model, info = pretrained(AutoModelForCausalLM, where, **options)
     check_loaded(model, where, info)
     return model
 
@@ -427,7 +552,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
     """The base model that an adapter directory names, with the adapter merged into it."""
     from peft import PeftModel
 
-    base = json.loads((Path(where) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = base_of_adapter(where)
     if not base:
         raise ModelError(
             f"{where!r} is a LoRA adapter that doesn't say which model it belongs to. Merge it (save_model(..., merge=True)) where it was trained."

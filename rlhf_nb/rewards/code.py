@@ -3,7 +3,6 @@
 # %% ../../nbs/450_rewards_code.ipynb #1bab008e
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -17,6 +16,7 @@ from ..core import ConfigError, suggest
 from .answers import AnswerReward, after_thinking
 from ..sandbox.runner import Sandbox, SandboxResult, _holds
 from ..sandbox.verdict import translate
+from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['extract_code', 'CodeTests', 'parse_tests', 'PythonTests']
@@ -94,8 +94,8 @@ def parse_tests(tests: Any) -> CodeTests:
     """
     if isinstance(tests, str):
         if tests.lstrip()[:1] in ("{", "["):
-            with suppress(json.JSONDecodeError):
-                return parse_tests(json.loads(tests))
+            with suppress(Unreadable):
+                return parse_tests(json_value(tests))
         if not tests.strip():
             raise ValueError("a test is empty")
         translate((tests,))

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..core import ConfigError, RunError
+from ..core import ConfigError, RunError, printable
 from .engine import Engine
 from .log import EventLog, History, RunDir
 
@@ -212,7 +213,7 @@ _PREFERRED = (
 
 def short_number(value: Any) -> str:
     """Four significant digits, thousands with a comma."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > 1e300:
         return "–" if value is None else str(value)
     return f"{value:,.0f}" if abs(value) >= 10_000 or float(value).is_integer() else f"{value:.4g}"
 
@@ -244,7 +245,7 @@ def step_line(event: dict[str, Any], total: int | None = None, columns: Sequence
     parts += [f"{name} {short_number(event[name])}" for name in pick_columns(event, columns)]
     if event.get("perf/tokens_per_s"):
         parts.append(f"{event['perf/tokens_per_s']:,.0f} tokens/s")
-    return "  ".join([*parts, *filter(None, [where_time_goes(event)])])
+    return printable("  ".join([*parts, *filter(None, [where_time_goes(event)])]))
 
 
 def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
@@ -253,9 +254,9 @@ def steps_table(run: RunView, events: Sequence[dict[str, Any]]) -> Table:
     columns = pick_columns(events[-1], run.method.columns) if events else []
     clock = [where_time_goes(e) for e in events]
     for name in ["step", *columns, "tokens/s", *(["time"] if any(clock) else [])]:
-        table.add_column(name, justify="right")
+        table.add_column(escape(printable(name)), justify="right")
     for e, spent in zip(events, clock):
-        shown = [short_number(e.get(c)) for c in columns]
+        shown = [escape(printable(short_number(e.get(c)))) for c in columns]
         shown += [short_number(round(e.get("perf/tokens_per_s", 0))), *([spent] if any(clock) else [])]
         table.add_row(str(e["step"]), *shown)
     return table
@@ -299,7 +300,7 @@ class Progress(Callback):
                 self.live.update(Group(steps_table(run, self.events), self.bar), refresh=True)
         elif due:
             line = step_line(event, run.total_steps, run.method.columns)
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
         return None
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
@@ -307,7 +308,8 @@ class Progress(Callback):
             shown = "  ".join(
                 f"{k} {short_number(v)}" for k, v in list(metrics.items())[:6] if isinstance(v, (int, float))
             )
-            self.console.print(f"eval at step {run.step}  {shown}", highlight=False, soft_wrap=True)
+            said = printable(f"eval at step {run.step}  {shown}")
+            self.console.print(said, highlight=False, soft_wrap=True, markup=False)
         return None
 
     def on_end(self, run: RunView) -> Flags | None:

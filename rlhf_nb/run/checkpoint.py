@@ -22,7 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..core import CheckpointError
+from ..core import CheckpointError, printable
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'checkpoints_in',
@@ -255,7 +256,7 @@ def problem_of(folder: str | Path) -> str | None:
     """What is wrong with a checkpoint, in words; None when it is complete and unchanged."""
     folder = Path(folder)
     try:
-        files: dict[str, dict[str, Any]] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files: dict[str, dict[str, Any]] = json_value((folder / "manifest.json").read_bytes())["files"]
         for name, expected in files.items():
             if Path(name).name != name:
                 return f"its manifest names {name!r}, which is outside the folder"
@@ -286,7 +287,7 @@ def latest_complete(root: str | Path, warn: Callable[[str], None] | None = None)
         problem = problem_of(folder)
         if problem is None:
             return folder
-        message = f"the checkpoint {folder} was passed over: {problem}"
+        message = printable(f"the checkpoint {folder} was passed over: {problem}")
         if warn is None:
             warnings.warn(message, stacklevel=2)
         else:
@@ -311,15 +312,15 @@ def load_checkpoint(
     if problem is not None:
         raise CheckpointError(f"the checkpoint {folder} cannot be used: {problem}; take an older one")
     try:
-        names = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
-        meta: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = json_value((folder / "manifest.json").read_bytes())["files"]
+        meta: dict[str, Any] = json_value((folder / "state.json").read_bytes())
         stems = [Path(n).stem for n in names if n.endswith(".safetensors")]
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
         }
         groups = sorted({found[1] for n in stems if (found := _SHARD.fullmatch(n))})
         return tensors | {g: _Joined(folder, g, int(meta["world_size"])) for g in groups}, meta
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}; take an older one") from error
 
 # %% ../../nbs/510_run_checkpoint.ipynb #a004318e
@@ -364,7 +365,7 @@ def _wait_for_parts(
             if failed.exists():
                 raise CheckpointError(f"rank {rank} could not write its part: {failed.read_text(encoding='utf-8')}")
             if done.exists():
-                own = json.loads(done.read_text(encoding="utf-8"))["files"]
+                own = json_value(done.read_bytes())["files"]
                 files |= own | {done.name: _about(done)}
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
@@ -391,7 +392,7 @@ class _Joined(Mapping[str, torch.Tensor]):
         self._shape: dict[str, list[int]] = {}
         self._open: list[Any] = []
         for rank in range(world):
-            about = json.loads((folder / f"rank-{_tag(rank, world)}.json").read_text(encoding="utf-8"))["slices"][group]
+            about = json_value((folder / f"rank-{_tag(rank, world)}.json").read_bytes())["slices"][group]
             file = safe_open(folder / f"{group}-{_tag(rank, world)}.safetensors", framework="pt")
             self._open.append(file)
             for name in file.keys():  # type: ignore[no-untyped-call]

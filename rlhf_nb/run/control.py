@@ -208,6 +208,8 @@ class RunControl:
         elif kind in REQUESTS:
             self.paused = kind == "pause" or (self.paused and kind not in ("resume", "stop"))
             self._report(request, ok=True)
+        elif "problem" in request:
+            self._report(request, ok=False, why=f"the line can't be read: {request['problem']}")
         else:
             self._report(request, ok=False, why=f"{kind!r} is no request; there are: {', '.join(REQUESTS)}")
         reason = "asked to stop from outside" if kind == "stop" else ""

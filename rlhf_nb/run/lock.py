@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['NAME', 'BEAT', 'STALE', 'birth', 'machine', 'Holder', 'holder_of', 'RunLock']
@@ -85,7 +86,7 @@ def holder_of(folder: str | Path) -> Holder | None:
     """
     path = Path(folder) / NAME
     try:
-        touched, told = path.stat().st_mtime, json.loads(path.read_bytes()[:4096])
+        touched, told = path.stat().st_mtime, json_value(path.read_bytes()[:4096])
         kinds = {"machine": str, "pid": int, "born": str, "since": float, "token": str}
         sound = isinstance(told, dict) and all(type(told.get(k)) is kind for k, kind in kinds.items())
         sound = sound and told["pid"] > 0 and 0 <= told["since"] < 2**32
@@ -141,7 +142,7 @@ def _evict(folder: Path, holder: Holder) -> None:
     with suppress(FileNotFoundError):
         os.rename(path, aside)
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            if json.loads(aside.read_bytes()).get("token") != holder.told.get("token"):  # somebody was faster
+            if json_value(aside.read_bytes()[:4096]).get("token") != holder.told.get("token"):  # somebody was faster
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TextIO, overload
 
 import torch
-import yaml
 
-from ..core import RunError, suggest
+from ..core import RunError, mended, suggest
+from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['FORMAT', 'REQUESTS', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes', 'RunDir',
-           'resident_mb', 'Meter', 'History']
+__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes',
+           'RunDir', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/500_run_log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
@@ -35,19 +35,21 @@ def plain(value: Any) -> Any:
     Args:
         value: anything that may stand in an event; what JSON does not know becomes its `str`.
     """
-    if isinstance(value, (str, bool, int)) or value is None:
+    if isinstance(value, str):
+        return mended(value)
+    if isinstance(value, (bool, int)) or value is None:
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {mended(str(k)): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if hasattr(value, "tolist"):  # tensors, arrays and numpy's scalars
         return plain(value.tolist())
-    return str(value)
+    return mended(str(value))
 
 
 def _revive(value: Any) -> Any:
@@ -72,15 +74,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
     events: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                events.append(_revive(json.loads(line)))
-        except ValueError:  # JSONDecodeError and UnicodeDecodeError
-            if number < len(lines):
-                warnings.warn(f"{path}: line {number} is not JSON and was left out", stacklevel=2)
+    with open(path, "rb") as file:
+        for line in json_lines(file):
+            if isinstance(line.value, dict):
+                events.append(_revive(line.value))
+            elif line.ended and (line.problem or line.value is not None):
+                why = line.problem or "no event, but another value"
+                warnings.warn(f"{path}: line {line.number} was left out: {why}", stacklevel=2)
     return events
 
 # %% ../../nbs/500_run_log.ipynb #92a7d839
@@ -161,12 +162,14 @@ class EventLog:
 def _step_of(line: bytes) -> float:
     """The step of a line; infinite (so: dropped) when the line is torn."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        step = json_value(line)["step"] if line.endswith(b"\n") else math.inf
+        return float(step) if isinstance(step, int | float) else math.inf
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 # %% ../../nbs/500_run_log.ipynb #2a23328a
 REQUESTS = ("pause", "resume", "stop", "save", "evaluate", "set")
+MAX_REQUEST = 1 << 16  # bytes of a line of the control file
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -201,25 +204,24 @@ class Requests:
         self.served: dict[str, dict[str, Any]] = {}  # by id, in the order of serving
 
     def new(self) -> list[dict[str, Any]]:
-        """Requests in whole lines that came since the last look; text that is none comes as a request nobody knows."""
-        try:
+        """Requests in whole lines that came since the last look; a line that is none comes with the `problem` it has."""
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError):
             size = os.stat(self.path).st_size
             if size <= self.offset:
                 self.offset = size
                 return []
             with open(self.path, "rb") as f:
                 f.seek(self.offset)
-                data = f.read()
-        except OSError:
-            return []
-        rows: list[dict[str, Any]] = []
-        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-            row = _request_of(line, self.offset)
-            self.offset += len(line)
-            if "served" in row:
-                self.served.setdefault(str(row["served"]), row)
-            elif line.strip():
-                rows.append(row)
+                for line in json_lines(f, MAX_REQUEST):
+                    if not line.ended and line.size <= MAX_REQUEST:
+                        break  # somebody is writing it
+                    row = _request_of(line, self.offset)
+                    self.offset += line.size
+                    if "served" in row:
+                        self.served.setdefault(row["served"], row)
+                    elif line.problem or line.value is not None:
+                        rows.append(row)
         return rows
 
     def unserved(self) -> list[dict[str, Any]]:
@@ -238,15 +240,33 @@ class Requests:
         append_line(self.path, record)
 
 
-def _request_of(line: bytes, at: int) -> dict[str, Any]:
-    """A line as a request; one without an id is named after its place."""
-    try:
-        row = _revive(json.loads(line))
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        row = {"request": line.strip()[:60].decode("utf-8", "replace")}
-    return row if "served" in row else {"id": f"at-{at}", **row}
+def _short(value: Any) -> Any:
+    """A field of a request as it is logged: a number as it is, anything else as at most 60 characters of text."""
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**53):
+        return value
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _request_of(line: Line, at: int) -> dict[str, Any]:
+    """A line as a request of short fields; one without a usable id is named after its place."""
+    row = _revive(line.value) if isinstance(line.value, dict) else None
+    if row is None:
+        return {"id": f"at-{at}", "request": line.head, "problem": line.problem or "no object with a request"}
+    found = {k: _short(row[k]) for k in ("served", "id", "request", "key", "value", "step", "ok") if k in row}
+    if "served" in found:
+        if (
+            isinstance(found["served"], str)
+            and isinstance(found.get("step"), int)
+            and {"ok", "request"} <= found.keys()
+        ):
+            return found
+        return {
+            "id": f"at-{at}",
+            "request": line.head,
+            "problem": "says that something was served, but not what and when",
+        }
+    return {**found, "id": found["id"] if isinstance(found.get("id"), str) else f"at-{at}"}
 
 # %% ../../nbs/500_run_log.ipynb #9bf86bb1
 def config_changes(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
@@ -284,10 +304,17 @@ class RunDir:
         return has_checkpoint or (self.metrics_path.exists() and self.metrics_path.stat().st_size > 0)
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration saved here; empty when there is none."""
+        """The resolved configuration saved here; empty when there is none.
+
+        Raises:
+            Unreadable: somebody has changed the file, and it is no YAML any more.
+        """
         if not self.config_path.exists():
             return {}
-        return dict(yaml.safe_load(self.config_path.read_text(encoding="utf-8")) or {})
+        found = parse_yaml(self.config_path.read_text(encoding="utf-8", errors="replace"))
+        if not isinstance(found, dict | None):
+            raise Unreadable("no settings, but another value")
+        return dict(plain(found or {}))
 
     def request(self, request: str, key: str | None = None, value: Any = None) -> str:
         """Ask the run that works in this folder for something; it answers with a `control` event at its next step boundary.
@@ -330,7 +357,10 @@ class RunDir:
             RunError: the folder holds a run, and neither `resume` nor `overwrite` was asked for.
         """
         config = plain(config)
-        changes = config_changes(self.config(), config) if self.holds_run() else []
+        try:
+            changes = config_changes(self.config(), config) if self.holds_run() else []
+        except (Unreadable, OSError) as error:  # a record only: the run doesn't need it
+            changes = [f"{self.config_path.name} can't be read ({error}): what has changed isn't known"]
         if self.holds_run() and not (resume or overwrite):
             same = "the same configuration"
             if changes:
@@ -349,7 +379,7 @@ class RunDir:
             for folder in (self.path, self.checkpoints, self.figures):
                 folder.mkdir(parents=True, exist_ok=True)
             aside = self.config_path.with_name(self.config_path.name + ".tmp")
-            aside.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            aside.write_text(dump_yaml(config), encoding="utf-8")
             os.replace(aside, self.config_path)
         except OSError as error:
             raise RunError(

@@ -303,6 +303,8 @@ class Trainer:
                 data = self.method.collect(batch, self.step)
         except RewardError as error:  # no fault of the run's, so nothing of it may be lost
             raise RewardError(f"{error}{self._keep_last_step()}") from error
+        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
+            raise KeyboardInterrupt(f"{error}{self._keep_last_step()}".strip()) from error
         self.meter.tokens += self.method.tokens(data)
         return data
 

@@ -209,7 +209,7 @@ def _program(job: dict[str, Any], hear: int, say: int) -> None:
         leave(0 if fine else 1)
     while True:
         try:
-            op, target, args, kwargs, effects, capture = unpack(receive(hear), lambda number, kind: objects[number])
+            word, op, target, args, kwargs, effects, capture = unpack(receive(hear), lambda number, _: objects[number])
         except EOFError:
             for flush in flushes:
                 flush()
@@ -226,13 +226,13 @@ def _program(job: dict[str, Any], hear: int, say: int) -> None:
                 if op == "call" and isinstance(x, type) and type(value) is x and x.__module__ == job["name"]:
                     own = value  # an object of the program's class stays here, also if the class is a kind of list
                 reply = ("value", value)
-            data = pack((*reply, args if effects else None, printed.getvalue()), hold, own)
+            data = pack((word, *reply, args if effects else None, printed.getvalue()), hold, own)
             send(say, data)
         except BaseException as e:
             stop = op == "next" and isinstance(e, StopIteration)
             kinds = [kind.__name__ for kind in type(e).__mro__ if kind.__module__ == "builtins"]
             few = [a if isinstance(a, (str, int, float, type(None))) else str(a)[:2000] for a in e.args[:5]]
-            send(say, pack(("stop" if stop else "error", [kinds, few], None, ""), hold))
+            send(say, pack((word, "stop" if stop else "error", [kinds, few], None, ""), hold))
         sys.stdout = stdout
 
 # %% ../../nbs/446_sandbox_verdict.ipynb #5e0d1a13
@@ -242,7 +242,7 @@ def _judge(job: dict[str, Any], ask: int, hear: int, tell: Callable[[str], None]
     Returns whether the program was there to the end."""
     import builtins
     import marshal
-    import select
+    import os
     import sys
 
     pack, unpack, send, receive = _codec()
@@ -280,21 +280,21 @@ def _judge(job: dict[str, Any], ask: int, hear: int, tell: Callable[[str], None]
                 return wait()
             return remotes.setdefault((number, answer, made), Remote(number, answer, made))
 
-        data = pack((op, target, args, kwargs or {}, effects, job["capture"]), hold)
-        if not lost and select.select([hear], [], [], 0)[0]:
-            lost.append("the program spoke unasked, or left")
+        word = os.urandom(8)  # which the answer repeats: none can be given before its question
+        data = pack((word, op, target, args, kwargs or {}, effects, job["capture"]), hold)
         try:
             if not lost:
                 send(ask, data)
-                kind, value, after, printed = unpack(receive(hear), held)
+                said, kind, value, after, printed = unpack(receive(hear), held)
                 names, few = value if kind == "error" else ([], [])
                 known = [getattr(builtins, name, None) for name in names if type(name) is str]
                 if (
-                    type(printed) is not str
+                    said != word
+                    or type(printed) is not str
                     or type(few) is not list
                     or (effects and kind == "value" and type(after) is not list)
                 ):
-                    raise ValueError("an answer of the wrong form")
+                    raise ValueError("it answers another question, or none")
         except Exception as e:
             lost.append(
                 "the program left" if isinstance(e, EOFError | OSError) else f"the program's answer can't be read ({e})"

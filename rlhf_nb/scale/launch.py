@@ -11,8 +11,10 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -35,10 +37,12 @@ from ..run.strategies import compiles_first
 from .live import Live
 from ..train.registry import add_method, of
 from ..train.stage import read_json, run_stage, write_json
+from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['accelerate_settings', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt', 'watch', 'Launched',
-           'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem', 'fork_launch']
+__all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt',
+           'watch', 'Launched', 'check_request', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
+           'fork_launch']
 
 # %% ../../nbs/700_scale_launch.ipynb #0726eebb
 def accelerate_settings(
@@ -128,6 +132,31 @@ def _config_class(name: str, bases: tuple[Any, ...], body: dict[str, Any], marks
         body[key] = check(body[key])
     return type(bases[0])(name, bases, body)
 
+# %% ../../nbs/700_scale_launch.ipynb #e400f05e
+def put_private(path: Path, data: bytes) -> None:
+    """Write a file that nobody but this user can read or change, whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+        f.write(data)
+    os.replace(aside, path)
+
+
+def take_pickle(path: Path) -> Any:
+    """Open a pickle that this user alone can have written.
+
+    Raises:
+        RunError: it, or its folder, belongs to somebody else, or others may write there.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as f:
+        for what, found in ((path, os.fstat(f.fileno())), (path.parent, os.stat(path.parent))):
+            mode = stat.S_IMODE(found.st_mode)
+            if found.st_uid != os.getuid() or mode & 0o077:
+                raise RunError(
+                    f"{what} belongs to user {found.st_uid} and has the rights {mode:o}, but a pickle runs code when it is opened, so only one that "
+                    f"user {os.getuid()} alone can write (rights 600, in a folder with 700) is. Set TMPDIR to a folder of your own."
+                )
+        return _dill().loads(f.read())
+
 # %% ../../nbs/700_scale_launch.ipynb #ea155648
 def _lives(told: Mapping[str, Any]) -> bool:
     """Whether the process that told of itself still runs."""
@@ -186,10 +215,10 @@ def worker_main(folder: str | Path) -> int:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, stacks)
         try:
-            call = _dill().loads((folder / "call.pkl").read_bytes())
+            call = take_pickle(Path(os.environ["RLHF_NB_CALL"]) / "call.pkl")
             value = call["fn"](*call["args"], **call["kwargs"])
             if rank == 0:
-                _save_result(folder, value)
+                _save_result(Path(os.environ["RLHF_NB_CALL"]), value)
             write_json(folder / f"done-{rank}.json", {"time": time.time()})
             return 0
         except BaseException as error:
@@ -218,9 +247,7 @@ def _save_result(folder: Path, value: Any) -> None:
         data = _dill().dumps(value)
     except Exception:
         data = _dill().dumps(repr(value))
-    aside = folder / ".result.pkl"
-    aside.write_bytes(data)
-    os.replace(aside, folder / "result.pkl")
+    put_private(folder / "result.pkl", data)
 
 # %% ../../nbs/700_scale_launch.ipynb #1928a8b0
 class Failure(NamedTuple):
@@ -276,7 +303,7 @@ class Attempt:
 
     def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
         self.folder = folder
-        for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt", "result.pkl"):
+        for pattern in ("rank-*.json", "error-*.json", "done-*.json", "stack-*.txt"):
             for old in folder.glob(pattern):
                 old.unlink(missing_ok=True)
         with open(folder / "out.txt", "ab") as out:
@@ -328,11 +355,11 @@ def _steps(run: Path) -> dict[int, tuple[int, float]]:
     found = {}
     for path in [run / "metrics.jsonl", *run.glob("metrics.rank*.jsonl")]:
         rank = int(path.name.split(".")[1][4:]) if ".rank" in path.name else 0
-        with suppress(OSError, ValueError, StopIteration):
+        with suppress(OSError, ValueError, StopIteration, LookupError, TypeError, OverflowError):
             with open(path, "rb") as f:
                 f.seek(max(0, path.stat().st_size - (1 << 16)))
                 last = next(line for line in reversed(f.read().splitlines()) if line.endswith(b"}"))
-            found[rank] = (int(json.loads(last)["step"]), path.stat().st_mtime)
+            found[rank] = (int(json_value(last)["step"]), path.stat().st_mtime)
     return found
 
 
@@ -520,11 +547,13 @@ def launch(
     own = machine == 0 and not run.holds_run()
     how = {"resume": resume, "overwrite": resume and overwrite}
     live = Live(run.path, told, say is print and sys.stdout.isatty())
-    try:
-        failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
-    finally:
-        live.close()
-    return _collect(run, folder, config is not None, failures)
+    with tempfile.TemporaryDirectory(prefix="rlhf-nb-call-") as private:  # no place that others share
+        env["RLHF_NB_CALL"] = private
+        try:
+            failures = _try_until_done(run, folder, call, command, env, how, own, restarts, hang_timeout, live)
+        finally:
+            live.close()
+        return _collect(run, Path(private), config is not None, failures)
 
 
 def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:
@@ -557,9 +586,9 @@ def _train(method: Any, config: Any, resume: bool, overwrite: bool) -> dict[str,
     return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/700_scale_launch.ipynb #aa22f5c4
-def _collect(run: RunDir, folder: Path, is_config: bool, failures: list[str]) -> Launched:
+def _collect(run: RunDir, private: Path, is_config: bool, failures: list[str]) -> Launched:
     """What the ranks left."""
-    value = _dill().loads((folder / "result.pkl").read_bytes()) if (folder / "result.pkl").exists() else None
+    value = take_pickle(private / "result.pkl") if (private / "result.pkl").exists() else None
     events = read_metrics(run.path) if run.metrics_path.exists() else []
     model = Path(value["model"]) if is_config and isinstance(value, dict) else None
     return Launched(value, model, [e for e in events if e["type"] == "step"], run.path, failures)
@@ -572,7 +601,7 @@ def _try_until_done(
     """Attempts, until one succeeds; returns a line for each that did not. `own`: the run begins here, nobody else's log can go."""
     failures: list[str] = []
     while True:
-        _write_call(folder, call, how | ({"resume": True} if failures else {}))
+        _write_call(Path(env["RLHF_NB_CALL"]), call, how | ({"resume": True} if failures else {}))
         _note(folder, "start", attempt=len(failures))
         attempt = Attempt(folder, command, env)
         try:
@@ -619,7 +648,7 @@ def _write_call(folder: Path, call: dict[str, Any], how: dict[str, bool]) -> Non
         raise ConfigError(
             f"the function or its arguments can't be sent to other processes ({type(error).__name__}: {error}): let it load models and open files itself"
         ) from error
-    (folder / "call.pkl").write_bytes(data)
+    put_private(folder / "call.pkl", data)
 
 # %% ../../nbs/700_scale_launch.ipynb #76193409
 def _note(folder: Path, kind: str, **fields: Any) -> None:

@@ -3,7 +3,6 @@
 # %% ../../nbs/705_scale_live.ipynb #a7050003
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..core import printable
 from ..run.callbacks import short_number, step_line
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['Live']
@@ -41,6 +43,7 @@ class Live:
 
     def tell(self, text: str) -> None:
         """A line, above the bar where there is one."""
+        text = printable(text)
         if self.bar is not None and self.task is not None:
             self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
         else:
@@ -51,7 +54,8 @@ class Live:
         for event in self._new():
             kind = event.get("type")
             if kind == "start":
-                self.total = event.get("total_steps")
+                total = event.get("total_steps")
+                self.total = total if isinstance(total, int) else None
             elif kind == "step":
                 self.waiting = event
             elif kind == "eval":
@@ -79,8 +83,8 @@ class Live:
         whole = data[: data.rfind(b"\n") + 1]
         self.at += len(whole)
         for line in whole.splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
+            with suppress(ValueError, TypeError):
+                event = json_value(line)
                 if (
                     isinstance(event, dict)
                     and isinstance(event.get("step"), int)
@@ -97,7 +101,7 @@ class Live:
         if self.task is None:
             self.bar.start()
             self.task = self.bar.add_task("", total=self.total)
-        self.bar.update(self.task, completed=event["step"], description=line.partition("  ")[2], refresh=True)
+        self.bar.update(self.task, completed=event["step"], description=escape(line.partition("  ")[2]), refresh=True)
 
     def close(self) -> None:
         """Leave the bar as it stands."""

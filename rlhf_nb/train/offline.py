@@ -87,7 +87,7 @@ def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True)
     if config.reference == "none" or not (needed or config.reference in ("moving", "cached")):
         return None
     if config.reference_model is not None:
-        where = ModelConfig(name_or_path=config.reference_model)
+        where = ModelConfig(name_or_path=config.reference_model, trust_remote_code=config.model.trust_remote_code)
         check_same_tokens(tokenizer, load_tokenizer(where), config.reference_model)
         precision = decide_precision(config.device, config.precision)
         return Reference(load_causal_lm(where, precision, tokenizer=tokenizer), copy_model=False)

@@ -411,10 +411,11 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
+    trust = {"trust_remote_code": config.model.trust_remote_code}
     if members:
-        models, budget = [RewardModel.load(m) for m in members], config.token_budget
+        models, budget = [RewardModel.load(m, **trust) for m in members], config.token_budget
         return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
-    return RewardModel.load(config.reward), gold
+    return RewardModel.load(config.reward, **trust), gold
 
 
 def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:

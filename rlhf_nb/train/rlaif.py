@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -29,6 +30,7 @@ from ..judges.model import ModelJudge
 from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .registry import register
+from ..untrusted import Unreadable, json_value
 from .setup import Row, load_rows
 
 # %% auto #0
@@ -122,7 +124,8 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) ->
         if not is_toy(config.data.path):
             raise ConfigError("judge.model is 'toy', which can only judge the toy world's answers: name another judge.")
         return toy_judge(config.seed)
-    where, precision = ModelConfig(name_or_path=c.model), decide_precision(config.device, config.precision)
+    where = ModelConfig(name_or_path=c.model, trust_remote_code=config.model.trust_remote_code)
+    precision = decide_precision(config.device, config.precision)
     tokenizer = load_tokenizer(where)
     model = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
     return ModelJudge(model, tokenizer, template, c.labels)
@@ -190,8 +193,8 @@ def keep_rows(path: str | Path, done: int) -> None:
 def _row_number(line: bytes) -> float:
     """Which prompt a line belongs to; infinite (so: dropped) when it is torn."""
     try:
-        return float(json.loads(line)["row"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return float(json_value(line)["row"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 # %% ../../nbs/670_train_rlaif.ipynb #4aca92d3
@@ -314,7 +317,14 @@ class Labelling:
         """The event log, and how many prompts are done; files are cut back to these."""
         folder, config = RunDir(self.config.output_dir), self.config.to_dict()
         if resume and folder.holds_run():
-            changes = config_changes(folder.config(), plain(config))
+            try:
+                changes = config_changes(folder.config(), plain(config))
+            except Unreadable as e:
+                changes = []
+                warnings.warn(
+                    f"{folder.config_path} can't be read ({e}): nobody knows whether the labels so far had other settings",
+                    stacklevel=2,
+                )
             deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
             if deciding:
                 raise RunError(

@@ -16,6 +16,7 @@ from ..data import toy
 from ..models.load import is_toy
 from ..run.lock import RunLock
 from .registry import MethodInfo, of
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
@@ -76,9 +77,10 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file as a dict; empty where there is none, or it is torn."""
     try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        found = json_value(Path(path).read_bytes())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run

@@ -15,7 +15,7 @@ from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
-from ..models.load import ensure_pad, is_toy, load_or_explain, load_tokenizer, resize_embeddings
+from ..models.load import ensure_pad, is_toy, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
 from ..run.hf_callbacks import as_callback
 from ..run.loop import Trainer
@@ -121,16 +121,17 @@ def _model_type(model: Any, config: Any) -> str:
     if model is None:
         from transformers import AutoConfig
 
-        model = load_or_explain("model", name, lambda: AutoConfig.from_pretrained(name))
+        model = pretrained(AutoConfig, name, trust_remote_code=config.model.trust_remote_code)
     return str(getattr(getattr(model, "config", model), "model_type", ""))
 
 # %% ../../nbs/602_train_words.ipynb #20d35574
-def _reward(value: Any) -> Any:
-    """A reward; a text names a reward model's folder."""
+def _reward(value: Any, trust: bool) -> Any:
+    """A reward; a text names a reward model's folder, whose own code runs if `trust` says so."""
     if isinstance(value, list | tuple):
-        return [RewardModelFn(RewardModel.load(v)) if isinstance(v, str | Path) else _reward(v) for v in value]
+        found = [_reward(v, trust) for v in value]
+        return [RewardModelFn(f) if isinstance(v, str | Path) else f for f, v in zip(found, value)]
     if isinstance(value, str | Path):
-        return RewardModel.load(value)
+        return RewardModel.load(value, trust_remote_code=trust)
     if isinstance(value, nn.Module) and type(value).__module__.startswith("transformers."):
         raise ConfigError(
             f"reward is a {type(value).__name__} without its tokenizer: save both in a folder and give reward=FOLDER, or RewardModel.load(FOLDER)."
@@ -196,7 +197,7 @@ def our_arguments(
             model = add_lora(model, LoraSettings(**settings), seed=config.seed)
     named: str | None = getattr(model, "name_or_path", None)
     if tokenizer is None and named:
-        tokenizer = load_tokenizer(ModelConfig(name_or_path=named))
+        tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=config.model.trust_remote_code))
     elif model is None and tokenizer is not None:
         model = load_policy(config.model, config)[0]
     if tokenizer is not None and tokenizer.pad_token_id is None:
@@ -208,7 +209,7 @@ def our_arguments(
     elif isinstance(out.get("reference"), nn.Module):
         out["reference"] = Reference(out["reference"], copy_model=False)
     if out.get("reward") is not None:
-        out["reward"] = _reward(out["reward"])
+        out["reward"] = _reward(out["reward"], config.model.trust_remote_code)
     loaded = {"model": model, "tokenizer": tokenizer}
     return {**out, "config": config, **{k: v for k, v in loaded.items() if v is not None or k in out and k in takes}}
 

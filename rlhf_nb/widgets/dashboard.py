@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import math
+import shlex
 import threading
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..core import RunError
+from ..core import RunError, printable
 from ..run.callbacks import Callback, RunView
 from .charts import Axes, Panel, line_chart
 from .health import health_of
@@ -82,7 +83,7 @@ class _Knobs:
         """Show the sliders that the run offers, at the values it has; `force` names one that must jump back."""
         for key, slider in self.sliders.items():
             control = controls.get(key)
-            if control is None or "high" not in control:
+            if control is None or not {"low", "high"} <= control.keys() or control["high"] <= max(control["low"], 0.0):
                 continue
             value, high = float(control.get("value", 0.0)), float(control["high"])
             if slider.layout.display == "none":
@@ -231,10 +232,20 @@ class Dashboard:
         text = f"Dashboard of {', '.join(r.label for r in self.readers)} (live; run Dashboard({str(self.target.path)!r}) to see it again)"
         data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
         display(data, raw=True, display_id=self._ids[0])
-        display({"text/html": "", "text/plain": ""}, raw=True, display_id=self._ids[1])
+        back = self.way_back()
+        display({"text/html": back, "text/plain": ""}, raw=True, display_id=self._ids[1])
         self.pump.start(self.knobs.interactive())
         self._thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
         self._thread.start()
+
+    def way_back(self) -> str:
+        """How to get the buttons back when the page was reloaded and they are gone, as HTML: this kernel is busy, any other one will do."""
+        path = str(self.target.path.resolve())
+        line = f"from rlhf_nb import Dashboard; Dashboard({path!r})"
+        return (
+            '<div style="font-size:85%;opacity:.7">The page was reloaded and the buttons are gone? In a second notebook, since this one is busy: '
+            f"<code>{escape(line)}</code>, or in a terminal: <code>rlhf-nb watch {escape(shlex.quote(path))}</code>. The run goes on.</div>"
+        )
 
     def _keep_drawing(self) -> None:
         """Draw until `close`, with a pause that keeps to the share of a core."""
@@ -271,7 +282,11 @@ class Dashboard:
             self.show_still(update=True)
         except Exception as error:  # it must not hide why the cell ended
             self.failure = f"{type(error).__name__}: {error}"
-            print(f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}")
+            print(
+                printable(
+                    f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}"
+                )
+            )
         if self.knobs is not None:
             for widget in (self.knobs.box, *self.knobs.box.children, *self.knobs.interactive()):
                 widget.close()
@@ -282,7 +297,10 @@ class Dashboard:
         from IPython.display import display
 
         png, table = still(self.readers, self.group, self.smoothing)
-        text = "; ".join(f"{r.label}: {r.status}" for r in self.readers)
+        with suppress(OSError):  # a run that is only looked at may lie where nobody can write
+            self.target.run_dir.figures.mkdir(exist_ok=True)
+            (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
+        text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
         places = self._ids if update else (None, None)
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
@@ -336,7 +354,7 @@ class Dashboard:
             self.show_still()
         else:
             self.refresh()
-            print("\n".join(f"{r.label}: {r.status}" for r in self.readers))
+            print(printable("\n".join(f"{r.label}: {r.status}" for r in self.readers)))
 
     def _ipython_display_(self) -> None:
         """What a cell shows whose last value this is."""

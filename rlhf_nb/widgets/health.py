@@ -52,13 +52,13 @@ def noise(values: Floats) -> float:
     """Standard deviation of the noise in a curve, from second differences (a straight line has none), rather too large where values are few.
 
     Args:
-        values: float64[n], with normal noise; fewer than eight say nothing: NaN.
+        values: float64[n], with normal noise; fewer than twelve say too little: NaN.
     """
-    if len(values) < 8:
+    if len(values) < 12:
         return math.nan
     bends = np.abs(values[2:] - 2 * values[1:-1] + values[:-2]).mean()
     return float(
-        bends * math.sqrt(math.pi / 2 / 6) * (1 + 2 / len(values))
+        bends * math.sqrt(math.pi / 2 / 6) * (1 + 4 / len(values))
     )  # E|x| = σ √(2/π), and a bend has variance 6 σ²
 
 
@@ -123,7 +123,8 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Found:
     error: Floats | float = np.interp(at, when, errors) if len(when) else noise(gold)
     fall = None if np.isnan(error).any() else clearest_fall(gold, error)
     if fall is None or fall.errors < CLEAR:
-        return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: no clear fall"
+        said = "no clear fall" if fall is not None else "too few values to tell a fall from noise"
+        return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: {said}"
     begin, end, since = at[fall.begin], at[fall.end - 1], at[len(gold) - fall.late]
     then, now = ((steps >= a) & (steps <= b) for a, b in ((begin, end), (since, np.inf)))
     before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)

@@ -8,13 +8,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core import printable
+
 # %% auto #0
 __all__ = ['escape', 'table_html', 'svg_text', 'svg_page']
 
 # %% ../../nbs/806_widgets_html.ipynb #339d4d28
 def escape(text: Any) -> str:
-    """Text that can't become markup, whoever (or whatever policy) wrote it."""
-    return html.escape(str(text))
+    """Text that can't become markup, whoever (or whatever policy) wrote it; controls that turn letters round are shown.
+
+    Args:
+        text: anything; what comes back may stand between tags or inside a quoted attribute, nowhere else.
+    """
+    return html.escape(printable(text))
 
 
 def _cell(value: Any) -> str:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['in_notebook', 'front_end', 'attended', 'show_live', 'pump_kind', 'Pump']
@@ -165,5 +166,5 @@ def _message_type(args: Any) -> str:
         if isinstance(arg, list):
             frames: list[Any] = [getattr(frame, "bytes", frame) for frame in arg]
             if b"<IDS|MSG>" in frames:
-                return str(json.loads(frames[frames.index(b"<IDS|MSG>") + 2]).get("msg_type"))
+                return str(json_value(frames[frames.index(b"<IDS|MSG>") + 2]).get("msg_type"))
     return ""

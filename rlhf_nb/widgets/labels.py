@@ -24,6 +24,7 @@ from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import win_rate
 from ..rollout.sampler import sample
+from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
 __all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'Agreement', 'cohen_kappa',
@@ -48,7 +49,7 @@ class Pair:
     @property
     def id(self) -> str:
         """A fingerprint of prompt and answers, the same on every machine."""
-        text = json.dumps([self.prompt, self.first, self.second], sort_keys=True, ensure_ascii=False)
+        text = json.dumps(mend([self.prompt, self.first, self.second]), sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -143,7 +144,7 @@ def _append_line(path: Path, event: Mapping[str, Any]) -> None:
     Raises:
         RunError: it could not be written.
     """
-    line = json.dumps(dict(event), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    line = json.dumps(mend(dict(event)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as f:
@@ -162,6 +163,18 @@ def _append_line(path: Path, event: Mapping[str, Any]) -> None:
         raise RunError(f"{written} of {len(line)} bytes fitted into {path}: the disk is full. Press again later.")
 
 # %% ../../nbs/846_widgets_labels.ipynb #df8ff93b
+def _text(value: Any) -> str:
+    """A field of a label that must be text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where a text belongs")
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt: text, or messages of whatever roles."""
+    return value if isinstance(value, list) and all(isinstance(m, dict) for m in value) else _text(value)
+
+
 class LabelStore:
     """Labels of one or several people in an append-only file of JSON lines.
 
@@ -192,17 +205,20 @@ class LabelStore:
             size = os.fstat(f.fileno()).st_size
             if size < self._offset:
                 raise RunError(f"{self.path} became shorter: somebody cut or replaced it. Open it anew.")
+            if size == self._offset:
+                return 0
             f.seek(self._offset)
-            data = f.read(size - self._offset)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = [line for line in whole.split(b"\n") if line.strip()]
+            lines = [line for line in json_lines(f) if line.ended]
+        self._offset += sum(line.size for line in lines)
+        lines = [line for line in lines if line.problem or line.value is not None]
         for line in lines:
             try:
-                self._take(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError):
+                if line.problem:
+                    raise Unreadable(line.problem)
+                self._take(line.value)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 self.torn += 1
-                warnings.warn(f"{self.path}: a line is torn or no label and was left out: {line[:60]!r}", stacklevel=3)
+                warnings.warn(f"{self.path}: a line is torn or no label and was left out: {line.head!r}", stacklevel=3)
         return len(lines)
 
     def _take(self, e: dict[str, Any]) -> None:
@@ -210,13 +226,14 @@ class LabelStore:
         if e["type"] == "label":
             if e["verdict"] not in VERDICTS:
                 raise ValueError(e["verdict"])
-            pair = Pair(e["prompt"], e["first"], e["second"], tuple(e["sources"]))  # type: ignore[arg-type]
-            about = (e["verdict"], e["annotator"], float(e["time"]), float(e["seconds"]), bool(e["swapped"]))
-            self._labels[e["id"]] = Label(e["id"], pair, *about)
+            one, two = map(str, e["sources"])
+            pair = Pair(_prompt(e["prompt"]), _text(e["first"]), _text(e["second"]), (one, two))
+            about = (e["verdict"], _text(e["annotator"]), float(e["time"]), float(e["seconds"]), bool(e["swapped"]))
+            self._labels[_text(e["id"])] = Label(e["id"], pair, *about)
         elif e["type"] == "undo":
-            self._undone.add(e["undoes"])
+            self._undone.add(_text(e["undoes"]))
         elif e["type"] == "note":
-            self._notes[e["annotator"], e["pair"]] = str(e["text"])
+            self._notes[_text(e["annotator"]), _text(e["pair"])] = str(e["text"])
 
     def _write(self, type: str, **fields: Any) -> str:
         """Append an event and read it back; returns its id."""

@@ -189,7 +189,7 @@ def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
             v = reader.series(key)[1]
             numbers = (v[0], v[-1], v.min(), v.max()) if len(v) else ()
             rows += f"<tr><td>{escape(key)}</td>{''.join(f'<td>{short_number(float(x))}</td>' for x in numbers)}</tr>"
-        done = [f"step {e.get('step', 0):,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
+        done = [f"step {e['step']:,}: {control_text(e)}" for e in reader.events if e.get("type") == "control"]
         parts.append(f"<p><b>{escape(reader.label)}</b>: {escape(reader.status)}</p>")
         parts += [
             f"<table><tr>{head}</tr>{rows}</table>",

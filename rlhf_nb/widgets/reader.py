@@ -3,7 +3,6 @@
 # %% ../../nbs/800_widgets_reader.ipynb #f25680fa
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from ..core import RunError
 from ..run.log import FORMAT, RunDir
+from ..untrusted import MAX_DEPTH, Unreadable, json_value
 
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.int64]
@@ -135,19 +135,16 @@ def parse_lines(block: bytes) -> tuple[list[dict[str, Any]], int]:
         block: bytes that end with a newline.
     """
     lines = [line for line in block.split(b"\n") if line and not line.isspace()]
-    try:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(rows) == len(lines) and all(type(row) is dict for row in rows):
-            return rows, 0
-    except ValueError:
-        pass  # some line is broken: one by one, then
+    if all(line.count(b"{") + line.count(b"[") < MAX_DEPTH for line in lines):  # or else one by one
+        with suppress(Unreadable):
+            rows = json_value(b"[" + b",".join(lines) + b"]", limit=1 << 30)
+            if len(rows) == len(lines) and all(type(row) is dict for row in rows):
+                return rows, 0
     good: list[dict[str, Any]] = []
     for line in lines:
-        try:
-            row = json.loads(line)
+        with suppress(Unreadable):
+            row = json_value(line)
             good += [row] if type(row) is dict else []
-        except ValueError:
-            continue
     return good, len(lines) - len(good)
 
 
@@ -159,7 +156,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> dict[str, Floats]:
     pick = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
     try:
         table = np.array(list(map(pick, rows)), dtype=np.float64)
-    except (ValueError, TypeError):  # a number in one line, something else in another
+    except (ValueError, TypeError, OverflowError):  # a number in one line, something else in another
         table = np.array([[_number(row[k]) for k in names] for row in rows])
     return dict(zip(names, table.T.copy()))
 
@@ -168,8 +165,13 @@ def _number(value: Any) -> float:
     """A float, NaN where there is none."""
     try:
         return float(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return math.nan
+
+
+def _count(value: Any) -> int | None:
+    """A number of steps; None where it is none."""
+    return int(value) if type(value) in (int, float) and 0 <= value < 2**53 else None
 
 # %% ../../nbs/800_widgets_reader.ipynb #c8ca064d
 def columns_at_once(block: bytes) -> dict[str, tuple[Floats, Floats]] | None:
@@ -178,6 +180,8 @@ def columns_at_once(block: bytes) -> dict[str, tuple[Floats, Floats]] | None:
     Args:
         block: whole lines, one step event each.
     """
+    if block.count(b"{") != block.count(b"\n") or b"[" in block:
+        return None  # steps are flat: whatever else is in it, pyarrow doesn't get it
     try:
         import pyarrow
         from pyarrow import json as arrow
@@ -191,6 +195,8 @@ def columns_at_once(block: bytes) -> dict[str, tuple[Floats, Floats]] | None:
     if table["step"].null_count or str(table["step"].type) != "int64":
         return None
     steps, found = _numbers(table["step"])[0], {}
+    if len(steps) and not (steps.min() >= 0 and steps.max() < 2**53):
+        return None
     for name in table.column_names:
         if name != "step" and str(table[name].type) in ("double", "int64"):
             values, there = _numbers(table[name])
@@ -256,6 +262,7 @@ class Tail:
     """
 
     PATIENCE = 20  # looks at zero bytes (a network file system that has the size but not yet the data)
+    LONGEST = 32 << 20  # bytes of a line
 
     def __init__(self, path: Path, chunk: int = 1 << 20) -> None:
         self.path, self.chunk = path, chunk
@@ -312,6 +319,8 @@ class Tail:
                     yield whole
                 if b"\0" in rest and len(rest) > self.chunk:
                     return
+                if len(rest) > self.LONGEST:  # no line of a run: passed over
+                    self.offset, self.mark, rest = self.offset + len(rest), rest[-64:], b""
 
     def _whole(self, data: bytes) -> tuple[bytes, bytes]:
         """Whole lines, and what comes behind them; zero bytes are waited for."""
@@ -339,14 +348,13 @@ class SampleIndex:
         if cut:
             self._tail.rewind()
             self._starts, self._steps = array("q"), array("q")
-        begin, grew = self._tail.offset, cut
+        grew = cut
         for block in self._tail.blocks():
-            at, grew = 0, True
+            begin, at, grew = self._tail.offset - len(block), 0, True
             while at < len(block):
                 self._starts.append(begin + at)
                 self._steps.append(_step_in(block, at))
                 at = block.index(b"\n", at) + 1
-            begin += len(block)
         return grew
 
     @property
@@ -364,13 +372,12 @@ class SampleIndex:
         wanted = [i for i, s in enumerate(self._steps) if step is None or s == step][-last:]
         if not wanted:
             return []
-        ends = [*self._starts[1:], self._tail.offset]
         rows: list[dict[str, Any]] = []
         try:
             with open(self._tail.path, "rb") as f:
                 for i in wanted:
                     f.seek(self._starts[i])
-                    rows += parse_lines(f.read(ends[i] - self._starts[i]))[0]
+                    rows += parse_lines(f.readline(Tail.LONGEST))[0]
         except OSError:  # the folder went away
             return []
         return [_revived(row) for row in rows]
@@ -382,7 +389,7 @@ def _step_in(block: bytes, at: int) -> int:
     return int(found[1]) if found else -1
 
 
-_STEP = re.compile(rb'"step": ?(\d+)')
+_STEP = re.compile(rb'"step": ?(\d{1,15})\b')
 
 
 def _revived(value: Any) -> Any:
@@ -394,6 +401,18 @@ def _revived(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in _WORDS else value
 
 # %% ../../nbs/800_widgets_reader.ipynb #01621988
+def _controls(told: Any) -> dict[str, dict[str, float]]:
+    """What can be set, as a run tells it: value, low and high by key."""
+    found = told.items() if isinstance(told, dict) else ()
+    numbers = {k: {n: _number(x) for n, x in v.items()} for k, v in found if isinstance(v, dict)}
+    return {k: {n: x for n, x in v.items() if math.isfinite(x)} for k, v in numbers.items()}
+
+
+def _usable(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose numbers that views compute with are numbers."""
+    return {k: v for k, v in config.items() if k not in ("steps", "kl_budget", "kl_target") or type(v) in (int, float)}
+
+
 class RunReader:
     """Everything a run directory says, read as it grows.
 
@@ -472,6 +491,9 @@ class RunReader:
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in rows:
             kind = row.get("type", "step")
+            if kind in ("step", "eval") and _count(row.get("step")) is None:
+                self.damaged += 1
+                continue
             if kind == "step":
                 self.ended = None
             else:
@@ -480,9 +502,7 @@ class RunReader:
                 alike.setdefault((kind, *row), []).append(row)
         for (kind, *_), group in alike.items():
             found = columns(group)
-            steps = found.pop("step", None)
-            if steps is None or not np.isfinite(steps).all():
-                continue
+            steps = found.pop("step")
             if kind == "eval":
                 found.pop("time", None)
             self._extend({key: (steps, values) for key, values in found.items()})
@@ -490,19 +510,21 @@ class RunReader:
     def _note(self, kind: str, row: dict[str, Any]) -> None:
         """Remember an event, and what it says of the run's state."""
         self._order += 1
+        row = {k: _number(v) if type(v) is int and abs(v) >= 2**53 else v for k, v in row.items()}
+        row |= {"type": kind, "step": _count(row.get("step")) or 0}
         self._events.setdefault(kind, deque(maxlen=self.KEPT)).append((self._order, row))
-        step, total = row.get("step"), row.get("total_steps")
-        self.step = max(self.step, step if isinstance(step, int) else 0)
+        total = _count(row.get("total_steps"))
+        self.step = max(self.step, _count(row.get("step")) or 0)
         if kind in ("start", "resume"):
-            self.total_steps = total if isinstance(total, int) else self.total_steps
+            self.total_steps = self.total_steps if total is None else total
             self.format = row.get("format", FORMAT)
             self.ended, self.paused = None, False
-            self.controls = {k: dict(v) for k, v in (row.get("controls") or {}).items() if isinstance(v, dict)}
+            self.controls = _controls(row.get("controls"))
         elif kind == "end":
             self.ended, self.paused = row, False
         elif kind == "control" and row.get("ok", True):
             if row.get("request") == "set" and isinstance(row.get("new"), (int, float)):
-                self.controls.setdefault(str(row.get("key")), {})["value"] = row["new"]
+                self.controls.setdefault(str(row.get("key")), {})["value"] = _number(row["new"])
             self.paused = {"pause": True, "resume": False, "stop": False}.get(str(row.get("request")), self.paused)
 
     def _age(self) -> float:
@@ -548,9 +570,9 @@ class RunReader:
         try:
             changed = os.stat(self.run_dir.config_path).st_mtime
             if changed != self._config[0]:
-                self._config = (changed, self.run_dir.config())
-        except (OSError, ValueError, yaml.YAMLError):
-            pass  # being written at this moment: the last one that could be read
+                self._config = (changed, _usable(self.run_dir.config()))
+        except (OSError, ValueError):
+            pass  # being written at this moment, or damaged: the last one that could be read
         return self._config[1]
 
     def samples(self, step: int | None = None, last: int = 2000) -> list[dict[str, Any]]:
@@ -567,7 +589,7 @@ class RunReader:
     @property
     def status(self) -> Status:
         """Where the run stands."""
-        total = self.total_steps or self.config.get("steps")
+        total = self.total_steps or _count(self.config.get("steps"))
         silent = time.monotonic() - self._grew
         state, reason = "running", None
         if not self._order and not self._series:
@@ -578,7 +600,7 @@ class RunReader:
             state = "paused"
         elif silent > max(30.0, 10 * (self.last("perf/step_s") or 0.0)):
             state = "silent"
-        return Status(state, self.step, total if isinstance(total, int) else None, silent, reason, str(self.path))
+        return Status(state, self.step, total, silent, None if reason is None else str(reason), str(self.path))
 
     @property
     def note(self) -> str:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard, NamedTuple
 
 import torch
 
@@ -59,6 +59,29 @@ def open_samples(run: str | Path) -> SampleIndex:
     return SampleIndex(RunDir(path).samples_path if path.is_dir() else path)
 
 
+_PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", "values", "advantages", "entropies")
+
+
+def _sound(row: Row) -> Row:
+    """A sample whose fields have the kinds that views count on, whatever stands in the file; what doesn't fit is left out."""
+    step, parts = row.get("step"), row.get("rewards")
+    found = {k: v for k, v in row.items() if k not in (*_PER_TOKEN, "texts")} | {"completion": str(row["completion"])}
+    found["step"] = step if _is_number(step) and 0 <= step < 2**53 else 0
+    found["score"] = float(row["score"]) if _is_number(row.get("score")) else math.nan
+    found["rewards"] = {k: v for k, v in parts.items() if v is None or _is_number(v)} if isinstance(parts, dict) else {}
+    known = {k: row[k] for k in _PER_TOKEN if isinstance(row.get(k), list) and all(map(_is_number, row[k]))}
+    if len({len(v) for v in known.values()}) == 1:
+        found |= known
+    if isinstance(row.get("texts"), list) and all(isinstance(x, str) for x in row["texts"]):
+        found["texts"] = row["texts"]
+    return found
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that a float holds."""
+    return type(value) in (int, float) and not abs(value) > 1e300
+
+
 def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     """The newest samples that a run wrote down, oldest first, with `reward`, `kl` and `length`.
 
@@ -72,6 +95,7 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     index = run if isinstance(run, SampleIndex) else open_samples(run)
     index.poll()
     rows = [r for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
+    rows = [_sound(row) for row in rows]
     for i, row in enumerate(rows):
         length = len(row["tokens"]) if "tokens" in row else len(str(row["completion"]).split())
         row |= {"row": i, "prompt": prompt_text(row.get("prompt", "")), "reward": row.get("score", math.nan)}

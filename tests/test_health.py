@@ -1,0 +1,87 @@
+"""The "reward" light, counted: simulated runs, and the curves of real ones (`benchmarks/reward_light.py`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_nb.widgets.health import CHECKS, clearest_fall, health_of, noise
+from rlhf_nb.widgets.reader import RunReader
+
+ROOT = Path(__file__).resolve().parent.parent
+_SPEC = importlib.util.spec_from_file_location("reward_light", ROOT / "benchmarks" / "reward_light.py")
+assert _SPEC is not None and _SPEC.loader is not None
+bench: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(bench)
+
+CURVES = json.loads((ROOT / "docs" / "figures" / "reward_light.json").read_text(encoding="utf-8"))
+FAIR = [bench.real(r) for r in CURVES if r["kind"] == "fair"]
+FREE = [bench.real(r) for r in CURVES if r["kind"] == "free"]
+
+
+def test_no_false_alarm_in_real_runs_that_are_fine() -> None:
+    assert len(FAIR) >= 20
+    assert sum(bool(bench.alarms(run)) for run in FAIR) <= 0.02 * len(FAIR)
+
+
+def test_runs_without_a_price_of_drift_are_seen() -> None:
+    """Nine of ten, before gold has lost half a standard deviation."""
+    lost = [bench.lost_at(run) for run in FREE]
+    assert sum(x is not None and x < bench.LOSS for x in lost) >= 0.9 * len(FREE) > 9
+
+
+@pytest.mark.slow
+def test_no_false_alarm_in_simulated_runs_that_never_fall() -> None:
+    rng = np.random.default_rng(0)
+    runs = [bench.simulate(rng, False) for _ in range(300)]
+    assert sum(bool(bench.alarms(run)) for run in runs) <= 6
+    naive = sum(bool(bench.alarms(run, bench.newest_against_best)) for run in runs[:50])
+    assert naive > 25  # the runs are hard: what comes to mind first cries wolf
+
+
+def test_noise_and_fall_by_hand() -> None:
+    assert np.isnan(noise(np.zeros(11))) and noise(np.arange(20.0)) == 0  # a straight line has none
+    rng = np.random.default_rng(1)
+    found = [noise(0.3 * np.arange(60) + rng.normal(0, 2.0, 60)) for _ in range(200)]
+    assert np.mean(found) == pytest.approx(2.0 * (1 + 4 / 60), rel=0.03)
+    fall = clearest_fall(np.array([0.0, 1.0, 1.0, 0.0, 0.0]), 0.1, gained=0.0)
+    assert fall is not None and (fall.begin, fall.end, fall.late) == (1, 3, 2)
+    assert (fall.high, fall.now) == pytest.approx((1.0, 0.0))
+    assert fall.errors == pytest.approx(1.0 / (0.1 * (1 / 2 + 1 / 2) ** 0.5))
+
+
+def curves(n: int, falls: bool) -> dict[str, tuple[Any, Any]]:
+    t = np.arange(1.0, n + 1)
+    gold = np.where(t < n / 2, t, n - t if falls else t) + np.random.default_rng(0).normal(0, 0.5, n)
+    return {"objective/scores": (t, t), "rewards/gold": (t, gold)}
+
+
+def test_only_checkpoints_that_exist_are_named() -> None:
+    state, text = CHECKS["reward"](curves(40, True), {})  # type: ignore[misc]
+    assert state == "bad" and "go back" not in text and "Raise kl_coef" in text
+    text = CHECKS["reward"](curves(40, True), {"checkpoints": [5, 16, 39]})[1]  # type: ignore[index]
+    assert "the checkpoint of step 16" in text
+    assert CHECKS["reward"](curves(40, False), {})[0] == "ok"  # type: ignore[index]
+
+
+def test_a_run_directory_says_which_checkpoints_it_has(tmp_path: Path) -> None:
+    for name, whole in (("step-0000000016", True), ("step-0000000020", False), (".tmp-step-0000000018", True)):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        if whole:
+            (folder / "manifest.json").write_text("{}")
+    known = curves(40, True)
+    rows = [
+        {"type": "step", "step": int(t), "objective/scores": float(s), "rewards/gold": float(g)}
+        for t, s, g in zip(*known["objective/scores"], known["rewards/gold"][1])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    reader = RunReader(tmp_path)
+    reader.poll()
+    light = next(x for x in health_of(reader) if x.name == "reward")
+    assert light.state == "bad" and light.text.endswith("go back to the checkpoint of step 16")

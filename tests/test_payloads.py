@@ -1,0 +1,335 @@
+"""Forty payloads in every field that a file, a model or a person can fill: none comes to life in a browser or in a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_browser import FLAGS, MISSING, browser_path
+from typer.testing import CliRunner
+
+from rlhf_nb.app import cli
+from rlhf_nb.app.doctor import Finding, findings_table
+from rlhf_nb.app.report import prometheus, report, screen, watch
+from rlhf_nb.core import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunError, printable
+from rlhf_nb.rollout import sampler
+from rlhf_nb.run.callbacks import step_line, steps_table
+from rlhf_nb.widgets.collect import LabelQueue, pair_html, progress_html, summary_rows
+from rlhf_nb.widgets.dashboard import Dashboard
+from rlhf_nb.widgets.html import svg_page, svg_text, table_html
+from rlhf_nb.widgets.labels import LabelStore, Pair, tally
+from rlhf_nb.widgets.reader import open_runs
+from rlhf_nb.widgets.samples import Samples
+
+RUN = "window.hit=(window.hit||0)+1"
+HTML = [
+    f"<script>{RUN}</script>", f"</td></table><script>{RUN}</script>", f"<img src=x onerror='{RUN}'>", f'"><img src=x onerror="{RUN}">', f"'><svg onload={RUN}>",
+    f"<svg><script>{RUN}</script></svg>", f"<svg><animate onbegin={RUN} attributeName=x dur=1s>", f"</title><script>{RUN}</script>", f"</style><script>{RUN}</script>",
+    f"</pre></details><script>{RUN}</script>", f"<iframe srcdoc='<script>parent.{RUN}</script>'></iframe>", f"<a href='javascript:{RUN}'>x</a>",
+    f"<details open ontoggle={RUN}>", f"<body onload={RUN}>", f"<input autofocus onfocus={RUN}>", f"<video><source onerror={RUN}></video>",
+    f'" onmouseover="{RUN}" style="position:fixed;inset:0', f"' onmouseover='{RUN}", f"--><script>{RUN}</script><!--", f"]]><script>{RUN}</script>",
+    f"<<script>{RUN}//<</script>", f"\\u003cscript\\u003e{RUN}\\u003c/script\\u003e", "<style>body{display:none}</style>", "<meta http-equiv=refresh content='0;url=//x.invalid'>",
+]  # fmt: skip
+TERMINAL = [
+    "\x1b]52;c;cm0gLXJmIH4=\x07", "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]8;;http://x.invalid\x1b\\click\x1b]8;;\x1b\\", "\x9b2J", "\x9d52;c;aGk=\x9c", "\x1bP+q544e\x1b\\",
+    "\x1b[8mhidden\x1b[0m", "\x1bc", "over\rwritten", "back\x08\x08space", "bell\x07", "user\u202etxt.exe", "\u2066iso\u2069late", "[link=http://x.invalid]here[/link]", "[red]markup[/] [bold",
+]  # fmt: skip
+PAYLOADS = HTML + TERMINAL
+HARMLESS = [re.sub(r"[^\w /.:;=?-]", "x", re.sub(r"\s", " ", p)) for p in PAYLOADS]  # as long, and with the same words
+assert len(set(PAYLOADS)) == len(set(HARMLESS)) == 40
+
+
+def filled(folder: Path, words: list[str]) -> Path:
+    """A run's folder with one of these words in every field that a file, a model or a person can fill."""
+    run = folder / "run"
+    run.mkdir(parents=True)
+    events: list[dict[str, Any]] = [
+        {
+            "step": 0,
+            "type": "start",
+            "total_steps": 9,
+            "controls": {w: {"value": 0.1, "low": 0, "high": 1} for w in words},
+        }
+    ]
+    lines: list[dict[str, Any]] = []
+    for i, w in enumerate(words):
+        events.append(
+            {"step": i, "type": "step", "loss": 1.0, w: 0.5, f"loss/{w}": 0.5, f"rewards/{w}": 0.5, f"eval/{w}": 0.5}
+        )
+        events.append(
+            {"step": i, "type": "control", "request": w, "id": w, "key": w, "ok": True, "why": w, "old": w, "new": w}
+        )
+        events.append(
+            {"step": i, "type": "control", "request": "set", "key": w, "ok": i % 2 == 0, "why": w, "old": w, "new": w}
+        )
+        events.append({"step": w, "type": "warning", "message": w, w: w})
+        events += [
+            {"step": i, "type": w, "message": w},
+            {"step": i, "type": "save", "path": w},
+            {"step": i, "type": "resume", "path": w, "changed": [w]},
+        ]
+        ask: Any = w if i % 2 else [{"role": w, "content": w}]
+        common = {
+            "type": "sample",
+            "prompt": ask,
+            "completion": w,
+            "tokens": [1, 2],
+            "texts": [w, w],
+            "old_logps": [-1.0, -2.0],
+            "ref_logps": [-1.0, -1.5],
+        }
+        lines.append(common | {"step": w, "score": w, "rewards": {w: 1.0, "x": w}})
+        lines.append(common | {"step": i, "score": 1.0, "rewards": {w: 1.0}})
+    events.append({"step": 9, "type": "end", "reason": words[0]})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    (run / "samples.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    (run / "config.yaml").write_text("".join(f"{json.dumps('k' + w)}: {json.dumps(w)}\n" for w in words) + "steps: 9\n")
+    return run
+
+
+def page(folder: Path, words: list[str]) -> str:
+    """Everything here that makes HTML, in one page."""
+    run = filled(folder, words)
+    made = [
+        (
+            report({f"{words[0]} {words[2]}": run, **{words[1]: run}}, folder / "r.html", samples=100, pngs=False)
+        ).read_text()
+    ]
+    short = folder / "short"
+    short.mkdir()
+    (short / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i, "type": "step", "loss": 1.0}) + "\n" for i in range(3))
+    )
+    made += [
+        report({w: short}, folder / "r.html", pngs=False).read_text() for w in words
+    ]  # each word once as the run's name
+    board = Dashboard({words[3]: run}, widgets=False)
+    for reader in board.readers:
+        reader.poll()
+    for board.group in ("overview", "losses", "evaluation", "all"):
+        made += [board.curves(), board.words()]
+    shown = Samples(run)
+    made += [shown.table(), *(shown.detail(row) for row in shown.rows)]
+    store = LabelStore(folder / "labels.jsonl", words[4])
+    pairs = [Pair(w if i % 2 else [{"role": w, "content": w}], w, w + "!", (w, w + "?")) for i, w in enumerate(words)]
+    for pair, w in zip(pairs[1:], words[1:]):
+        LabelStore(store.path, w).add(pair, "first")
+        LabelStore(store.path, w).note(pair, w)
+    store.refresh()
+    queue = LabelQueue(pairs, store)
+    queue.message = words[5]
+    for w in words:
+        queue.current = pairs[words.index(w)]
+        made.append(pair_html(queue))
+        made += [svg_text(0, 0, w), svg_page(9, 9, w, ""), table_html([{w: w, "b": 1.0}])]
+    made += [progress_html(queue), table_html(summary_rows(store.labels())), table_html(tally(store.labels()))]
+    return "".join(made)
+
+
+class Skeleton(HTMLParser):
+    """The elements of a page with the names of their attributes, and every address in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, tuple[str, ...]]] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, tuple(sorted(k for k, _ in attrs))))
+        self.addresses += [
+            v or "" for k, v in attrs if k in ("href", "src", "srcdoc", "action", "xlink:href", "formaction", "data")
+        ]
+        self.addresses += [v for k, v in attrs if k == "style" and v and "url(" in v]
+
+    handle_startendtag = handle_starttag
+
+
+def test_no_payload_becomes_an_element_an_attribute_or_an_address(tmp_path: Path) -> None:
+    hostile, tame = Skeleton(page(tmp_path / "a", PAYLOADS)), Skeleton(page(tmp_path / "b", HARMLESS))
+    assert len(tame.elements) > 5000 and not hostile.addresses and not tame.addresses
+    assert hostile.elements == tame.elements, "the words changed the page"
+
+
+def test_every_payload_stands_in_the_page(tmp_path: Path) -> None:
+    """The test above could not fail if words were left out."""
+    text = page(tmp_path, PAYLOADS)
+    words = " ".join(t for t in _text_of(text))
+    for payload in PAYLOADS:
+        assert printable(payload)[:20] in words, payload
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+
+
+def _text_of(page: str) -> list[str]:
+    """The text between tags."""
+    found: list[str] = []
+    parser = HTMLParser()
+    parser.handle_data = found.append  # type: ignore[method-assign]
+    parser.feed(page)
+    parser.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+def test_no_payload_runs_in_chromium(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    file = tmp_path / "all.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8>{page(tmp_path / 'a', PAYLOADS)}", encoding="utf-8")
+    alive = tmp_path / "alive.html"
+    alive.write_text(f"<!doctype html><meta charset=utf-8>{HTML[0]}{HTML[2]}", encoding="utf-8")
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path(), args=FLAGS)
+        try:
+            view = browser.new_page()
+            asked: list[str] = []
+            view.on("request", lambda r: asked.append(r.url))
+            view.on("dialog", lambda d: d.dismiss())
+            view.goto(alive.as_uri())
+            assert view.evaluate("window.hit || 0") > 0, (
+                "a payload that isn't escaped must run, or this test can't fail"
+            )
+            asked.clear()
+            view.goto(file.as_uri())
+            for name in ("mouseover", "focus", "toggle", "click"):
+                view.evaluate(f"document.querySelectorAll('*').forEach(e => e.dispatchEvent(new Event('{name}')))")
+            assert view.evaluate("window.hit || 0") == 0
+            assert asked == [file.as_uri()], asked
+        finally:
+            browser.close()
+
+
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def tame(text: str) -> None:
+    """A terminal would only show this text."""
+    found = COMMANDS.search(text)
+    assert found is None, f"{found[0]!r} in {text[max(0, found.start() - 60) : found.end() + 20]!r}"
+
+
+def drawn(*things: Any, colours: bool = False, **options: Any) -> str:
+    """What rich writes to a terminal."""
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=True, color_system="truecolor" if colours else None, width=200, legacy_windows=False
+    )
+    for thing in things:
+        console.print(thing, **options)
+    return out.getvalue()
+
+
+def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
+    """Everything that writes into a terminal what others have written, by name."""
+
+    def seen(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        readers = open_runs({w: filled(folder / str(i), words) for i, w in enumerate(words[-16:])})
+        for reader in readers:
+            reader.poll()
+        picture = screen(readers)
+        links = drawn(picture, colours=True)
+        assert "\x1b]8" not in links and not COMMANDS.search(re.sub(r"\x1b\[[0-9;]*m", "", links))
+        out = io.StringIO()
+        watch({words[-2]: readers[0].path}, every=0.01, console=Console(file=out, width=200))
+        return drawn(picture) + out.getvalue()
+
+    def answers(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        asked = [w for w in words if "\x00" not in w]
+        monkeypatch.setattr(sampler, "sample", lambda *a, **k: SimpleNamespace(texts=words))
+        done = CliRunner().invoke(cli.app, ["sample", "toy", "--n", "1", "--", *asked])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    def panel(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        texts = [
+            {"prompt": w if i % 2 else [{"role": "user", "content": w}], w: w, "sft": w} for i, w in enumerate(words)
+        ]
+        policies = {w: {"gold": 1.0, "gold_std": 0.1, "length": 3.0} for w in words}
+        out = io.StringIO()
+        monkeypatch.setattr(
+            cli, "Console", lambda **k: Console(file=out, force_terminal=True, color_system=None, width=200)
+        )
+        cli.show_results(
+            {"samples": texts, "policies": policies, "stages": {"reward": {}}}, folder / words[-3].replace("/", "")
+        )
+        return out.getvalue()
+
+    def findings(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        table = [Finding("warning", w, w, w) for w in words]
+        assert "\x1b]8" not in drawn(findings_table(table), colours=True)
+        return drawn(findings_table(table))
+
+    def progress(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        method = SimpleNamespace(columns=tuple(words), name="x")
+        run: Any = SimpleNamespace(step=1, total_steps=9, method=method)
+        events = [{"step": 1, **{w: w for w in part}} for part in (words[i : i + 6] for i in range(0, 40, 6))]
+        lines = []
+        for event in events:
+            method.columns = tuple(k for k in event if k != "step")
+            lines += [step_line(event, 9, method.columns), drawn(steps_table(run, [event]))]
+        return "\n".join(lines)
+
+    def errors(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        kinds = (ConfigError, DataError, ModelError, CheckpointError, RewardError, RunError)
+        return "\n".join(str(kind(f"{w} is wrong")) for w in words for kind in kinds)
+
+    def command(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        said = ""
+        rows = folder / "rows.jsonl"
+        for w in words:
+            rows.write_text(json.dumps({w: w}) + "\n")
+            (folder / "c.yaml").write_text(f"{json.dumps(w)}: {json.dumps(w)}\n")
+            for words_of in (
+                ["sft", "--config", str(folder / "c.yaml")],
+                ["sft", f"data.path={rows}", f"output_dir={folder / 'r'}", "model.name_or_path=toy"],
+                ["doctor", "sft", f"data.path={rows}", f"output_dir={folder / 'r'}"],
+            ):
+                done = CliRunner().invoke(cli.app, words_of)
+                assert done.exit_code == 1 and not isinstance(done.exception, ValueError | TypeError), done.output
+                said += done.output
+        return said
+
+    def notes(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        said: list[str] = []
+        monkeypatch.setattr(cli.typer, "echo", lambda text, err=False: said.append(text))
+        with cli.told():
+            warnings.simplefilter("always")
+            for w in words:
+                warnings.warn(w, stacklevel=1)
+        return "\n".join(said)
+
+    def board(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        out: list[str] = []
+        monkeypatch.setattr("builtins.print", lambda *a, **k: out.append(" ".join(map(str, a))))
+        Dashboard({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])}, widgets=False)._leave_still()
+        return "\n".join(out)
+
+    def scraped(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+        return prometheus({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])})
+
+    found = (seen, answers, panel, findings, progress, errors, command, notes, board, scraped)
+    return {f.__name__: f for f in found}
+
+
+@pytest.mark.parametrize("name", sinks())
+def test_no_payload_commands_a_terminal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = sinks()[name](tmp_path, PAYLOADS, monkeypatch)
+    tame(text.replace("\r\n", "\n"))
+    assert "\u241b" in text, "the payloads didn't arrive"
+
+
+def test_the_check_of_terminals_can_fail() -> None:
+    for payload in TERMINAL[:14]:
+        with pytest.raises(AssertionError):
+            tame(payload)
