@@ -6,9 +6,11 @@ python tests/fake_front_end.py [python-of-the-kernel]   prints what came of it, 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
+from html import unescape
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -52,13 +54,16 @@ print("GOT", [r["request"] for r in got], board.failure)
 """
 
 
-def click_stop(python: str = sys.executable, subshell: bool = False, patience: float = 60.0) -> dict[str, Any]:
+def click_stop(
+    python: str = sys.executable, subshell: bool = False, patience: float = 60.0, reload: bool = False
+) -> dict[str, Any]:
     """Run the cell in a kernel, move the KL slider and click Stop as a browser would; what the run heard, and what stayed.
 
     Args:
         python: interpreter of the kernel.
         subshell: send widget messages to a subshell of the front end's, as JupyterLab >= 4.4 does.
         patience: seconds.
+        reload: the page was reloaded and its buttons are gone: run the line that the output names in a second kernel, and click Stop there.
     """
     from jupyter_client.manager import KernelManager
 
@@ -81,6 +86,10 @@ def click_stop(python: str = sys.executable, subshell: bool = False, patience: f
                 continue
             _note(found, message)
             updates = found.get("curves", 0)
+            if updates >= 3 and reload and not clicked:
+                clicked = True
+                found["second"] = _in_second_kernel(_way_back(found["shown"]), python, folder, root)
+                client.execute("print('NEXT', len(got))")
             if updates >= 3 and not clicked:
                 clicked, shell = True, _subshell(client) if subshell else None
                 moved = {"method": "update", "state": {"value": 0.2}, "buffer_paths": []}
@@ -100,8 +109,44 @@ def click_stop(python: str = sys.executable, subshell: bool = False, patience: f
                 break
         found["clicked"] = clicked
         control = folder / "run" / "control.jsonl"
+        found["picture"] = (folder / "run" / "figures" / "dashboard.png").exists()
         found["control"] = [json.loads(x) for x in control.read_text().splitlines()] if control.exists() else []
         return found
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def _way_back(html: str) -> str:
+    """The line that a cell's output names for a page that was reloaded."""
+    return unescape(re.search(r"<code>(from rlhf_nb .*?)</code>", html)[1])  # type: ignore[index]
+
+
+def _in_second_kernel(line: str, python: str, folder: Path, root: str) -> str:
+    """Run the line as the last one of a cell of another notebook, and click its Stop; what was printed."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    manager.start_kernel(cwd=str(folder.parent))
+    client = manager.client()
+    client.start_channels()
+    seen: dict[str, Any] = {"out": "", "models": {}, "displayed": {}, "updated": {}}
+    try:
+        client.wait_for_ready(timeout=60)
+        client.execute(f"import sys; sys.path.insert(0, {root!r})\n{line}", allow_stdin=True)
+        end, clicked = time.monotonic() + 30, False
+        while time.monotonic() < end and "Traceback" not in seen["out"]:
+            try:
+                _note(seen, client.get_iopub_msg(timeout=1))
+            except Empty:
+                if clicked:
+                    break
+            if seen.get("curves", 0) and not clicked:
+                clicked = True
+                _send(client, _model(seen, "Stop"), {"method": "custom", "content": {"event": "click"}}, None)
+                end = time.monotonic() + 5
+        return str(seen["out"])
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -143,6 +188,7 @@ def _note(found: dict[str, Any], message: dict[str, Any]) -> None:
     elif kind in ("display_data", "update_display_data"):
         place = found["displayed" if kind == "display_data" else "updated"]
         place[content.get("transient", {}).get("display_id", "")] = sorted(content["data"])
+        found["shown"] = found.get("shown", "") + str(content["data"].get("text/html", ""))
 
 
 if __name__ == "__main__":

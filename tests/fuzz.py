@@ -382,7 +382,9 @@ def prepare(folder: Path) -> None:
     net = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **shape, max_position_embeddings=32))
     net.save_pretrained(MODEL)
     TOKENIZER.save_pretrained(MODEL)
-    RewardModel(net.model, ScalarHead(8, "mlp", 4), pooling="mean").save(REWARD, load_tokenizer(ModelConfig()))
+    RewardModel(net.model, ScalarHead(8, "mlp", 4), pooling="mean").save(
+        REWARD, load_tokenizer(ModelConfig(name_or_path="toy"))
+    )
 
 
 TARGETS: dict[str, Target] = {

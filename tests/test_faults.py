@@ -118,7 +118,12 @@ def test_a_judge_that_stays_silent_stops_the_run(tmp_path: Path) -> None:
         Rewards(silent)(rollout(["a", "b"]))
 
 
-def test_a_run_that_stops_for_its_reward_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [ConnectionError("the endpoint is gone"), KeyboardInterrupt("the endpoint is gone")],
+    ids=["fails", "Ctrl-C twice"],
+)
+def test_a_run_that_stops_for_its_reward_loses_nothing(fault: BaseException, tmp_path: Path) -> None:
     """Three steps, then the reward fails; the checkpoint is of the third step, and going on gives the same bits as never having failed."""
     from rlhf_nb.data import toy
 
@@ -128,7 +133,7 @@ def test_a_run_that_stops_for_its_reward_loses_nothing(tmp_path: Path) -> None:
         nonlocal calls
         calls += 1
         if calls > 3:
-            raise ConnectionError("the endpoint is gone")
+            raise fault
         return toy.gold_reward(prompts, completions)
 
     def run(folder: Path, reward: Any, **how: Any) -> Any:
@@ -138,7 +143,8 @@ def test_a_run_that_stops_for_its_reward_loses_nothing(tmp_path: Path) -> None:
 
     straight = run(tmp_path / "straight", toy.gold_reward)
     with pytest.raises(
-        RewardError, match=r"the endpoint is gone.* A checkpoint of step 3 was left; resume goes on from there"
+        (RewardError, KeyboardInterrupt),
+        match=r"the endpoint is gone.* A checkpoint of step 3 was left; resume goes on from there",
     ):
         run(tmp_path / "broken", fragile)
     assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").glob("step-*")) == ["step-0000000003"]

@@ -246,7 +246,7 @@ def with_code(folder: Path, source: Path, kind: str = "LlamaForCausalLM") -> Pat
 
 def roles(model: Path, reward: Path, trust: bool) -> dict[str, Callable[[], Any]]:
     """Every role in which a run loads somebody's folder."""
-    precision, tokenizer = decide_precision("cpu"), load_tokenizer(ModelConfig())
+    precision, tokenizer = decide_precision("cpu"), load_tokenizer(ModelConfig(name_or_path="toy"))
     place = ModelConfig(name_or_path=str(model), trust_remote_code=trust)
     ensemble = reward.parent / f"{reward.name}-ensemble"
     if not ensemble.exists():

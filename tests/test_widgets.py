@@ -397,6 +397,16 @@ def test_clicks_reach_a_busy_kernel() -> None:
     assert stays == [["image/png", "text/plain"], ["text/html", "text/plain"]]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ipykernel") is None, reason="no ipykernel")
+def test_the_way_back_after_a_reload() -> None:
+    """The page was reloaded, the widgets are gone, the kernel is busy: the line under the cell gives a Stop button in another notebook."""
+    from fake_front_end import click_stop
+
+    found = click_stop(reload=True)
+    assert "GOT ['stop']" in found["out"] and "Traceback" not in found["second"], (found["out"], found.get("second"))
+    assert found["picture"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="no nbclient")
 def test_headless_notebook_holds_picture_and_table_and_no_widget_state(tmp_path: Path) -> None:
     import nbformat

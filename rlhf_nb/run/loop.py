@@ -39,7 +39,7 @@ from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0
-__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means', 'Source', 'Trainer']
+__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means']
 
 # %% ../../nbs/550_run_loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -297,8 +297,18 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
+<<<<<<< ours
         with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
             data = self.method.collect(batch, self.step)
+=======
+        try:
+            with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+                data = self.method.collect(batch, self.step)
+        except RewardError as error:  # no fault of the run's, so nothing of it may be lost
+            raise RewardError(f"{error}{self._keep_last_step()}") from error
+        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
+            raise KeyboardInterrupt(f"{error}{self._keep_last_step()}".strip()) from error
+>>>>>>> theirs
         self.meter.tokens += self.method.tokens(data)
         return data
 

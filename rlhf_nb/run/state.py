@@ -152,7 +152,8 @@ class Saves:
         self.pace, self.boundary = [*self.pace, now - self.boundary][-2:], now
         if self.every.seconds is None:
             return self.every.steps is not None and step % self.every.steps == 0
-        spent, ahead = now - self.since, max(self.pace) + writer.seconds
+        writing = writer.seconds or 0.1 * self.every.seconds  # of the first one nobody knows
+        spent, ahead = now - self.since, max(self.pace) + writing
         return not writer.busy and spent >= 2 * writer.seconds and spent + ahead >= self.every.seconds
 
     def take(self, kind: str, metrics: Mapping[str, Any]) -> str:

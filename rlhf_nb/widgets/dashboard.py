@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import math
+import shlex
 import threading
 import time
 from collections import deque
@@ -231,10 +232,20 @@ class Dashboard:
         text = f"Dashboard of {', '.join(r.label for r in self.readers)} (live; run Dashboard({str(self.target.path)!r}) to see it again)"
         data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
         display(data, raw=True, display_id=self._ids[0])
-        display({"text/html": "", "text/plain": ""}, raw=True, display_id=self._ids[1])
+        back = self.way_back()
+        display({"text/html": back, "text/plain": ""}, raw=True, display_id=self._ids[1])
         self.pump.start(self.knobs.interactive())
         self._thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
         self._thread.start()
+
+    def way_back(self) -> str:
+        """How to get the buttons back when the page was reloaded and they are gone, as HTML: this kernel is busy, any other one will do."""
+        path = str(self.target.path.resolve())
+        line = f"from rlhf_nb import Dashboard; Dashboard({path!r})"
+        return (
+            '<div style="font-size:85%;opacity:.7">The page was reloaded and the buttons are gone? In a second notebook, since this one is busy: '
+            f"<code>{escape(line)}</code>, or in a terminal: <code>rlhf-nb watch {escape(shlex.quote(path))}</code>. The run goes on.</div>"
+        )
 
     def _keep_drawing(self) -> None:
         """Draw until `close`, with a pause that keeps to the share of a core."""
@@ -286,6 +297,9 @@ class Dashboard:
         from IPython.display import display
 
         png, table = still(self.readers, self.group, self.smoothing)
+        with suppress(OSError):  # a run that is only looked at may lie where nobody can write
+            self.target.run_dir.figures.mkdir(exist_ok=True)
+            (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
         text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
         places = self._ids if update else (None, None)
