@@ -213,6 +213,12 @@ class Engine:
             raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
         return self.module, self.optimizer, self.settings
 
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Without gradient, in the forward pass's number format, weights whole on every rank."""
+        with torch.no_grad(), self.autocast(), self.generation_mode():
+            yield
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute in the precision's format inside."""
         if self.precision.compute_dtype == torch.float32:

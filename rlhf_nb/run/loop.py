@@ -39,7 +39,7 @@ from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0
-__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means']
+__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means', 'Source', 'Trainer']
 
 # %% ../../nbs/550_run_loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -297,24 +297,24 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-<<<<<<< ours
-        with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+        with self._saved(), self.meter.time("collect"), self.engine.inference():
             data = self.method.collect(batch, self.step)
-=======
-        try:
-            with self.meter.time("collect"), torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
-                data = self.method.collect(batch, self.step)
-        except RewardError as error:  # no fault of the run's, so nothing of it may be lost
-            raise RewardError(f"{error}{self._keep_last_step()}") from error
-        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
-            raise KeyboardInterrupt(f"{error}{self._keep_last_step()}".strip()) from error
->>>>>>> theirs
         self.meter.tokens += self.method.tokens(data)
         return data
 
     def _remember_source(self) -> None:
         """Before a step takes its rows: where the source stands, for a method whose step the outside can end."""
         self.before = self.source.state_dict() if self.method.asks_outside else None
+
+    @contextmanager
+    def _saved(self) -> Iterator[None]:
+        """Around what asks the outside: a stop in there is no fault of the run's, so nothing of it is lost."""
+        try:
+            yield
+        except RewardError as error:
+            raise RewardError(f"{error}{self._keep_last_step()}") from error
+        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
+            raise KeyboardInterrupt(f"{error}{self._keep_last_step()}".strip()) from error
 
     def _keep_last_step(self) -> str:
         """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
@@ -404,7 +404,7 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
         state = rng_state()
-        with torch.no_grad(), self.engine.autocast(), self.engine.generation_mode():
+        with self.engine.inference():
             found = self.method.evaluate()
         set_rng_state(state)
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
@@ -479,12 +479,9 @@ class Trainer:
             if error is self.failure:
                 with suppress(CheckpointError, RunError):
                     self.save(failed=True)
-            note = self._keep_last_step() if isinstance(error, RewardError) else ""
             self.ending.set()
             if not isinstance(error, KeyboardInterrupt):
                 self.writer.wait()
-            if note:
-                raise RewardError(f"{error}{note}") from error
             raise
         finally:
             if not self.lock.lost:  # else the log is another run's
