@@ -299,6 +299,9 @@ def _sentence(root: type[BaseModel], data: Any, error: Any, place: _Place) -> st
     return f"{where or root.__name__ + ': '}got {say_value(value)}, expected {_expected(place)}.{_remedy(value, place.kind)}"
 
 
+_SHOWN = 40  # settings that are explained one by one; a file of rubbish may hold thousands
+
+
 def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
     """Everything pydantic found wrong with some settings: one sentence a setting.
 
@@ -308,7 +311,8 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
         error: pydantic's complaint.
     """
     found: dict[tuple[int | str, ...], str] = {}
-    for e in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for e in errors[:_SHOWN]:
         place = _walk(root, e["loc"])
         if e["type"] == "missing" and place.path and isinstance(place.path[-1], int):  # a list that is too short
             place = _walk(root, place.path[:-1])
@@ -316,7 +320,10 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
             found.setdefault(place.path, _sentence(root, data, e, place))
     deepest = [p for p in found if not any(p and q != p and q[: len(p)] == p for q in found)]
     lines = [found[p] for p in deepest]
-    return lines[0] if len(lines) == 1 else f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {s}" for s in lines)
+    more = max(0, len(errors) - _SHOWN)
+    lines += [f"and {more} more"] if more else []
+    n = len(deepest) + more
+    return lines[0] if n == 1 else f"{n} settings are wrong:\n" + "\n".join(f"  {s}" for s in lines)
 
 # %% ../nbs/010_config.ipynb #d7b4f7a1
 def option(default: Any, about: str, **limits: Any) -> Any:

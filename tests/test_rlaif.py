@@ -108,7 +108,9 @@ def test_command_labels_and_says_where(model: str, tmp_path: Path) -> None:
     assert "judge is not set" in call(
         "rlaif", f"model.name_or_path={model}", f"output_dir={tmp_path / 'none'}", "data.path=toy", code=1
     )
-    assert "judge is not set" in " ".join(call("doctor", "rlaif", "data.path=toy", code=1).replace("│", " ").split())
+    assert "judge is not set" in " ".join(
+        call("doctor", "rlaif", f"model.name_or_path={model}", "data.path=toy", code=1).replace("│", " ").split()
+    )
     assert "judge is not set" not in call("doctor", "rlaif", "--toy", f"output_dir={tmp_path / 'none'}")
     call("doctor", "run", "--config", "toy_rlaif", f"output_dir={tmp_path / 'none'}")
 
