@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all mutants compat lock export lint setup clean
+.PHONY: demo test test-plain test-all mutants compat lock export lint setup clean
 
 setup: $(STAMP)
 
@@ -38,11 +38,16 @@ demo: $(STAMP)  ## SFT, a reward model and PPO on the toy world: offline, on a C
 test: $(STAMP)  ## all fast tests: repository checks, every notebook, tests/
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
+NUMERICS := test_logprobs test_sampler test_dpo_like_trl test_losses_preference test_losses_group test_losses_numbers test_preference test_loop test_recompute
+
+test-plain: $(STAMP)  ## the tests of numerics once more, with every fast path off
+	RLHF_NB_FAST=0 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not fast_path" $(NUMERICS:%=tests/%.py)
+
 $(BROWSER): $(STAMP)
 	$(PIP) install -c constraints.txt -e ".[browser]"
 	touch $(BROWSER)
 
-test-all: $(BROWSER)  ## the slow suites as well; those in a browser where Chromium is installed
+test-all: $(BROWSER) test-plain  ## the slow suites as well; those in a browser where Chromium is installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 mutants: $(STAMP)  ## wrong changes of the code, each of which a test must notice; slow; writes docs/mutants.md

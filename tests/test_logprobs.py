@@ -195,6 +195,7 @@ def test_exact_over_several_forwards(kind: str, budget: int) -> None:
     same(build(kind), completions(), share_prompts="always", token_budget=budget)
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("kind", CORE)
 @pytest.mark.parametrize("along", [False, True])
 def test_exact_along_branches_and_with_masks(kind: str, along: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def test_few_slots_give_the_same_samples(name: str, eos: list[int], num_samples:
     same(greedy, sample_tokens(model, batch, how, **go, greedy=True, batch_size=5))
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch_size", [None, 3, 20])
@@ -154,6 +155,7 @@ def test_rows_shared_among_cores_are_the_same_samples(
     assert sum(used) >= int(shared[2].sum())
 
 
+@pytest.mark.fast_path
 @pytest.mark.parametrize("early", [0.25, 0.8])
 def test_slots_are_in_use(early: float) -> None:
     """A share of the rows ends early; slots whose token is kept ÷ slots that were computed."""
@@ -169,6 +171,7 @@ def test_slots_are_in_use(early: float) -> None:
     assert max(used) <= 32
 
 
+@pytest.mark.fast_path
 def test_fewer_steps_than_chunks() -> None:
     """With a queue, no chunk waits for its longest answer."""
     model, batch, how = chatty(8), prompts(64), SamplingConfig(max_new_tokens=48)
@@ -182,6 +185,7 @@ def test_fewer_steps_than_chunks() -> None:
     assert torch.equal(together[2], lens)
 
 
+@pytest.mark.fast_path
 def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a group enters in several parts; and a mistake there would be seen."""
     read: list[int] = []
@@ -203,6 +207,7 @@ def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(a[0], b[0]) and len(read) > len(batch)
 
 
+@pytest.mark.fast_path
 def test_rows_slide_when_the_cache_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[int] = []
     real = Slots.slide
@@ -226,6 +231,7 @@ def test_one_bad_row_is_still_found() -> None:
         sample_tokens(model, prompts(12), SamplingConfig(max_new_tokens=8), eos=[EOS], pad=PAD, seed=0, batch_size=5)
 
 
+@pytest.mark.fast_path
 def test_ours_or_generate_by_name() -> None:
     model, batch = family("llama"), prompts(10)
     go = {"eos": ENDS, "pad": PAD, "seed": 2, "batch_size": 4}

@@ -146,7 +146,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     if not len(values):
         return ""
     size = -(-len(values) // width)
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    largest = max(map(abs, values)) or 1.0  # sums and differences of what is near 1e308 have no end
+    parts = [[x / largest for x in values[i : i + size]] for i in range(0, len(values), size)]
+    means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
     flat = high - low <= 1e-9 * max(abs(low), abs(high))  # what differs is rounding noise
     return "".join("▄" if flat else "▁▂▃▄▅▆▇█"[round(7 * (x - low) / (high - low))] for x in means)
