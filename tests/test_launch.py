@@ -180,7 +180,7 @@ def test_killed_before_anything_was_saved(tmp_path: Path) -> None:
     when(lambda: lines(tmp_path) >= 2, lambda: os.kill(pids(tmp_path)[1], signal.SIGKILL))
     how: dict[str, Any] = {"num_processes": 2, "device": "cpu", "run_dir": tmp_path, "say": said.append}
     result = launch(case_on_ranks, "sft", str(tmp_path), steps=60, save_every=None, **how)
-    assert len(result.failures) == 1 and "the beginning, since nothing was saved yet" in said[0]
+    assert len(result.failures) == 1 and any("the beginning, since nothing was saved yet" in x for x in said)
     assert [e["step"] for e in result.history] == list(range(1, 61))
     assert lines(tmp_path / "launch" / "attempt-1") >= 2 and not (tmp_path / "lock.json").exists()
 

@@ -33,7 +33,9 @@ class Live:
 
     def __init__(self, run: Path, say: Callable[[str], None], bar: bool = False, every: float = 1.0) -> None:
         self.path, self.say, self.every = run / "metrics.jsonl", say, every
-        self.at = self.path.stat().st_size if self.path.exists() else 0
+        text = self.path.read_bytes() if self.path.exists() else b""
+        self.at, self.tail = len(text), text[-64:]  # how far it was read, and what stood before that place
+        self.last = 0.0  # time of the newest event that was seen
         self.begun = self.told = time.time()
         self.total: int | None = None
         self.waiting: dict[str, Any] | None = None  # a step that was not told yet
@@ -72,16 +74,18 @@ class Live:
             self.told, self.waiting = time.time(), None
 
     def _new(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that were added since the last look; a log that was cut back or begun anew is read on from its end."""
+        """Whole lines that were added since the last look; a log that was cut back or begun anew is read from its beginning, and what is old is left out."""
         try:
             with open(self.path, "rb") as f:
-                size = f.seek(0, os.SEEK_END)
-                self.at = f.seek(min(self.at, size))
+                f.seek(max(0, self.at - len(self.tail)))
+                known = self.last if f.read(len(self.tail)) != self.tail else -1.0
+                if known >= 0:
+                    self.at, self.tail = f.seek(0), b""
                 data = f.read(1 << 24)
         except OSError:
             return
         whole = data[: data.rfind(b"\n") + 1]
-        self.at += len(whole)
+        self.at, self.tail = self.at + len(whole), (self.tail + whole)[-64:]
         for line in whole.splitlines():
             with suppress(ValueError, TypeError):
                 event = json_value(line)
@@ -89,7 +93,9 @@ class Live:
                     isinstance(event, dict)
                     and isinstance(event.get("step"), int)
                     and event.get("time", 0) >= self.begun - 1
+                    and event["time"] > known
                 ):
+                    self.last = event["time"]
                     yield event
 
     def _step(self, event: dict[str, Any]) -> None:
