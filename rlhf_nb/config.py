@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .aliases import elsewhere, translate
+from .aliases import SAME, elsewhere, translate
 from .core import ConfigError, check_choice, read_interval, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
@@ -243,12 +243,11 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     foreign = elsewhere(bad)
     if foreign:
         return f"{place}: unknown key {bad!r}. {foreign}"
-    near = suggest(bad, place.group.model_fields)
-    if near is not None:
-        near = f"{above}.{near}" if above else near
-    else:
-        by_last = {p.split(".")[-1]: p for p in sorted(_all_paths(root), key=len, reverse=True)}
-        near = by_last.get(suggest(bad, by_last) or "")
+    paths = sorted(_all_paths(root), key=len, reverse=True)
+    here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
+    trl = {} if above else {word: ours for word, ours in SAME.items() if ours in paths and word not in here}
+    by_last = {p.split(".")[-1]: p for p in paths}
+    near = next((words[near] for words in (here | trl, by_last) if (near := suggest(bad, words))), None)
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 

@@ -8,18 +8,19 @@ import hashlib
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['DTYPES', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
            'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval', 'GPU',
            'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state',
-           'set_rng_state']
+           'set_rng_state', 'evaluating']
 
 # %% ../nbs/000_core.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
@@ -369,3 +370,21 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
             warnings.warn(f"random state of {name} not restored: torch sees {here} CUDA devices here", stacklevel=2)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
+
+# %% ../nbs/000_core.ipynb #0e7a0002
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients and evaluation mode, put back afterwards module by module.
+
+    Args:
+        model: that is asked inside.
+    """
+    training = [m for m in model.modules() if m.training]
+    try:
+        for m in training:
+            m.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for m in training:
+            m.training = True

@@ -273,3 +273,10 @@ def test_a_streamed_run_trains_on_no_held_out_row_and_drops_what_teaches_nothing
     assert trainer.model is trainer.method.model
     with pytest.raises(AttributeError, match=r"the numbers of all steps are in trainer\.history"):
         _ = trainer.state
+
+
+def test_a_mistyped_file_of_this_folder_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="Did you mean the file 'rows.jsonl'"):
+        read_rows("rows.jsnol")

@@ -145,10 +145,10 @@ def test_several_letters_are_no_choice() -> None:
         assert MultipleChoice()(["?"] * 2, [text] * 2, answer=["C", "B"]) == [0.0, 0.0], text
 
 
-REAL = Path("/work/shared/data/gsm8k_train.jsonl.gz")
+REAL = Path(__file__).resolve().parents[2] / "shared/data/gsm8k_train.jsonl.gz"
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the public GSM8K file isn't on this machine")
+@pytest.mark.skipif(not REAL.exists(), reason="the public GSM8K file ../shared/data/gsm8k_train.jsonl.gz is not here")
 def test_the_worked_answers_of_gsm8k() -> None:
     """All 7,473: read as they are, in other dresses, and beside a wrong number."""
     rng = random.Random(0)

@@ -275,3 +275,8 @@ def test_every_trainer_keeps_its_own_signature() -> None:
     for method in ("SFT", "Reward", "PPO", "DPO", "KTO", "GRPO", "RLOO", "OnlineDPO"):
         trainer = getattr(rlhf_nb, f"{method}Trainer")
         assert list(inspect.signature(trainer).parameters)[:1] == ["config"] and callable(trainer.train)
+
+
+def test_a_mistyped_word_of_trl_is_guessed() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'recompute'"):
+        SFTConfig(gradient_checkpoint=True)

@@ -159,9 +159,12 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable
             return found  # type: ignore[no-any-return]
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)  # type: ignore[no-any-return]
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-        what = "The folder" if Path(name).is_dir() else f"No file or folder is called {name}, and the hub dataset"
+        folder = Path(name).is_dir()
+        what = "The folder" if folder else f"No file or folder is called {name}, and the hub dataset"
+        near = None if folder else suggest(name, sorted(p.name for p in Path().iterdir()))
+        hint = f" Did you mean the file {near!r}?" if near else ""
         raise DataError(
-            f"{what} {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}"
+            f"{what} {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}{hint}"
         ) from e
     finally:
         if not bars:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, suggest
+from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating, suggest
 from ..untrusted import Unreadable, json_value
 
 _log = logging.getLogger("rlhf_nb.models")
@@ -29,7 +29,7 @@ __all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_expl
            'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded',
            'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter',
            'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'save_adapter', 'evaluating']
+           'save_adapter']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -852,19 +852,6 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
     config.inference_mode = training
 
 # %% ../../nbs/300_models_load.ipynb #8d96cd70
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and evaluation mode, put back afterwards module by module."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-
-
 def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) -> None:
     """Reload what was saved, the plain way, and compare logits on a probe."""
     from transformers import AutoModelForCausalLM

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import ModelError
+from ..core import ModelError, evaluating
 from ..fast.attention import row_attention
 from ..fast.blocks import Blocks
 from ..fast.linear import rotary_table, rotate
@@ -103,6 +103,12 @@ def _few(c: Completions, rows: int, tokens: int) -> Completions:
     return c[: max(1, min(rows, many))]
 
 
+def _bound(c: Completions, model: nn.Module) -> float:
+    """How far two ways of computing may lie apart, in the format that they compute in."""
+    kind, dtype = c.prompt_ids.device.type, next(model.parameters()).dtype
+    return BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
+
+
 def _distrust_all(model: Any, decoder: nn.Module, others: Iterable[nn.Module], reason: str) -> None:
     """Fast paths are off for a decoder and for those of its class in other models; one warning."""
     for m in (decoder, *(m for other in others for m in other.modules())):
@@ -111,7 +117,6 @@ def _distrust_all(model: Any, decoder: nn.Module, others: Iterable[nn.Module], r
     log.warning("%s: %s. Fast paths and shared prompts are off for this model.", type(model).__name__, reason)
 
 
-@torch.no_grad()
 def self_check(
     model: Any,
     c: Completions,
@@ -139,9 +144,7 @@ def self_check(
         ModelError: the plain path of the scorer doesn't agree with the model, either.
     """
     c = _few(c, rows, tokens)
-    training = [m for m in model.modules() if m.training]
-    kind, dtype = c.prompt_ids.device.type, next(model.parameters()).dtype
-    bound = BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
+    bound = _bound(c, model)
 
     def off_by(logps: Tensor) -> float:
         return float((logps.double() - want)[c.completion_mask].abs().max()) if c.completion_mask.any() else 0.0
@@ -157,9 +160,7 @@ def self_check(
         except ModelError:  # trees are refused for another reason
             return off_by(completion_logps(model, c, temperature=temperature).logps)
 
-    try:
-        for m in training:
-            m.training = False
+    with evaluating(model):
         want = plain_logps(model, c, temperature)
         scorer = scored()
         sampler = None if sampler_logps is None else off_by(sampler_logps[: len(c), : want.shape[1]])
@@ -178,13 +179,9 @@ def self_check(
                     f"log-probs of {type(model).__name__} differ from model(...) by {plain:.2g} nats even on the plain path (bound {bound:g}): "
                     "its forward pass depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
                 )
-    finally:
-        for m in training:
-            m.training = True
     return Checked(len(c), int(c.completion_mask.sum()), bound, scorer, sampler, can_run(model))
 
 # %% ../../nbs/185_scoring_check.ipynb #5c0e1a02
-@torch.no_grad()
 def check_scores(
     model: Any, c: Completions, rows: int = 4, tokens: int = 1024, others: Iterable[nn.Module] = ()
 ) -> Checked:
@@ -199,9 +196,7 @@ def check_scores(
         ModelError: the plain path of the scorer doesn't agree with the decoder, either.
     """
     c = _few(c, rows, tokens)
-    decoder, training = model.decoder, [m for m in model.modules() if m.training]
-    kind, dtype = c.prompt_ids.device.type, next(decoder.parameters()).dtype
-    bound = BOUNDS.get(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype, 0.4)
+    decoder, bound = model.decoder, _bound(c, model.decoder)
 
     def own(i: int) -> Tensor:
         ids = torch.cat([c.prompt_ids[i][c.prompt_mask[i]], c.completion_ids[i, : int(c.completion_lens[i])]])
@@ -212,25 +207,19 @@ def check_scores(
         got = sequence_scores(decoder, model.number, c, pooling=model.pooling).double()
         return float((got - want).abs().max() / want.abs().max().clamp_min(1.0))
 
-    try:
-        for m in training:
-            m.training = False
-        with model.speaking():
-            want = torch.stack([own(i) for i in range(len(c))]).double()
-            scorer = off_by()
-            if scorer > bound:
-                reason = (
-                    f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
+    with evaluating(model), model.speaking():
+        want = torch.stack([own(i) for i in range(len(c))]).double()
+        scorer = off_by()
+        if scorer > bound:
+            reason = (
+                f"scores were found to differ from the decoder's own ({scorer:.2g} of the largest, bound {bound:g})"
+            )
+            _distrust_all(model, decoder_of(decoder), others, reason)
+            with use_fast(False):
+                plain = off_by()
+            if plain > bound:
+                raise ModelError(
+                    f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} of the largest even on the "
+                    f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
                 )
-                _distrust_all(model, decoder_of(decoder), others, reason)
-                with use_fast(False):
-                    plain = off_by()
-                if plain > bound:
-                    raise ModelError(
-                        f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} of the largest even on the "
-                        f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
-                    )
-    finally:
-        for m in training:
-            m.training = True
     return Checked(len(c), int(c.completion_lens.sum()), bound, scorer, None, can_run(decoder))

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from ..config import DataConfig, PathText, option
-from ..core import ConfigError
+from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences, tokenize_preferences
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -19,7 +19,6 @@ from ..losses.kto import RunningMean
 from ..losses.preference import Entry, PairLogps, PairOptions, check_losses
 from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
 from ..models.adapters import Reference
-from ..models.load import evaluating
 from .registry import register
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .setup import Row, split_pairs, toy_presets

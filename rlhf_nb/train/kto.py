@@ -14,13 +14,12 @@ from pydantic import model_validator
 from torch import Tensor
 
 from ..config import DataConfig, PathText, option
-from ..core import DataError
+from ..core import DataError, evaluating
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
 from ..scoring.trees import plan
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
-from ..models.load import evaluating
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
 from .setup import Row, in_kind, toy_presets

@@ -3,6 +3,7 @@
 # %% ../../nbs/618_train_offline.ipynb #618aa001
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -152,9 +153,9 @@ class OfflineMethod(TextMethod):
         for name in self.reference_columns if rows and next(iter(self.reference_columns)) in rows[0] else ():
             setattr(batch, name, torch.tensor([r[name] for r in rows]))
 
+    @abstractmethod
     def answers(self, batch: Any) -> Completions:
         """2B completions: the two answers of each row, next to each other."""
-        raise NotImplementedError
 
     def answers_in(self, batch: Any) -> Completions:
         """The same, for the self-check."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
-from ..core import derive_seed
+from ..core import derive_seed, evaluating
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
-from ..models.load import evaluating
 from ..scoring.check import check_scores
 from .registry import register
 from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets

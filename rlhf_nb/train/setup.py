@@ -87,7 +87,8 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
         return list(to_unpaired(pairs[: n // 2])), list(to_unpaired(held))
     if kind == "prompt":
         return toy.train_prompts(n, here), toy.test_prompts(TOY_HELD_OUT, there)
-    return toy.sft_rows(n, here), toy.sft_rows(TOY_HELD_OUT, there, test=True)
+    rows = toy.sft_rows(n + TOY_HELD_OUT, here)[:n]  # as always, so that numbers of toy runs stay comparable
+    return rows, toy.sft_rows(TOY_HELD_OUT, there, test=True)
 
 
 def place_of(data: DataConfig) -> str:
