@@ -123,7 +123,11 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
     try:
         model.generation_config = how  # the model's own may hold penalties that are not the policy's
         model.generate(  # synced_gpus: each rank has all parameters here, and asks as often as its own rows need
-            ids, attention_mask=mask, generation_config=how, logits_processor=LogitsProcessorList([choose]), synced_gpus=False
+            ids,
+            attention_mask=mask,
+            generation_config=how,
+            logits_processor=LogitsProcessorList([choose]),
+            synced_gpus=False,
         )
     finally:
         model.generation_config = before

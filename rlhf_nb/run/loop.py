@@ -232,7 +232,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.method: Any = method
         self.source, self.config = source, config
-        self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        size = sum(p.numel() for p in method.module.parameters())
+        self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
