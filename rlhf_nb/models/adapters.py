@@ -54,7 +54,12 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
                 f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), and a trained copy would part them. Leave it out, "
                 "or train all weights (model.lora=null)."
             )
-        inside = {key.split(".")[-1] for part, m in found.items() for key, x in m.named_modules(prefix=part) if type(x).__name__ in _ADAPTABLE}
+        inside = {
+            key.split(".")[-1]
+            for part, m in found.items()
+            for key, x in m.named_modules(prefix=part)
+            if type(x).__name__ in _ADAPTABLE
+        }
         targets = settings.target_modules
         head = {key.split(".")[-1] for key, m in found.items() if m is ends[1]}  # all-linear leaves the head out
         both = inside - head if targets == "all-linear" else inside & {t.split(".")[-1] for t in targets}
@@ -163,7 +168,11 @@ class Reference:
             for _, whole in saved_wholes(model):
                 first = whole.original_module.state_dict()
                 for name, own in whole.modules_to_save.items():
-                    spoken |= {name} if any(not torch.equal(v.to(first[k]), first[k]) for k, v in own.state_dict().items()) else set()
+                    spoken |= (
+                        {name}
+                        if any(not torch.equal(v.to(first[k]), first[k]) for k, v in own.state_dict().items())
+                        else set()
+                    )
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the policy starts from, and KL would be measured against "

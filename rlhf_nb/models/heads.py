@@ -20,7 +20,14 @@ from ..core import ModelError, check_choice, evaluating
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from .load import adapter_names, as_plain_lora, base_of_adapter, check_loaded, check_whole, compare_outputs
+from rlhf_nb.models.load import (
+    adapter_names,
+    as_plain_lora,
+    base_of_adapter,
+    check_loaded,
+    check_whole,
+    compare_outputs,
+)
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
 from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions

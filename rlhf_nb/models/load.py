@@ -741,7 +741,6 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
             whole = rows.T if layer.fan_in_fan_out else rows
         return whole.to(weight.dtype)
 
-
 # %% ../../nbs/300_models_load.ipynb #3e666c65
 _OURS = ["model*.safetensors", "model*.index.json", "adapter_config.json", "adapter_model.safetensors"]
 _OURS += ["reward_head.safetensors", "REWARD_MODEL.md"]
@@ -897,7 +896,9 @@ def as_plain_lora(
     Raises:
         ModelError: the start isn't known (the adapter was put in by other hands).
     """
-    starts = {name: s[adapter] for name, layer in lora_layers(module) if adapter in (s := layer.__dict__.get(STARTS, {}))}
+    starts = {
+        name: s[adapter] for name, layer in lora_layers(module) if adapter in (s := layer.__dict__.get(STARTS, {}))
+    }
     if not starts:
         if str(config.init_lora_weights).startswith(("pissa", "olora")):
             raise ModelError(
