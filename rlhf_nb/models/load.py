@@ -947,7 +947,9 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
         residues = [(base, base.weight.data) for _, base in moved]
         for layer, base in moved:  # the adapter belongs to the weights as they were loaded
             base.weight.data = _merged_weight(layer, None)
-        model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
+            model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
         try:
             with evaluating(model), using_adapter(model, "saved_copy"):
                 found = model(input_ids=ids).logits
