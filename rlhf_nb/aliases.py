@@ -22,6 +22,7 @@ SAME: dict[str, str] = {
     "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "recompute",
     "model_name_or_path": "model.name_or_path", "model_revision": "model.revision", "lora_r": "model.lora.r",
     "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout", "trust_remote_code": "model.trust_remote_code",
+    "use_dora": "model.lora.use_dora", "use_rslora": "model.lora.use_rslora", "lora_modules_to_save": "model.lora.modules_to_save",
     "lora_target_modules": "model.lora.target_modules", "attn_implementation": "model.attn_implementation",
     "dataset_name": "data.path", "dataset_config": "data.subset", "dataset_train_split": "data.split",
     "dataset_test_split": "data.eval_split", "dataset_streaming": "data.streaming",

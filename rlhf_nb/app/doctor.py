@@ -30,7 +30,7 @@ from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
-from ..train.setup import Kind, Row, in_kind, load_rows, place_of, raw_rows, reading_of
+from ..train.setup import Kind, Row, in_kind, made_rows, place_of, raw_rows, reading_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
@@ -338,8 +338,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(place_of(data)):
-        return load_rows(data, kind, seed)[0][:ROWS]
+    made = made_rows(place_of(data), kind, seed)
+    if made is not None:
+        return made[0][:ROWS]
     rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), ROWS))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
