@@ -31,7 +31,7 @@ from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
 from ..train.kto import tokenize_labelled
 from ..train.registry import of
-from ..train.setup import Kind, Row, load_rows, place_of
+from ..train.setup import Kind, Row, made_rows, place_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
@@ -339,8 +339,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(place_of(data)):
-        return load_rows(data, kind, seed)[0][:ROWS]
+    made = made_rows(place_of(data), kind, seed)
+    if made is not None:
+        return made[0][:ROWS]
     rows = list(to_rows(islice(open_rows(place_of(data), data.split, data.subset)(), ROWS), kind))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")

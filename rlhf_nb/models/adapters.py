@@ -245,20 +245,29 @@ class PolicyValue(nn.Module):
         return self.value_head(states) - self.value_bias  # type: ignore[no-any-return]
 
     def forward(
-        self, c: Completions, *, values: bool = True, token_budget: int = TOKEN_BUDGET, **options: Any
+        self,
+        c: Completions,
+        *,
+        values: bool = True,
+        head_only: bool = False,
+        token_budget: int = TOKEN_BUDGET,
+        **options: Any,
     ) -> TokenScores:
         """Log-probs, entropy and values of completion tokens.
 
         Args:
             c: prompts and completions.
             values: also the value before each token.
+            head_only: a shared critic's values leave the policy's states as they are: their gradient ends at the value head.
             token_budget: tokens of one forward pass at most.
             options: temperature, entropy, as in `completion_logps`.
 
         Returns:
             logps, entropy or None, values or None; [B, C] each, 0 where no token counts. With gradient where it is enabled.
         """
-        head = self._value if values and self.mode == "shared" else None
+        head = None
+        if values and self.mode == "shared":
+            head = (lambda h: self._value(h.detach())) if head_only else self._value
         with self._speaking(self.policy_adapter):
             out = completion_logps(self.policy, c, token_budget=token_budget, value_head=head, **options)
         if not values or self.mode == "shared":

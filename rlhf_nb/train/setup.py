@@ -21,6 +21,7 @@ from ..data.convert import to_unpaired
 from ..data.formats import DataWarning, detect_format, to_rows
 from ..data.readers import open_rows, read_rows
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
+from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..run.callbacks import Callback
@@ -36,9 +37,9 @@ Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'in_kind', 'load_rows',
-           'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
-           'TextTrainer']
+__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'Pairs', 'CausalScorer', 'load_policy', 'made_rows',
+           'place_of', 'in_kind', 'load_rows', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
+           'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -91,15 +92,38 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     return rows, toy.sft_rows(TOY_HELD_OUT, there, test=True)
 
 
+SUMS_ROWS = 4000
+
+
+def _sums_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+    """Word problems (notebook 235); what is held out asks for sums that training never asks for, the same ones whatever the seed."""
+    make = {"preference": sums_pairs, "unpaired": sums_pairs, "prompt": sums_prompts, "sft": sums_demonstrations}[kind]
+    rows, held = make(SUMS_ROWS, derive_seed(seed, kind)), make(TOY_HELD_OUT, 0, True)
+    return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
+
+
+def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[Row]] | None:
+    """Rows to train on and held-out rows that the package makes itself; None where a name stands for none of its worlds.
+
+    Args:
+        name: "toy", "sums", or a place of data.
+        kind: "sft", "preference", "unpaired" or "prompt".
+        seed: of the generators.
+    """
+    if is_toy(name):
+        return _toy_rows(kind, seed)
+    return _sums_rows(kind, seed) if is_sums(name) else None
+
+
 def place_of(data: DataConfig) -> str:
-    """File, directory or hub name of a run's rows, or "toy".
+    """File, directory or hub name of a run's rows, or "toy" or "sums".
 
     Raises:
         ConfigError: nobody has said where they are.
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy' for the toy world; in Python a trainer also takes rows=."
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here; in Python a trainer also takes rows=."
         )
     return data.path
 
@@ -125,7 +149,7 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Args:
         data: where rows come from; duplicates are dropped unless `dedup` is off.
         kind: "sft" (demonstrations), "preference", "unpaired" or "prompt".
-        seed: of the toy world's generators.
+        seed: of the generators of worlds that are made here.
 
     Returns:
         (training rows, held-out rows); the second may be empty.
@@ -133,8 +157,9 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Raises:
         DataError: nothing there, or rows of another format.
     """
-    if is_toy(place_of(data)):
-        return _toy_rows(kind, seed)
+    made = made_rows(place_of(data), kind, seed)
+    if made is not None:
+        return made
     rows = list(in_kind(read_rows(place_of(data), data.split, subset=data.subset), kind))
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
@@ -329,7 +354,9 @@ class TextTrainer(Trainer):
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
-        streamed = rows is None and config.data.streaming and not is_toy(config.data.path)
+        streamed = (
+            rows is None and config.data.streaming and not (is_toy(config.data.path) or is_sums(config.data.path))
+        )
         if rows is None:
             rows, held = [], held_out_of_stream(config.data, self.kind) if streamed else []
             if not streamed:
