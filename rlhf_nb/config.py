@@ -566,7 +566,9 @@ class ModelConfig(StrictConfig):
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
-    path: PathText | None = Field(default=None, description="file, directory, hub name, or 'toy'; null: not said yet")
+    path: PathText | None = Field(
+        default=None, description="file, directory, hub name, or 'toy' or 'sums' (made here); null: not said yet"
+    )
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")

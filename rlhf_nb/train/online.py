@@ -19,12 +19,14 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, Samplin
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.sums import is_sums
 from ..evaluate.policy import evaluate
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..models.load import disable_dropout, is_toy, using_adapter
+from ..rewards.answers import Number
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
@@ -60,7 +62,7 @@ class OnlineConfig(TrainConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
-        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
+        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world, 'check' for data.path=sums",
     )
     reward_timeout: float | None = Field(
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
@@ -412,7 +414,7 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
 
     Args:
         config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in the toy world "gold" or "check"
-            (1 for a right answer).
+            (1 for a right answer); with the word problems of `data.path=sums`, "check".
 
     Raises:
         ConfigError: it names nothing.
@@ -422,6 +424,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to the trainer."
         )
+    if config.reward == "check" and is_sums(config.data.path):
+        return Number("answer", name="right"), {}
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
