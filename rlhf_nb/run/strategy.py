@@ -62,16 +62,16 @@ def _library_factor(
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    options: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": 0.1 if min_rate is None else min_rate},
         "polynomial": {"lr_end": min_rate or 0.0, "power": power},
         "inverse_sqrt": {"timescale": more},
         "wsd": {"num_decay_steps": more, "num_stable_steps": length - more, "min_lr_ratio": min_rate or 0.0, "decay_type": "linear"},
-    }[schedule]  # fmt: skip
+    }  # fmt: skip
     name = "warmup_stable_decay" if schedule == "wsd" else schedule
     steps = None if schedule == "wsd" else length
     made = get_scheduler(
-        name, optimizer, num_warmup_steps=0, num_training_steps=steps, scheduler_specific_kwargs=options
+        name, optimizer, num_warmup_steps=0, num_training_steps=steps, scheduler_specific_kwargs=options[schedule]
     )
     factor: Callable[[int], float] = made.lr_lambdas[0]
     return factor
@@ -171,8 +171,9 @@ def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerCo
         raise ConfigError(
             f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}: pip install -U torch, or use adamw."
         )
-    ends: list[Any] = [m.get_output_embeddings() for m in module.modules() if hasattr(m, "get_output_embeddings")]
-    ends += [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    every: list[Any] = list(module.modules())
+    ends: list[Any] = [m.get_output_embeddings() for m in every if hasattr(m, "get_output_embeddings")]
+    ends += [m for m in every if isinstance(m, nn.Embedding)]
     outer = {id(p) for m in ends if isinstance(m, nn.Module) for p in m.parameters()}
 
     def hidden(p: Tensor) -> bool:
