@@ -106,7 +106,7 @@ EXPLAINED: dict[str, str] = {
     "fsdp": "sharding by torch: here `rlhf-nb launch --strategy fsdp2`",
     "packing": "rows joined to fill a length: here rows of like length share a forward of token_budget tokens, which changes no number",
     "padding_free": "no padding in a forward: here rows of like length share a forward, and prompts in common are computed once",
-    "dataset_text_field": "the column with the text: here it is called text; rename_columns(rows, {'old': 'text'}) renames one",
+    "dataset_text_field": "the column with the text: here it is called text; data.columns={OLD: text} renames one",
     "dataset_num_proc": "processes that tokenize: here one does it, before the run",
     "remove_unused_columns": "drop columns: here every column stays, and reward functions get them by name",
     "eos_token": "the token that ends a completion: here the tokenizer's; set tokenizer.eos_token",

@@ -577,6 +577,13 @@ class DataConfig(StrictConfig):
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
     dedup: bool = option(True, "drop rows that occur twice")
+    columns: dict[str, str | None] = option(
+        {}, "old name: new name, for columns that are called something else; null drops one"
+    )
+    shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
+    attributes: dict[str, float] | None = option(
+        None, "HelpSteer2: attribute: weight in the score; null: the published weights"
+    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 
