@@ -3,7 +3,10 @@
 # %% ../../nbs/300_models_load.ipynb #c6389e2e
 from __future__ import annotations
 
+import copy
+import importlib.util
 import logging
+import math
 import os
 import shutil
 import sys
@@ -20,22 +23,24 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating, suggest
+from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
+__all__ = ['STARTS', 'named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
            'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded',
-           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter',
-           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'save_adapter']
+           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base',
+           'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model',
+           'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
     path = Path(name).expanduser()
     written = name.startswith((".", "~", os.sep)) or "\\" in name or name.count("/") > 1
+    written = written or path.suffix == ".gguf"
     return written or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
 
 
@@ -72,21 +77,25 @@ def is_toy(name: str | None) -> bool:
     return name == "toy" and not Path(name).exists()
 
 
-def find_model(name: str) -> tuple[str, str]:
+def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
     """Decide what a model's name stands for, before anything is loaded.
 
     Args:
-        name: a directory or a hub name.
+        name: a directory, a GGUF file, a hub name, or a short name (notebook 295).
+        revision: as in `model.revision`.
 
     Returns:
-        ("model" | "adapter" | "hub", the directory or the name).
+        ("model" | "adapter" | "gguf" | "hub", the directory, the file or the name).
 
     Raises:
-        ModelError: a path that doesn't exist (with its nearest sibling), or a directory without a safetensors model.
+        ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a short name that was never fetched.
     """
+    name = resolve(name, revision)
     path = Path(name).expanduser()
     if not _looks_local(name):
         return "hub", name
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf", str(path)
     if not path.is_dir():
         raise _no_such_path(path, "model directory")
     files = {p.name for p in path.iterdir()}
@@ -100,6 +109,8 @@ def find_model(name: str) -> tuple[str, str]:
         inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
         hint = f"It holds: {', '.join(sorted(files)[:8]) or 'nothing'}."
         hint = f"Models are in its sub-directories: {', '.join(inside)}." if inside else hint
+        packed = sorted(f for f in files if f.endswith(".gguf"))
+        hint = f"Name its GGUF file: {path / packed[0]}" if packed else hint
         raise ModelError(f"{str(path)!r} has no config.json, so it is not a saved model. {hint}")
     if not any(f.endswith(".safetensors") for f in files):
         raise _no_weights(path, files, "A model is loaded from *.safetensors files only")
@@ -259,7 +270,9 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
             )
         else:
             hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
-        raise ModelError(f"{what} {name!r} can't be loaded. {hint} ({type(e).__name__}: {reason})") from e
+        raise ModelError(
+            f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
+        ) from e
 
 # %% ../../nbs/300_models_load.ipynb #a4f14b4d
 def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -267,7 +280,7 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
 
     Args:
         kind: a class of transformers with `from_pretrained`.
-        name: directory or hub name.
+        name: directory, GGUF file, hub name or short name.
         what: named in messages: "model", "tokenizer", ...
         trust_remote_code: run Python code that comes with it; nobody is asked.
         options: passed on.
@@ -275,6 +288,9 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
     Raises:
         ModelError: not there, not readable, or it comes with code that isn't trusted; says what to do.
     """
+    name = resolve(name, options.get("revision"))
+    if Path(name).suffix == ".gguf" and Path(name).expanduser().is_file():
+        return _from_gguf(kind, Path(name).expanduser(), what, options)
     return load_or_explain(
         what, name, lambda: kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     )
@@ -315,6 +331,53 @@ def _hub_adapter(name: str, revision: str | None) -> str | None:
     )
     return find_model(str(Path(config).parent))[1]
 
+# %% ../../nbs/300_models_load.ipynb #539574e6
+def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> Any:
+    """What a GGUF file holds (model, configuration or tokenizer), as if it had never been packed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(
+            f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is small): pip install gguf"
+        )
+    import transformers.modeling_gguf_pytorch_utils as reading
+
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ModelError(
+                f"{str(file)!r} doesn't begin like a GGUF file: it is damaged, cut, or something else. Fetch it again."
+            )
+    if "quantization_config" in options:
+        raise ModelError(
+            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set model.lora.quantize_4bit=false."
+        )
+    kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors")}
+    bar = getattr(reading, "tqdm", None)
+    reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
+    try:
+        found = load_or_explain(
+            what, str(file), lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, **kept)
+        )
+    finally:
+        reading.tqdm = bar  # type: ignore[attr-defined]
+    model = found[0] if isinstance(found, tuple) else found
+    if isinstance(model, nn.Module):
+        _unmark(model, file)
+    return found
+
+
+def _unmark(model: Any, file: Path) -> None:
+    """Take the mark of a packed model off one whose weights are unpacked, and say that they were."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.config._name_or_path = model.name_or_path = str(file)
+    bytes_ = sum(p.numel() * p.element_size() for p in model.parameters())
+    format_ = str(model.dtype).removeprefix("torch.")
+    warnings.warn(
+        f"{file.name}: packed weights ({file.stat().st_size / 1e9:.2g} GB) are unpacked to {format_} ({bytes_ / 1e9:.2g} GB); what packing rounded away stays lost.",
+        stacklevel=4,
+    )
+
 # %% ../../nbs/300_models_load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
@@ -337,7 +400,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory or hub name ("toy": the toy world's); `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name or short name ("toy": the toy world's); `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
@@ -350,11 +413,12 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     else:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        name = resolve(name, cfg.revision)
         local = Path(name).expanduser()
         if _looks_local(name):
-            if not local.is_dir():
+            if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
                 raise _no_such_path(local, "tokenizer directory")
-            if not any((local / f).exists() for f in _TOKENIZER_FILES):
+            if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
                 raise ModelError(
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
                 )
@@ -459,8 +523,6 @@ def resize_embeddings(model: Any, rows: int) -> int:
 # %% ../../nbs/300_models_load.ipynb #818abe67
 def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
     """The 4-bit settings of QLoRA; bitsandbytes is looked for only here."""
-    import importlib.util
-
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install bitsandbytes`, or set quantize_4bit=false."
@@ -520,7 +582,7 @@ def load_causal_lm(
 
         model = build_model(seed).to(dtype)
     else:
-        kind, where = find_model(str(cfg.name_or_path))
+        kind, where = find_model(str(cfg.name_or_path), cfg.revision)
         if kind == "hub" and (folder := _hub_adapter(where, cfg.revision)) is not None:
             kind, where = "adapter", folder
         load = _load_adapter_merged if kind == "adapter" else _load_plain
@@ -606,6 +668,25 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
 
 
+def saved_wholes(model: nn.Module) -> list[tuple[str, Any]]:
+    """Name and wrapper of every module that an adapter trains in full (peft's modules_to_save)."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+
+
+def moves_base(model: Any) -> bool:
+    """Whether an adapter's start took a part out of the frozen weights, so that with adapters off the model is another one."""
+    configs = getattr(model, "peft_config", {}).values()
+    told = any(str(getattr(c, "init_lora_weights", "")).startswith(("pissa", "olora")) for c in configs)
+    return told or any(layer.__dict__.get(STARTS) for _, layer in lora_layers(model))
+
+
+STARTS = "_rlhf_nb_starts"  # of an adapted layer: {adapter: (A, B) that were taken out of its frozen weight}
+
+
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the adapters in a model, in order of their addition; [] for a plain model."""
     names: dict[str, None] = {}
@@ -625,7 +706,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     Raises:
         ModelError: there is no such adapter.
     """
-    layers = [layer for _, layer in lora_layers(model)]
+    layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
     known = adapter_names(model)
     if name is not None:
         check_choice("the model's adapter", name, known, ModelError)
@@ -641,9 +722,10 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 
     try:
         for layer in layers:
-            if name is not None:
+            has = name is not None and (not hasattr(layer, "modules_to_save") or name in layer.modules_to_save)
+            if has:
                 layer.set_adapter(name)
-            layer.enable_adapters(name is not None)
+            layer.enable_adapters(has)
         restore()
         yield
     finally:
@@ -664,12 +746,19 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
         A state dict with the plain model's keys; weights without adapters are the module's own tensors.
 
     Raises:
-        ModelError: adapters of a kind that can't be merged by adding (DoRA and the like).
+        ModelError: adapters of a kind that can't be merged (other than LoRA and DoRA).
     """
     module = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
     layers = dict(lora_layers(module))
     out: dict[str, Tensor] = {}
-    for key, value in module.state_dict().items():
+    state = module.state_dict()
+    for key, value in state.items():
+        name, wrapped, rest = key.partition(".original_module.")
+        if wrapped:
+            out[f"{name}.{rest}"] = state.get(f"{name}.modules_to_save.{adapter}.{rest}", value)
+            continue
+        if ".modules_to_save." in key:
+            continue
         name, inside, rest = key.partition(".base_layer.")
         if not inside or name not in layers:
             if not any(part.startswith("lora_") for part in key.split(".")):
@@ -682,23 +771,35 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
 
 
 def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
-    """W + (α/r) B A of one adapted layer, in W's number format (4-bit weights are unpacked)."""
+    """W + (α/r) B A of one adapted layer (DoRA: with rows of the learnt lengths), in W's number format; 4-bit weights are unpacked.
+
+    Without an adapter: W as it was loaded, so what an adapter's start took out of it is put back.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.utils.integrations import dequantize_module_weight
 
     base = layer.get_base_layer()
     weight: Tensor = base.weight if base.weight.is_floating_point() else dequantize_module_weight(base)
     if adapter is None:
+        for name, (a, b) in layer.__dict__.get(STARTS, {}).items():
+            taken = layer.scaling[name] * b.to(weight.device) @ a.to(weight.device)
+            weight = (weight.float() + (taken.T if layer.fan_in_fan_out else taken)).to(weight.dtype)
         return weight.detach()
-    if not isinstance(layer, LoraLayer) or layer.use_dora.get(adapter, False):
+    variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
+    if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(layer).__name__} adapter can't be merged by adding; only plain LoRA can. Save the adapter itself (merge=False)."
+            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter itself (merge=False)."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
     with torch.no_grad():
         delta: Tensor = layer.get_delta_weight(adapter)
-        return (weight.float() + delta.float()).to(weight.dtype)
+        whole = weight.float() + delta.float()
+        if variant is not None:
+            rows = whole.T if layer.fan_in_fan_out else whole
+            rows = rows * (layer.lora_magnitude_vector[adapter].weight.float() / rows.norm(dim=1))[:, None]
+            whole = rows.T if layer.fan_in_fan_out else rows
+        return whole.to(weight.dtype)
 
 # %% ../../nbs/300_models_load.ipynb #3e666c65
 _OURS = ["model*.safetensors", "model*.index.json", "adapter_config.json", "adapter_model.safetensors"]
@@ -838,6 +939,44 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
         raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
 
 
+def as_plain_lora(
+    module: nn.Module, adapter: str, config: Any, weights: dict[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A − B₀ A₀.
+
+    Args:
+        module: that holds the adapter.
+        adapter: its name.
+        config: its peft configuration.
+        weights: its tensors by names that end in `.lora_A.weight` and the like, without its name.
+
+    Returns:
+        Configuration and tensors that fit the model from the hub; those given where nothing was taken out.
+
+    Raises:
+        ModelError: the start isn't known (the adapter was put in by other hands).
+    """
+    starts = {
+        name: s[adapter] for name, layer in lora_layers(module) if adapter in (s := layer.__dict__.get(STARTS, {}))
+    }
+    if not starts:
+        if str(config.init_lora_weights).startswith(("pissa", "olora")):
+            raise ModelError(
+                f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what was taken out of them isn't known, so "
+                "the adapter alone would be wrong on the model it came from. Save it merged (merge=True), or let model.lora.init_lora_weights put it in."
+            )
+        return config, weights
+    config, out = copy.deepcopy(config), dict(weights)
+    config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
+    config.r, config.init_lora_weights = 2 * config.r, True
+    for key, value in weights.items():
+        name, _, part = key.rpartition(".lora_")
+        if part in ("A.weight", "B.weight"):
+            a, b = (x.to(value) for x in starts[name])
+            out[key] = torch.cat([value, a]) if part == "A.weight" else torch.cat([value, -b], 1)
+    return config, out
+
+
 def save_adapter(model: Any, name: str, folder: Path) -> None:
     """Write one adapter of a peft model at the top of a folder, whatever its name is."""
     from peft import get_peft_model_state_dict
@@ -845,8 +984,8 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
 
     weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=name).items()}
     check_whole(name, weights)
+    config, weights = as_plain_lora(model, name, model.peft_config[name], weights)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[name]
     training, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
     config.inference_mode = training
@@ -862,15 +1001,25 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
         expected = model(input_ids=ids).logits
     if (folder / "adapter_config.json").exists():
         trainable = [(p, p.requires_grad) for p in model.parameters()]
-        active = lora_layers(model)[0][1].active_adapters
-        model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
+        layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
+        before = [(layer, list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
+        moved = [(layer, layer.get_base_layer()) for _, layer in lora_layers(model) if layer.__dict__.get(STARTS)]
+        residues = [(base, base.weight.data) for _, base in moved]
+        for layer, base in moved:  # the adapter belongs to the weights as they were loaded
+            base.weight.data = _merged_weight(layer, None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
+            model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
         try:
             with evaluating(model), using_adapter(model, "saved_copy"):
                 found = model(input_ids=ids).logits
         finally:
             model.delete_adapter("saved_copy")
-            for _, layer in lora_layers(model):
+            for base, weight in residues:
+                base.weight.data = weight
+            for layer, active, on in before:
                 layer.set_adapter(active)
+                layer.enable_adapters(on)
             for p, flag in trainable:
                 p.requires_grad_(flag)
     else:

@@ -19,12 +19,14 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, Samplin
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.sums import is_sums
 from ..evaluate.policy import evaluate
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..models.load import disable_dropout, is_toy, using_adapter
+from ..rewards.answers import Number
 from ..rewards.base import Ensemble, RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
@@ -60,19 +62,20 @@ class OnlineConfig(TrainConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
-        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
+        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world, 'check' for data.path=sums",
     )
     reward_timeout: float | None = Field(
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
         default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
     kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
+    kl_warmup_steps: int = option(0, "steps in which kl_coef rises from 0 in a line", ge=0)
     kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     missing_eos: float | None = Field(
@@ -97,6 +100,17 @@ class OnlineConfig(TrainConfig):
             raise ValueError(
                 f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use missing_eos={-(self.missing_eos or 0.0):g}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _price_can_rise(self) -> OnlineConfig:
+        """A warm-up needs a price that it leads to, and nobody else who moves it."""
+        if self.kl_warmup_steps and not self.kl_coef:
+            raise ValueError(
+                f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
+            )
+        if self.kl_warmup_steps and getattr(self, "kl_target", None) is not None:
+            raise ValueError("kl_warmup_steps and kl_target both move the price of a nat: leave one of them out.")
         return self
 
     @model_validator(mode="after")
@@ -213,6 +227,7 @@ class OnlineMethod(TextMethod):
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
         self._warned = False
+        self._risen = 1.0  # share of the price of a nat while it warms up
         self._samples: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -231,7 +246,7 @@ class OnlineMethod(TextMethod):
     @property
     def kl_coef(self) -> float:
         """The present price of a nat."""
-        return float(self.config.kl_coef)
+        return float(self.config.kl_coef) * self._risen
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
@@ -304,6 +319,7 @@ class OnlineMethod(TextMethod):
             again: how many rounds of the same step came before.
         """
         seed = self.config.seed if not again else derive_seed(self.config.seed, "again", again)
+        self._risen = min(1.0, (step + 1) / max(1, self.config.kl_warmup_steps))
         return self.add_logps(self.answers(prompts, step, seed=seed))
 
     @torch.no_grad()
@@ -398,7 +414,7 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
 
     Args:
         config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in the toy world "gold" or "check"
-            (1 for a right answer).
+            (1 for a right answer); with the word problems of `data.path=sums`, "check".
 
     Raises:
         ConfigError: it names nothing.
@@ -408,6 +424,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to the trainer."
         )
+    if config.reward == "check" and is_sums(config.data.path):
+        return Number("answer", name="right"), {}
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     members = sorted(Path(config.reward).glob("member-*"))
