@@ -183,7 +183,7 @@ class Projection:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x.to(self.dtype), self.weight, self.bias)
         return self.modules[0](x) if len(self.modules) == 1 else torch.cat([m(x) for m in self.modules], -1)
 
     def parts(self, x: Tensor) -> list[Tensor]:

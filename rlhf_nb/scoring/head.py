@@ -96,7 +96,9 @@ def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Ten
         return total.addmm_(g.T, x)
     part = g.T @ x
     if total is not None:
-        for rows, more in zip(torch.split(total, 4096), torch.split(part, 4096)):  # widened a piece at a time, not as a whole matrix
+        for rows, more in zip(
+            torch.split(total, 4096), torch.split(part, 4096)
+        ):  # widened a piece at a time, not as a whole matrix
             rows += more
         return total
     return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
