@@ -20,16 +20,23 @@ import torch
 from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
-from .templates import encode_continuations, encode_dialogues, encode_pairs, encode_prompts, is_blank
+from rlhf_nb.data.templates import (
+    as_chat,
+    encode_continuations,
+    encode_dialogues,
+    encode_pairs,
+    encode_prompts,
+    is_blank,
+)
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
 __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
            'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
-           'collate_prompts', 'MemorySource', 'shuffle_buffer', 'StreamSource']
+           'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
-_KNOWN = {c for names in COLUMNS.values() for c in names}
+_KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
 
 
 def _warn(message: str, level: int = 3) -> None:
@@ -259,17 +266,23 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[
     for i, head, ids in zip(texts, heads, encode_continuations(tok, [_no_bos(rows[i]["text"], tok) for i in texts])):
         out[i] = _all_tokens(head, ids)
     chats = [i for i, r in enumerate(rows) if "messages" in r]
-    for i, row in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats])):
+    for i, row in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
         n, end = row.mask.index(True), len(row.mask) - row.mask[::-1].index(True)
         if completion_only:
             out[i] = (row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])
         else:
             out[i] = _all_tokens([], row.ids)
     pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
-    sides = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
-    for i, found in zip(pairs, encode_pairs(tok, *sides)):
+    asked, said = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
+    for i, found in zip(pairs, encode_pairs(tok, asked, said, _tools(rows, pairs))):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
     return out
+
+
+def _tools(rows: Sequence[Row], which: Iterable[int]) -> list[Any] | None:
+    """The tools of some rows; None where no row has any."""
+    found = [rows[i].get("tools") for i in which]
+    return found if any(found) else None
 
 
 def _no_bos(text: str, tok: Any) -> str:
@@ -282,8 +295,8 @@ def _silent(row: Row) -> bool:
     if "text" in row:
         return is_blank(row["text"])
     if "messages" in row:
-        answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        return not answers or any(not a.strip() for a in answers)
+        answers = [m for m in row["messages"] if m["role"] == "assistant"]
+        return not answers or any(is_blank([m]) for m in answers)
     return is_blank(row["completion"])
 
 # %% ../../nbs/220_data_sources.ipynb #8794c2fe
@@ -366,7 +379,8 @@ def tokenize_preferences(
             "give a prompt column or drop them."
         )
     prompts: list[Text] = [r["prompt"] for r in kept]
-    sides = encode_pairs(tok, [*prompts, *prompts], [r["chosen"] for r in kept] + [r["rejected"] for r in kept])
+    answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
+    sides = encode_pairs(tok, [*prompts, *prompts], answers, _tools([*kept, *kept], range(len(answers))))
     out = []
     for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
@@ -402,7 +416,7 @@ def tokenize_prompts(
     normal = list(to_rows(rows, "prompt"))
     kept = [r for r in normal if not (is_blank(r["prompt"]))]
     out = []
-    for row, ids in zip(kept, encode_prompts(tok, [r["prompt"] for r in kept])):
+    for row, ids in zip(kept, encode_prompts(tok, [r["prompt"] for r in kept], _tools(kept, range(len(kept))))):
         head, _ = truncate(ids, [], None, max_prompt_length, tok.bos_token_id)
         columns = {k: v for k, v in row.items() if k not in ("prompt", "prompts", "completions")}
         out.append({"prompt_ids": head, "prompt": row["prompt"], "columns": columns, "lengths": [len(ids), 0]})
@@ -439,6 +453,26 @@ def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
     names = dict.fromkeys(k for r in rows for k in r["columns"])
     columns = {k: [r["columns"].get(k) for r in rows] for k in names}
     return PromptBatch.from_lists([r["prompt_ids"] for r in rows], [r["prompt"] for r in rows], columns, pad_id)
+
+
+def prompt_batch(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: bool = False) -> PromptBatch:
+    """What a person asks as a batch, ready to be answered; strings go through a chat model's template.
+
+    Args:
+        tok: tokenizer.
+        prompts: strings or messages, none blank; the batch shows them as they were given.
+        system: instructions in front of each; None: the template's, if it has any.
+        raw: strings are bare text, to be continued.
+
+    Raises:
+        DataError: nothing to ask, a blank prompt, or instructions without a template.
+    """
+    blank = [i for i, p in enumerate(prompts) if is_blank(p)]
+    if blank or not prompts:
+        what = f"prompt {blank[0]} (of {len(prompts)}, counted from 0) is blank" if prompts else "no prompt was given"
+        raise DataError(f"{what}, so there is nothing to answer.")
+    ids = encode_prompts(tok, as_chat(tok, prompts, system, raw))
+    return PromptBatch.from_lists(ids, list(prompts), pad_id=0 if tok.pad_token_id is None else tok.pad_token_id)
 
 # %% ../../nbs/220_data_sources.ipynb #0dc250d0
 def _fingerprint(rows: Sequence[Row]) -> int:
