@@ -520,6 +520,14 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
 
 
+_STARTS_ELSEWHERE = {
+    "false": "The adapter would add random numbers to the model before the first step. Use true or gaussian.",
+    "eva": "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights alone.",
+    "corda": "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights alone.",
+    "loftq": "It corrects the error of 4-bit weights while they are made, which isn't done here. Use true with quantize_4bit.",
+}
+
+
 class LoraSettings(StrictConfig):
     """Low-rank adapters: train a few million numbers beside a frozen model."""
 
@@ -528,6 +536,30 @@ class LoraSettings(StrictConfig):
     dropout: float = option(0.0, "on the adapter's input; 0 in RL and preference training", ge=0, lt=1)
     target_modules: list[str] | Literal["all-linear"] = option("all-linear", "layers that get an adapter")
     quantize_4bit: bool = option(False, "QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)")
+    use_dora: bool = option(False, "DoRA: learn the length of each weight's rows apart from their direction")
+    use_rslora: bool = option(False, "scale by alpha / √r instead of alpha / r")
+    init_lora_weights: bool | str = option(True, "start of the adapter: true, gaussian, pissa, pissa_niter_16 or olora")
+    modules_to_save: list[str] = option([], "modules that train in full beside the adapters, and are saved with them")
+
+    @property
+    def moves_base(self) -> bool:
+        """Whether the start takes a part out of the frozen weights, so that these alone are no longer the model that was loaded."""
+        return str(self.init_lora_weights).startswith(("pissa", "olora"))
+
+    @model_validator(mode="after")
+    def _known_start(self) -> LoraSettings:
+        """The start is one that leaves the model's function as it was."""
+        start = self.init_lora_weights
+        if start is not True and not re.fullmatch(r"gaussian|pissa|pissa_niter_[1-9]\d*|olora", str(start)):
+            why = _STARTS_ELSEWHERE.get(str(start).lower())
+            near = suggest(str(start), ("gaussian", "pissa", "pissa_niter_16", "olora"))
+            hint = why or (f"Did you mean {near!r}?" if near else "Use true, gaussian, pissa, pissa_niter_16 or olora.")
+            raise ValueError(f"init_lora_weights is {start!r}. {hint}")
+        if self.moves_base and self.quantize_4bit:
+            raise ValueError(
+                f"init_lora_weights is {start!r}, which reads and changes the frozen weights, but quantize_4bit keeps them in 4 bits. Use true or gaussian."
+            )
+        return self
 
     @model_validator(mode="after")
     def _some_layers(self) -> LoraSettings:
@@ -555,7 +587,9 @@ class ModelConfig(StrictConfig):
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
-    path: PathText | None = Field(default=None, description="file, directory, hub name, or 'toy'; null: not said yet")
+    path: PathText | None = Field(
+        default=None, description="file, directory, hub name, or 'toy' or 'sums' (made here); null: not said yet"
+    )
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
@@ -564,6 +598,13 @@ class DataConfig(StrictConfig):
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
     dedup: bool = option(True, "drop rows that occur twice")
+    columns: dict[str, str | None] = option(
+        {}, "old name: new name, for columns that are called something else; null drops one"
+    )
+    shape: str | None = option(None, "alpaca, sharegpt, ..., where columns can be read in two ways; null: they tell")
+    attributes: dict[str, float] | None = option(
+        None, "HelpSteer2: attribute: weight in the score; null: the published weights"
+    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 

@@ -109,7 +109,7 @@ def test_debug_shows_the_traceback() -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"question": "hi", "answer": "ho"}], ("row 0", "question")),
+        ([{"quest": "hi", "answ": "ho"}], ("row 0", "quest")),
         ([], ("empty", "rows.jsonl")),
         ([{"prompt": "Visitor: hi\nPip:", "completion": ""}] * 3, ("empty completion", "nothing to learn from")),
         ([{"prompt": 7, "completion": "ho"}], ("row 0", "prompt")),

@@ -12,7 +12,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app, find_config, recipes
+from rlhf_nb.app.cli import app, find_config, recipe_kind, recipes
 from rlhf_nb.app.doctor import check_memory, check_threads, doctor, estimate_memory
 from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.config import ModelConfig
@@ -61,8 +61,9 @@ def test_config_show_and_init_give_back_the_config(kind: str, preset: str, tmp_p
 def test_recipes_are_found_by_name_and_valid() -> None:
     assert "hh_small" in recipes() and find_config("hh_small") == recipes()["hh_small"]
     for path in recipes().values():
-        assert PipelineConfig.load(path).sft is not None
-        assert "/" not in str(PipelineConfig.load(path).data)
+        if recipe_kind(path) == "run":  # those of single methods: test_recipes.py
+            assert PipelineConfig.load(path).sft is not None
+            assert "/" not in str(PipelineConfig.load(path).data)
     assert "hh_small" in call("config", "show", "run", "--config", "hh_smal", code=1)
 
 

@@ -28,9 +28,10 @@ from ..train.registry import get, methods
 
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'load_config', 'typed', 'say_what_to_train',
-           'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init', 'doctor_command', 'watch',
-           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
+           'say_what_to_train', 'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init',
+           'doctor_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate',
+           'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
@@ -103,6 +104,11 @@ def find_config(name: str | None) -> Path | None:
     return known[name]
 
 
+def recipe_kind(path: Path) -> str:
+    """Who trains by a recipe: the method that its name ends in, or "run" where it describes a pipeline."""
+    return path.stem.rsplit("_", 1)[-1] if "model" in read_config_file(path) else "run"
+
+
 def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, toy: bool = False) -> Any:
     """The resolved config of a command.
 
@@ -115,7 +121,16 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
     if kind == "run":
         from rlhf_nb.app.pipeline import PipelineConfig
     of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
-    return of.load(find_config(config), list(overrides or []), "toy" if toy else "default")
+    path = find_config(config)
+    if (
+        path is not None
+        and path in recipes().values()
+        and recipe_kind(path) != (kind if kind == "run" else get(kind).name)
+    ):
+        raise ConfigError(
+            f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
+        )
+    return of.load(path, list(overrides or []), "toy" if toy else "default")
 
 
 def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:

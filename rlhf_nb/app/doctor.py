@@ -20,11 +20,10 @@ from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data import toy
-from ..data.formats import DataWarning, to_rows
+from ..data.formats import DataWarning
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
-from ..data.readers import open_rows
 from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named, pretrained
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
@@ -33,7 +32,7 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from ..train.setup import Kind, Row, load_rows, place_of
+from ..train.setup import Kind, Row, in_kind, made_rows, place_of, raw_rows, reading_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
@@ -341,9 +340,10 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
-    if is_toy(place_of(data)):
-        return load_rows(data, kind, seed)[0][:ROWS]
-    rows = list(to_rows(islice(open_rows(place_of(data), data.split, data.subset)(), ROWS), kind))
+    made = made_rows(place_of(data), kind, seed)
+    if made is not None:
+        return made[0][:ROWS]
+    rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), ROWS))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows

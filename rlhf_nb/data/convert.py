@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core import DataError
 from .formats import to_rows
+from .shapes import PLAIN, Reading
 
 Row = dict[str, Any]
 
@@ -17,18 +18,20 @@ Row = dict[str, Any]
 __all__ = ['Row', 'to_unpaired', 'to_pairs']
 
 # %% ../../nbs/240_data_convert.ipynb #e89efe9f
-def to_unpaired(rows: Iterable[Row]) -> Iterator[Row]:
+def to_unpaired(rows: Iterable[Row], reading: Reading = PLAIN) -> Iterator[Row]:
     """Each pair as two rows with a label: chosen True, then rejected False.
 
     Args:
         rows: preferences in any form; prompts are extracted where they are missing.
+        reading: see `to_format`.
 
     Raises:
         DataError: a row is no preference.
     """
-    for row in to_rows(rows, "preference"):
+    for row in to_rows(rows, "preference", reading):
         for side, label in (("chosen", True), ("rejected", False)):
-            yield {"prompt": row["prompt"], "completion": row[side], "label": label}
+            more = {"tools": row["tools"]} if row.get("tools") else {}
+            yield {"prompt": row["prompt"], "completion": row[side], "label": label, **more}
 
 # %% ../../nbs/240_data_convert.ipynb #293782f4
 def to_pairs(rows: Iterable[Row], every: bool = False, seed: int = 0) -> tuple[list[Row], int]:

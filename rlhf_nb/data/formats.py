@@ -3,14 +3,20 @@
 # %% ../../nbs/200_data_formats.ipynb #ac1327da
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from os.path import commonprefix
 from typing import Any
 
 from ..core import DataError, check_choice, suggest
+from rlhf_nb.data.shapes import (
+    PLAIN, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
+)  # fmt: skip
 from ..untrusted import mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
@@ -22,9 +28,10 @@ class DataWarning(UserWarning):
     """Rows were cut, dropped or repaired: how many of how many, why, and what can be done."""
 
 # %% auto #0
-__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'ROLES', 'HUMAN', 'ASSISTANT', 'DataWarning',
-           'format_table', 'detect_format', 'rename_columns', 'check_messages', 'check_text', 'prompt_text', 'is_hh',
-           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'whole_rows', 'to_rows']
+__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
+           'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
+           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt', 'to_format',
+           'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/200_data_formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -52,20 +59,61 @@ def _present(columns: Iterable[str] | Mapping[str, Any]) -> list[str]:
     return [k for k, v in columns.items() if v is not None] if isinstance(columns, Mapping) else list(columns)
 
 
+USUAL = {  # what others call a column
+    "prompt": "question query instruction input request user", "completion": "response answer output reply target assistant",
+    "chosen": "preferred winner good better positive", "rejected": "dispreferred loser bad worse negative",
+    "label": "thumb liked feedback", "messages": "conversation conversations dialogue dialog turns chat", "text": "content document",
+}  # fmt: skip
+
+
+def _guess(column: str, wanted: Sequence[str]) -> tuple[str | None, bool]:
+    """Which of some columns is probably meant by one, and whether it is only misspelt."""
+    near = suggest(column, wanted)
+    if near and SequenceMatcher(None, column.lower(), near).ratio() > 0.75:
+        return near, True
+    return next((name for name in wanted if column.lower() in USUAL.get(name, "").split()), None), False
+
+
 def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str], where: str) -> DataError:
-    """The error for a row that fits none of the allowed formats: what there is, what is needed, the likely typo."""
+    """The error for a row that fits none of the allowed formats: what there is, what is needed, the likely typo, the line that cures it."""
     there = _present(columns)
     empty = [c for c in columns if c not in there]
     names = sorted({c for f in allowed for c in COLUMNS[f]})
-    near = [(c, suggest(c, [n for n in names if n not in there])) for c in there if c not in names]
-    hint = "".join(f" Did you mean {n!r} by {c!r}?" for c, n in near if n)
     needs = " or ".join("+".join(COLUMNS[f]) for f in allowed)
-    none = f" ({', '.join(empty)}: None)" if empty else ""
     what = f"the format {allowed[0]!r}" if len(allowed) == 1 else "one of the formats"
-    return DataError(
-        f"{where}: the columns are {', '.join(there) or 'none'}{none}, but {what} needs {needs}.{hint} "
-        "rename_columns(rows, {'old': 'new'}) renames columns."
-    )
+    none = f" ({', '.join(empty)}: None)" if empty else ""
+    begins = f"{where}: the columns are {', '.join(there) or 'none'}{none}, but {what} needs {needs}."
+    row = columns if isinstance(columns, Mapping) else {}
+    shapes = shapes_of(row, None)
+    if shapes and shapes[0].gives not in ("prompt", *allowed):
+        return DataError(
+            f"{begins} They are read as {shapes[0].says(row)}, which makes {'+'.join(COLUMNS[shapes[0].gives])}. {_elsewhere(allowed)}"
+        )
+    found: dict[str, str] = {}
+    hint = ""
+    for c in there:
+        near, misspelt = (
+            _guess(c, [n for n in names if n not in there and n not in found.values()])
+            if c not in names
+            else (None, False)
+        )
+        if near:
+            found[c] = near
+            hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
+    if found:
+        cure = f"data.columns={{{', '.join(f'{old}: {new}' for old, new in found.items())}}} reads {'it' if len(found) == 1 else 'them'} so."
+    else:
+        cure = "data.columns={OLD: NEW} gives a column another name. " + _elsewhere(allowed)
+    return DataError(f"{begins}{hint} {cure}")
+
+
+def _elsewhere(allowed: Sequence[str]) -> str:
+    """What can be done with rows that don't have what a purpose needs."""
+    if list(allowed) == ["preference"]:
+        return "Pairs come from two answers to a prompt: a judge labels them (rlhf-nb rlaif); single answers train sft, or kto with a label."
+    if list(allowed) == ["unpaired"]:
+        return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
+    return "rlhf-nb data FILE shows what a file is taken for."
 
 # %% ../../nbs/200_data_formats.ipynb #fa20bd9e
 def detect_format(
@@ -91,19 +139,35 @@ def detect_format(
     return found
 
 # %% ../../nbs/200_data_formats.ipynb #30921945
-def rename_columns(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Rows with columns renamed: `rename_columns(rows, {"question": "prompt", "answer": "completion"})`.
+def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Row]:
+    """Rows with columns renamed, lazily; a name None drops the column.
 
     Raises:
-        DataError: a column isn't there.
+        DataError: the first row lacks a column, or a new name is taken by a column that stays.
     """
-    out = []
     for i, row in enumerate(rows):
-        missing = [n for n in names if n not in row]
-        if missing:
-            raise DataError(f"row {i} has no column {missing[0]!r} to rename; its columns are {', '.join(row)}.")
-        out.append({names.get(k, k): v for k, v in row.items()})
-    return out
+        missing = next((n for n in names if n not in row), None) if i == 0 else None
+        if missing is not None:
+            near = suggest(missing, row)
+            hint = f" Did you mean {near!r}? Write data.columns={{{near}: {names[missing] or 'null'}}}." if near else ""
+            raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {', '.join(row)}.{hint}")
+        taken = next(
+            (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
+        )
+        if taken is not None:
+            raise DataError(
+                f"row {i} has a column {taken!r} already, so nothing else can be called that; data.columns={{{taken}: null, ...}} drops it."
+            )
+        yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
+
+
+def rename_columns(rows: Iterable[Row], names: Mapping[str, str | None]) -> list[Row]:
+    """Rows with columns renamed: `rename_columns(rows, {"question": "prompt", "answer": "completion", "id": None})`.
+
+    Raises:
+        DataError: as `renamed`.
+    """
+    return list(renamed(rows, names))
 
 # %% ../../nbs/200_data_formats.ipynb #21f63d98
 ROLES = ("system", "user", "assistant", "tool")
@@ -125,16 +189,41 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
     for i, m in enumerate(messages):
         if not isinstance(m, Mapping):
             raise DataError(f"{where}[{i}] is {type(m).__name__} ({m!r:.40}); each message needs 'role' and 'content'.")
-        missing = [k for k in ("role", "content") if m.get(k) is None]
+        missing = [k for k in ("role", "content") if m.get(k) is None and not (k == "content" and m.get("tool_calls"))]
         if missing:
+            other = " data.columns={messages: conversations} reads from and value." if "from" in m else ""
             raise DataError(
-                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing'}. Each message needs 'role' and 'content'."
+                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing'}. Each message needs 'role' and 'content'.{other}"
             )
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r}; known roles are {', '.join(ROLES)}.")
-        if not isinstance(m["content"], str):
+        if not isinstance(m.get("content") or "", str):
             raise DataError(f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}), not text.")
-    return messages
+    return (
+        messages
+        if all(None not in m.values() and not m.get("tool_calls") for m in messages)
+        else list(map(_called, messages))
+    )
+
+
+def _called(message: Mapping[str, Any]) -> Message:
+    """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; nothing that is None."""
+    found: Message = without_none({"content": "", **{k: v for k, v in message.items() if v is not None}})
+    for call in found.get("tool_calls", []) or []:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                pass  # a template may write it as it is
+    return {k: found[k] for k in ("role", "content", *found) if k in found}
+
+
+def without_none(value: Any) -> Any:
+    """A value without the keys that hold None: tables fill what a row's tools and calls lack with it."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
 
 
 def check_text(value: Any, where: str = "text") -> Text:
@@ -291,11 +380,20 @@ def _margin(value: Any, where: str) -> float:
     return margin
 
 # %% ../../nbs/200_data_formats.ipynb #a6d5a4bd
+_ASKS = {*USUAL["prompt"].split(), "problem", "context", "post", "task"}
+
+
 def _preference(row: Row, where: str) -> Row:
     """prompt, chosen, rejected (margin) of a pair, with the prompt taken out of the completions where it is in them."""
     chosen, rejected = (_turns(row[k], f"{where}, {k}") for k in ("chosen", "rejected"))
     if row.get("prompt") is None:
         prompt, chosen, rejected = extract_prompt(chosen, rejected)
+        left = [c for c in row if c.lower() in _ASKS and isinstance(row[c], str) and row[c].strip()]
+        if not prompt and left:
+            raise DataError(
+                f"{where}: chosen and rejected share no prompt, but the column {left[0]!r} may hold it. "
+                f"data.columns={{{left[0]}: prompt}} takes it, data.columns={{{left[0]}: null}} goes without."
+            )
     else:
         prompt = _prompt(row["prompt"], f"{where}, prompt")
         (first, chosen), (second, rejected) = _same_kind(prompt, chosen), _same_kind(prompt, rejected)
@@ -327,6 +425,39 @@ def _stepwise(row: Row, where: str) -> Row:
     }
 
 
+def _tools(row: Row, where: str) -> Row:
+    """The tools beside messages, as chat templates take them: a list of JSON schemas; nothing where there are none."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = str(tools)
+    if tools in (None, "", []):
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
+        raise DataError(
+            f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. data.columns={{tools: null}} drops the column."
+        )
+    return {"tools": without_none(tools)}
+
+
+def _instructed(row: Row, found: Row) -> Row:
+    """A row whose column `system` has become the first message of its prompt."""
+    words = instructions(row)
+    if not words or "text" in found:
+        return found
+    first = [{"role": "system", "content": words}]
+    if "messages" in found:
+        turns = found["messages"]
+        return found if turns[0]["role"] == "system" else {**found, "messages": first + turns}
+    prompt = found["prompt"]
+    turns = ([{"role": "user", "content": prompt}] if prompt else []) if isinstance(prompt, str) else prompt
+    turns = turns if turns and turns[0]["role"] == "system" else first + turns
+    sides = [k for k in ("completion", "chosen", "rejected") if k in found]
+    return {**found, "prompt": turns, **{k: _same_kind(turns, found[k])[1] for k in sides}}
+
+
 def _normal(row: Row, fmt: str, where: str) -> Row:
     """The columns of one format, checked and in normal form."""
     if fmt == "preference":
@@ -335,7 +466,9 @@ def _normal(row: Row, fmt: str, where: str) -> Row:
         return _stepwise(row, where)
     if fmt == "messages":
         talk = row["messages"]
-        return {"messages": parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")}
+        return {"messages": parse_hh(talk) if is_hh(talk) else check_messages(talk, f"{where}, messages")} | _tools(
+            row, where
+        )
     if fmt == "text":
         text = _turns(row["text"], f"{where}, text")
         return {"text": text} if isinstance(text, str) else {"messages": text}
@@ -357,30 +490,61 @@ def _question(row: Row, where: str) -> Text:
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 
 
-def to_format(row: Row, to: str | None = None, where: str = "row") -> Row:
+def to_format(row: Row, to: str | None = None, where: str = "row", reading: Reading = PLAIN) -> Row:
     """A row in normal form: recognised, checked, dialogues as messages, the prompt on its own; other columns stay.
 
     Args:
-        row: one line of a dataset.
+        row: one line of a dataset, in one of the formats or in a shape of notebook 205.
         to: None takes the format as it is found. A name of `COLUMNS` asks for that format, "sft" for a demonstration (text, messages, or
             prompt+completion; of a pair the chosen side) and "prompt" for the prompt of any format (a reference answer beside it stays).
         where: how to call the row in an error.
+        reading: what decides where the columns leave something open.
 
     Raises:
-        DataError: columns are missing or of a wrong type; the message names the row, what is there and what is needed.
+        DataError: columns are missing or of a wrong type, or can be read in two ways; the message names the row, what is there and what is needed.
     """
+    return _read(row, to, where, reading)[0]
+
+
+def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, Shape | None]:
+    """A row in normal form, and the shape it came in."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is {type(row).__name__} ({row!r:.40}); each row must be a dict of columns.")
-    allowed = SFT if to == "sft" else PROMPTED if to == "prompt" else None if to is None else (to,)
+    allowed = SFT if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
+    there = set(_present(row))
+    native = {
+        f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in allowed if there.issuperset(COLUMNS.get(f, ("",)))
+    }
+    shape = recognise(row, to, native, where, reading)
+    if shape is not None:
+        row = read_as(shape, row, to, where, reading)
+    elif reading.shape is not None:
+        allowed = tuple(f for f in allowed if f == reading.shape) or allowed
+        rivals = {
+            n for s in shapes_of(row, to) for terms in (s.columns(row) or {}).values() for names in terms for n in names
+        }
+        row = row if to == "prompt" else {k: v for k, v in row.items() if k not in rivals or k in COLUMNS[allowed[0]]}
     fmt = detect_format(row, allowed, where)
     found = _normal(row, fmt, where)
     if to == "sft" and fmt == "preference":
         found = {"prompt": found["prompt"], "completion": found["chosen"]}
     elif to == "prompt":
         found = {"prompt": _question(found, where)}
+    found = _instructed(row, found)
+    if isinstance(found.get("prompt"), list):
+        found |= _tools(row, where)
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
     used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
-    return {**found, **{k: v for k, v in row.items() if k not in used}}
+    used |= {*SYSTEM, "tools"} if "messages" in found or isinstance(found.get("prompt"), list) else set()
+    return {**found, **{k: v for k, v in row.items() if k not in used}}, shape
+
+
+def format_of(row: Row, reading: Reading = PLAIN) -> str:
+    """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
+    there = set(_present(row))
+    native = {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in COLUMNS if there.issuperset(COLUMNS[f])}
+    shape = recognise(row, None, native, "row 0", reading)
+    return detect_format(row, None, "row 0") if shape is None else shape.gives
 
 
 def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
@@ -402,6 +566,45 @@ def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
             )
 
 
-def to_rows(rows: Iterable[Row], to: str | None = None) -> Iterator[Row]:
-    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves of characters."""
-    return (to_format(row, to, f"row {i}") for i, row in enumerate(whole_rows(rows)))
+def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN) -> Iterator[Row]:
+    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves of characters.
+
+    Rows that can't serve the purpose though nothing is wrong with them (answers that somebody disliked, as demonstrations; answers that are rated
+    alike, as pairs) are left out with one counted warning. What a foreign file was taken for is said once.
+
+    Raises:
+        DataError: see `to_format`; or every row was left out.
+    """
+    left, told, kept, why = Counter[str](), set[str](), 0, ""
+    try:
+        for i, row in gather(enumerate(whole_rows(rows)), reading):
+            try:
+                if to == "sft" and _disliked(row):
+                    raise NothingToCompare(
+                        f"row {i}: the label says that this answer was disliked, so it is no demonstration."
+                    )
+                found, shape = _read(row, to, f"row {i}", reading)
+            except NothingToCompare as e:
+                why = why or str(e)
+                left["are disliked answers" if to == "sft" else "have no two answers of which one is better"] += 1
+                continue
+            if shape is not None and shape.name not in told:
+                told.add(shape.name)
+                note(shape, row)
+            kept += 1
+            yield found
+        if left and not kept:
+            raise DataError(f"All {left.total()} rows are left out. {why}")
+    finally:
+        for reason, n in left.items():
+            warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
+
+
+def _disliked(row: Any) -> bool:
+    """Whether a row is an answer with a thumb down."""
+    answer = (
+        isinstance(row, Mapping)
+        and row.get("prompt") is not None
+        and (row.get("completion") or row.get("response")) is not None
+    )
+    return answer and str(row.get("label")).strip().lower() in ("0", "false", "0.0")

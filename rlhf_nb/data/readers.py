@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,25 +20,32 @@ from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 
 # %% auto #0
-__all__ = ['OpenRows', 'KINDS', 'MAX_FILE', 'open_rows', 'read_rows']
+__all__ = ['OpenRows', 'KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
 
 # %% ../../nbs/215_data_readers.ipynb #b15b7523
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files we read; all but parquet may be packed as .gz
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
+PACKED = (".gz", ".zst")  # what all but parquet and arrow may be packed as
 
 
 def _kind(path: Path) -> str | None:
     """The kind of a file by its name, or None."""
     suffixes = [s.lower() for s in path.suffixes]
-    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else "".join(suffixes[-1:])
-    return kind if kind in KINDS else None
+    packed = len(suffixes) > 1 and suffixes[-1] in PACKED
+    kind = suffixes[-2] if packed else "".join(suffixes[-1:])
+    return kind if kind in KINDS and not (packed and kind in (".parquet", ".arrow")) else None
 
 
 MAX_FILE = 1 << 30  # bytes of a .json file: it is one value, so all of it is held in memory
 
 
 def _bytes(path: Path) -> BinaryIO:
-    """A file, unpacked when it is gzipped, from behind its byte order mark."""
-    file: Any = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+    """A file, unpacked when it is packed, from behind its byte order mark."""
+    if path.suffix.lower() == ".zst":
+        import pyarrow
+
+        file: Any = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    else:
+        file = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
     if file.peek(3)[:3] == codecs.BOM_UTF8:
         file.read(3)
     return file  # type: ignore[no-any-return]
@@ -116,7 +124,22 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+def _arrow(path: Path) -> Iterator[Row]:
+    """Rows of an Arrow file (Feather, or as the datasets library writes it), a batch at a time."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            file = pyarrow.ipc.open_file(source)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        else:
+            source.seek(0)
+            batches = pyarrow.ipc.open_stream(source)
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}
 
 
 def _read(path: Path, kind: str) -> Iterator[Row]:
@@ -141,6 +164,24 @@ def _missing(path: Path) -> DataError:
     held = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     hint = f"The nearest there is: {folder / near}." if near else f"{folder} holds {held}."
     return DataError(f"There is no file {path}, so there is nothing to read. {hint}")
+
+
+_SPLITS = re.compile("train|test|valid|val|dev|eval", re.IGNORECASE)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has the hub's layout."""
+    found = sorted(
+        p
+        for p in folder.iterdir()
+        if not p.name.startswith(".") and not p.name.lower().startswith(("readme", "license"))
+    )
+    ours = all(p.is_file() and _kind(p) and not _SPLITS.search(p.name) for p in found)
+    return (
+        found
+        if ours and not any(p.name in ("state.json", "dataset_dict.json", "dataset_info.json") for p in found)
+        else []
+    )
 
 
 def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
@@ -175,7 +216,8 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None,
     """A function that opens a dataset from its start, each time it is called.
 
     Args:
-        path: a file (.jsonl, .json, .csv, .tsv, all also .gz; .parquet), a folder laid out as on the hub or written by `save_to_disk`, or a hub name.
+        path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read in the order of their names), one
+            laid out as on the hub or written by `save_to_disk`, or a hub name.
         split: a split of a folder or hub dataset ("train", "test[:100]"). A file is one split: "train".
         subset: configuration of a hub dataset.
         streaming: don't download or convert a hub dataset as a whole.
@@ -188,13 +230,16 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None,
         kind = _kind(file)
         if kind is None:
             raise DataError(
-                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(KINDS)} (and .gz of these)."
+                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
             )
         if split != "train":
             raise DataError(
                 f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or hold out rows with eval_size."
             )
         return lambda: _read(file, kind)
+    parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []
+    if parts:
+        return lambda: (row for part in parts for row in _read(part, str(_kind(part))))
     if not file.is_dir() and (_kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")):
         raise _missing(file)
     found = _hub(str(file) if file.is_dir() else name, split, subset, streaming)

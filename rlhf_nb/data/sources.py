@@ -29,7 +29,7 @@ __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', '
            'collate_prompts', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
-_KNOWN = {c for names in COLUMNS.values() for c in names}
+_KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
 
 
 def _warn(message: str, level: int = 3) -> None:
@@ -259,17 +259,23 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[
     for i, head, ids in zip(texts, heads, encode_continuations(tok, [_no_bos(rows[i]["text"], tok) for i in texts])):
         out[i] = _all_tokens(head, ids)
     chats = [i for i, r in enumerate(rows) if "messages" in r]
-    for i, row in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats])):
+    for i, row in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
         n, end = row.mask.index(True), len(row.mask) - row.mask[::-1].index(True)
         if completion_only:
             out[i] = (row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])
         else:
             out[i] = _all_tokens([], row.ids)
     pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
-    sides = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
-    for i, found in zip(pairs, encode_pairs(tok, *sides)):
+    asked, said = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
+    for i, found in zip(pairs, encode_pairs(tok, asked, said, _tools(rows, pairs))):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
     return out
+
+
+def _tools(rows: Sequence[Row], which: Iterable[int]) -> list[Any] | None:
+    """The tools of some rows; None where no row has any."""
+    found = [rows[i].get("tools") for i in which]
+    return found if any(found) else None
 
 
 def _no_bos(text: str, tok: Any) -> str:
@@ -282,8 +288,8 @@ def _silent(row: Row) -> bool:
     if "text" in row:
         return is_blank(row["text"])
     if "messages" in row:
-        answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        return not answers or any(not a.strip() for a in answers)
+        answers = [m for m in row["messages"] if m["role"] == "assistant"]
+        return not answers or any(is_blank([m]) for m in answers)
     return is_blank(row["completion"])
 
 # %% ../../nbs/220_data_sources.ipynb #8794c2fe
@@ -366,7 +372,8 @@ def tokenize_preferences(
             "give a prompt column or drop them."
         )
     prompts: list[Text] = [r["prompt"] for r in kept]
-    sides = encode_pairs(tok, [*prompts, *prompts], [r["chosen"] for r in kept] + [r["rejected"] for r in kept])
+    answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
+    sides = encode_pairs(tok, [*prompts, *prompts], answers, _tools([*kept, *kept], range(len(answers))))
     out = []
     for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
@@ -402,7 +409,7 @@ def tokenize_prompts(
     normal = list(to_rows(rows, "prompt"))
     kept = [r for r in normal if not (is_blank(r["prompt"]))]
     out = []
-    for row, ids in zip(kept, encode_prompts(tok, [r["prompt"] for r in kept])):
+    for row, ids in zip(kept, encode_prompts(tok, [r["prompt"] for r in kept], _tools(kept, range(len(kept))))):
         head, _ = truncate(ids, [], None, max_prompt_length, tok.bos_token_id)
         columns = {k: v for k, v in row.items() if k not in ("prompt", "prompts", "completions")}
         out.append({"prompt_ids": head, "prompt": row["prompt"], "columns": columns, "lengths": [len(ids), 0]})

@@ -3,6 +3,7 @@
 # %% ../../nbs/210_data_templates.ipynb #77aaf9a7
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple, cast
@@ -130,8 +131,14 @@ class Piece(NamedTuple):
     turn: int  # index of the message it ends with
 
 
-def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool) -> list[str]:
-    """Dialogues as text; with `ask` the mark that opens an answer follows."""
+def _names(tools: Any) -> list[str]:
+    """Names of tools, or of calls of them."""
+    each = [t.get("function", t) for t in tools or () if isinstance(t, dict)]
+    return [str(t["name"]) for t in each if isinstance(t, dict) and t.get("name")]
+
+
+def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequence[Any]) -> list[str]:
+    """Dialogues as text, each with its tools; with `ask` the mark that opens an answer follows."""
     if not dialogues:
         return []
     if not tok.chat_template:
@@ -140,18 +147,28 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool) -> list[str
         )
     from jinja2 import TemplateError
 
-    keys = [tuple(map(id, d)) for d in dialogues]  # two answers share the messages of their prompt: render these once
-    unique = dict(zip(keys, dialogues))
-    try:
-        found = tok.apply_chat_template(list(unique.values()), tokenize=False, add_generation_prompt=ask)
-    except (TemplateError, TypeError, IndexError, KeyError) as e:
-        said = f"{type(e).__name__}: {e}"
-        roles = {tuple(m["role"] for m in d) for d in dialogues}
-        raise DataError(
-            f"The chat template refuses a dialogue ({said}); the turns are {min(roles, key=len)} or alike. "
-            "Change the rows, or give a template that takes them: set_chat_template(tokenizer, make_chat_template())."
-        ) from e
-    texts = dict(zip(unique, found))
+    # two answers share the messages of their prompt: render these once
+    keys = [(json.dumps(t) if t else "", tuple(map(id, d))) for d, t in zip(dialogues, tools, strict=True)]
+    texts: dict[Any, str] = {}
+    for key, given in {k[0]: t for k, t in zip(keys, tools)}.items():
+        unique = {k: d for k, d in zip(keys, dialogues) if k[0] == key}
+        try:
+            more = {"tools": given} if given else {}
+            found = tok.apply_chat_template(list(unique.values()), tokenize=False, add_generation_prompt=ask, **more)
+        except (TemplateError, TypeError, IndexError, KeyError) as e:
+            said = f"{type(e).__name__}: {e}"
+            roles = {tuple(m["role"] for m in d) for d in dialogues}
+            raise DataError(
+                f"The chat template refuses a dialogue ({said}); the turns are {min(roles, key=len)} or alike. "
+                "Change the rows, or give a template that takes them: set_chat_template(tokenizer, make_chat_template())."
+            ) from e
+        unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
+        if unseen:
+            raise DataError(
+                f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the model would never see it. "
+                "model.chat_template=FILE gives one that does, data.columns={tools: null} goes without."
+            )
+        texts |= zip(unique, found)
     return [texts[k] for k in keys]
 
 
@@ -176,6 +193,12 @@ def _one_dialogue(
     for turn, opened, closed in zip(turns, before, after, strict=True):
         pieces.append(Piece(_rest(opened, done, f"messages[{turn}]"), False, turn - 1))
         answer = _rest(closed, opened, f"the text of messages[{turn}]")
+        unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
+        if unsaid:
+            raise DataError(
+                f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it is in {answer[:40]!r}, so the model "
+                "would learn to say nothing. model.chat_template=FILE gives one that does."
+            )
         if answer.rstrip().endswith(eos):
             answer = answer.rstrip()  # what a template puts after EOS (a line end) is never written by the model
         pieces.append(Piece(answer, True, turn))
@@ -185,23 +208,28 @@ def _one_dialogue(
     return pieces
 
 
-def dialogue_pieces(tok: Any, dialogues: Sequence[list[Message]], ask: bool = False) -> list[list[Piece]]:
+def dialogue_pieces(
+    tok: Any, dialogues: Sequence[list[Message]], ask: bool = False, tools: Sequence[Any] | None = None
+) -> list[list[Piece]]:
     """Dialogues as text, cut where the assistant starts and stops speaking.
 
     Args:
         tok: a tokenizer with a chat template.
         dialogues: B lists of messages.
         ask: end in the mark that opens an answer (for prompts; the last message is then not the assistant's).
+        tools: B lists of JSON schemas that the dialogues may call, or None.
 
     Raises:
-        DataError: the template refuses a dialogue, or rewrites earlier turns, so that a prefix of the messages is no prefix of the text.
+        DataError: the template refuses a dialogue, leaves out its tools or calls of them, or rewrites earlier turns, so that a prefix of the messages is no prefix of the text.
     """
     turns = [[i for i, m in enumerate(d) if m["role"] == "assistant"] for d in dialogues]
     if ask and any(t and t[-1] == len(d) - 1 for t, d in zip(turns, dialogues)):
         raise DataError("A prompt ends with an answer, so nothing is left to answer; end it with a user's message.")
     before, after = ([d[: i + k] for d, t in zip(dialogues, turns) for i in t] for k in (0, 1))
-    asked = _render(tok, [*before, *(dialogues if ask else ())], True)
-    told = _render(tok, [*after, *(() if ask else dialogues)], False)
+    given = [None] * len(dialogues) if tools is None else list(tools)
+    each = [x for x, t in zip(given, turns) for _ in t]
+    asked = _render(tok, [*before, *(dialogues if ask else ())], True, [*each, *(given if ask else ())])
+    told = _render(tok, [*after, *(() if ask else dialogues)], False, [*each, *(() if ask else given)])
     opened, closed = iter(asked), iter(told)
     whole = (asked if ask else told)[len(before) :]
     out = []
@@ -257,7 +285,9 @@ class Encoded(NamedTuple):
     starts: dict[int, int]  # message index of an answer -> index of its first token
 
 
-def encode_dialogues(tok: Any, dialogues: Sequence[list[Message]], ask: bool = False) -> list[Encoded]:
+def encode_dialogues(
+    tok: Any, dialogues: Sequence[list[Message]], ask: bool = False, tools: Sequence[Any] | None = None
+) -> list[Encoded]:
     """Dialogues as token ids with the mask of the assistant's tokens.
 
     An answer that ends a dialogue ends in exactly one EOS; other answers end as the template ends them.
@@ -266,11 +296,12 @@ def encode_dialogues(tok: Any, dialogues: Sequence[list[Message]], ask: bool = F
         tok: a tokenizer with a chat template.
         dialogues: B lists of messages.
         ask: end in the mark that opens an answer.
+        tools: B lists of JSON schemas that the dialogues may call, or None.
 
     Raises:
         DataError: see `dialogue_pieces`.
     """
-    eos, cut = _eos(tok), dialogue_pieces(tok, dialogues, ask)
+    eos, cut = _eos(tok), dialogue_pieces(tok, dialogues, ask, tools)
     ids = iter(_encode(tok, [p.text for ps in cut for p in ps], [j > 0 for ps in cut for j in range(len(ps))]))
     out = []
     for messages, pieces in zip(dialogues, cut):
@@ -305,12 +336,13 @@ def encode_conversation(tok: Any, messages: list[Message], assistant_only: bool 
     return row.ids, row.mask if assistant_only else [True] * len(row.ids)
 
 # %% ../../nbs/210_data_templates.ipynb #278981be
-def encode_prompts(tok: Any, prompts: Sequence[Text]) -> list[list[int]]:
+def encode_prompts(tok: Any, prompts: Sequence[Text], tools: Sequence[Any] | None = None) -> list[list[int]]:
     """Prompts as token ids, ready to be answered.
 
     Args:
         tok: a tokenizer; messages need its chat template, strings don't use it.
         prompts: strings (BOS is put in front where the tokenizer does so) or messages (rendered with the generation prompt).
+        tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
         B lists of ids, none empty: an empty prompt is BOS, or EOS where there is no BOS.
@@ -321,7 +353,8 @@ def encode_prompts(tok: Any, prompts: Sequence[Text]) -> list[list[int]]:
     out: list[list[int]] = [[] for _ in prompts]
     chats = [i for i, p in enumerate(prompts) if isinstance(p, list) and p]
     texts = [i for i, p in enumerate(prompts) if isinstance(p, str) and p]
-    for i, row in zip(chats, encode_dialogues(tok, [cast(list[Message], prompts[i]) for i in chats], ask=True)):
+    given = None if tools is None else [tools[i] for i in chats]
+    for i, row in zip(chats, encode_dialogues(tok, [cast(list[Message], prompts[i]) for i in chats], True, given)):
         out[i] = row.ids
     for i, ids in zip(texts, encode_texts(tok, [str(prompts[i]) for i in texts])):
         out[i] = ids
@@ -330,13 +363,14 @@ def encode_prompts(tok: Any, prompts: Sequence[Text]) -> list[list[int]]:
 
 
 def is_blank(completion: Text) -> bool:
-    """Whether a completion says nothing: only white space, no message, or a last answer without words."""
-    text = completion if isinstance(completion, str) else completion[-1]["content"] if completion else ""
-    return not str(text).strip()
+    """Whether a completion says nothing: only white space, no message, or a last answer without words or calls."""
+    if isinstance(completion, str):
+        return not completion.strip()
+    return not completion or not (str(completion[-1]["content"]).strip() or completion[-1].get("tool_calls"))
 
 # %% ../../nbs/210_data_templates.ipynb #5f14a699
 def encode_pairs(
-    tok: Any, prompts: Sequence[Text], completions: Sequence[Text]
+    tok: Any, prompts: Sequence[Text], completions: Sequence[Text], tools: Sequence[Any] | None = None
 ) -> list[tuple[list[int], list[int], list[bool]]]:
     """Prompts and completions as token ids, with the mask of what counts in the completion.
 
@@ -344,6 +378,7 @@ def encode_pairs(
         tok: a tokenizer with an EOS.
         prompts: B strings or message lists.
         completions: B completions, each of the kind of its prompt. Messages start with the assistant's; later turns of the user don't count.
+        tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
         B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion).
@@ -367,7 +402,8 @@ def encode_pairs(
     for i, head, tail in zip(texts, heads, tails):
         out[i] = head, tail, [True] * len(tail)
     chats = [i for i, c in enumerate(completions) if not isinstance(c, str)]
-    whole = encode_dialogues(tok, [[*(prompts[i] or []), *completions[i]] for i in chats])  # type: ignore[list-item]
+    given = None if tools is None else [tools[i] for i in chats]
+    whole = encode_dialogues(tok, [[*(prompts[i] or []), *completions[i]] for i in chats], False, given)  # type: ignore[list-item]
     for i, row in zip(chats, whole):
         n = row.starts[len(prompts[i])]
         head = row.ids[:n] or encode_prompts(tok, [""])[0]

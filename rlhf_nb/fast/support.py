@@ -299,6 +299,8 @@ def _misfit(body: Any, config: Any, prefix: str, length: int | None) -> str | No
         return "its attention is of another kind"
     for m in body.modules():
         cls = type(m)
+        if cls.__name__ == "ModulesToSaveWrapper":
+            return "a module in it is trained in full beside its adapters (modules_to_save)"
         if cls not in kinds and cls.__module__ not in _CALLED:
             return f"{cls.__name__} in it is not a module that a block of {prefix} is known to have"
         here = m.__dict__

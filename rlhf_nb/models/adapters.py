@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -17,21 +18,56 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from .load import adapter_names, disable_dropout, find_model, merged_weights, quiet
-from .load import save_model, using_adapter
+from .load import STARTS, adapter_names, disable_dropout, find_model, lora_layers, merged_weights
+from .load import moves_base, quiet, save_model, saved_wholes, using_adapter
 from ..types import Completions
 
+_log = logging.getLogger("rlhf_nb.models.adapters")
 Mode = Literal["separate", "shared", "hydra"]
 
 # %% auto #0
 __all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
 
 # %% ../../nbs/320_models_adapters.ipynb #585484d9
+_ADAPTABLE = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
+
+
 def _linear_names(model: nn.Module) -> dict[str, str]:
     """Last part of the name of every layer that can have an adapter, with an example of the full name."""
-    kinds = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
-    names = {n: m for n, m in model.named_modules() if type(m).__name__ in kinds and ".lora_" not in n}
+    names = {n: m for n, m in model.named_modules() if type(m).__name__ in _ADAPTABLE and ".lora_" not in n}
     return {n.removesuffix(".base_layer").split(".")[-1]: n for n in names}
+
+
+def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
+    """Raise ModelError for modules_to_save that aren't there, share weights with others, or hold layers that get an adapter."""
+    modules = dict(model.named_modules())
+    config: Any = getattr(model, "config", None)
+    ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    for name in settings.modules_to_save:
+        found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
+        if not found:
+            known = {key.split(".")[-1]: key for key in modules if key and not key.split(".")[-1].isdigit()}
+            hint = did_you_mean(name, known, f"It has: {', '.join(known)}.")
+            raise ModelError(f"lora.modules_to_save: the model has no module {name!r}. {hint}")
+        if getattr(config, "tie_word_embeddings", False) and any(m is end for m in found.values() for end in ends):
+            raise ModelError(
+                f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), and a trained copy would part them. Leave it out, "
+                "or train all weights (model.lora=null)."
+            )
+        inside = {
+            key.split(".")[-1]
+            for part, m in found.items()
+            for key, x in m.named_modules(prefix=part)
+            if type(x).__name__ in _ADAPTABLE
+        }
+        targets = settings.target_modules
+        head = {key.split(".")[-1] for key, m in found.items() if m is ends[1]}  # all-linear leaves the head out
+        both = inside - head if targets == "all-linear" else inside & {t.split(".")[-1] for t in targets}
+        if both:
+            raise ModelError(
+                f"lora.modules_to_save: {name!r} trains in full, but target_modules puts adapters into its {', '.join(sorted(both))}. Name the other layers in "
+                "target_modules, or leave it out."
+            )
 
 
 def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
@@ -57,17 +93,25 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         The peft model; adapters already there stay trainable if they were, and the new one is active if it is the first.
 
     Raises:
-        ModelError: the name is taken, or a target module doesn't exist.
+        ModelError: the name is taken, a module doesn't exist, or settings that can't go together.
     """
     settings = settings or LoraSettings()
     if adapter_name in adapter_names(model):
         raise ModelError(f"adapter {adapter_name!r} is there already; it has: {', '.join(adapter_names(model))}.")
     _check_targets(model, settings.target_modules)
+    _check_wholes(model, settings)
+    if adapter_names(model) and (settings.moves_base or moves_base(model)):
+        raise ModelError(
+            f"lora.init_lora_weights={settings.init_lora_weights} with {len(adapter_names(model)) + 1} adapters: pissa and olora change the frozen weights that the "
+            "other adapters stand on. Use true or gaussian where a backbone has several adapters."
+        )
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     config = LoraConfig(
         r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=settings.target_modules,  # type: ignore[arg-type]
         task_type="CAUSAL_LM", fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+        use_dora=settings.use_dora, use_rslora=settings.use_rslora, init_lora_weights=settings.init_lora_weights,  # type: ignore[arg-type]
+        modules_to_save=settings.modules_to_save or None,
     )  # fmt: skip
     prepare = prepare_model_for_kbit_training if settings.quantize_4bit else None
     return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare)
@@ -86,9 +130,14 @@ def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, pre
             with quiet():
                 model = wrap(model, config, adapter_name=name)
     for key, p in model.named_parameters():
-        p.requires_grad_(id(p) in trainable or (".lora_" in key and f".{name}." in key))
-        if ".lora_" in key and f".{name}." in key:
+        own = f".{name}." in key and (".lora_" in key or f".modules_to_save.{name}." in key)
+        p.requires_grad_(id(p) in trainable or own)
+        if own:
             p.data = p.data.float()
+    if str(config.init_lora_weights).startswith(("pissa", "olora")):
+        for _, layer in lora_layers(model):
+            taken = (layer.lora_A[name].weight, layer.lora_B[name].weight)
+            layer.__dict__.setdefault(STARTS, {})[name] = tuple(x.detach().clone() for x in taken)
     return model
 
 # %% ../../nbs/320_models_adapters.ipynb #d0dbf710
@@ -96,7 +145,8 @@ class Reference:
     """The frozen model that KL is measured against: a copy, or the policy with its adapters off.
 
     Args:
-        model: a plain model (copied and frozen), or one with adapters that all still say nothing (used with adapters off).
+        model: a plain model (copied and frozen), or one with adapters that all still say nothing (used with adapters off). Where an adapter's start (pissa, olora)
+            took a part out of the frozen weights, these alone are another model: then it is copied, adapters included.
         copy_model: False takes a plain model as it is, without a copy; it is frozen.
         dtype: number format of a copy (None: the model's own); half precision saves memory.
 
@@ -105,10 +155,24 @@ class Reference:
     """
 
     def __init__(self, model: Any, *, copy_model: bool = True, dtype: torch.dtype | None = None) -> None:
-        self.adapters_off = bool(adapter_names(model))
+        moved = moves_base(model)
+        if moved and copy_model:
+            _log.warning(
+                "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the model that was loaded: the reference is a "
+                "frozen copy, which takes memory; init_lora_weights=true or gaussian needs none"
+            )
+        self.adapters_off = bool(adapter_names(model)) and not moved
         if self.adapters_off:
             parts = {k.split(".lora_B.")[1]: p for k, p in model.named_parameters() if ".lora_B." in k}
             spoken = {name.split(".")[0] for name, p in parts.items() if bool((p != 0).any())}
+            for _, whole in saved_wholes(model):
+                first = whole.original_module.state_dict()
+                for name, own in whole.modules_to_save.items():
+                    spoken |= (
+                        {name}
+                        if any(not torch.equal(v.to(first[k]), first[k]) for k, v in own.state_dict().items())
+                        else set()
+                    )
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the policy starts from, and KL would be measured against "
@@ -181,20 +245,29 @@ class PolicyValue(nn.Module):
         return self.value_head(states) - self.value_bias  # type: ignore[no-any-return]
 
     def forward(
-        self, c: Completions, *, values: bool = True, token_budget: int = TOKEN_BUDGET, **options: Any
+        self,
+        c: Completions,
+        *,
+        values: bool = True,
+        head_only: bool = False,
+        token_budget: int = TOKEN_BUDGET,
+        **options: Any,
     ) -> TokenScores:
         """Log-probs, entropy and values of completion tokens.
 
         Args:
             c: prompts and completions.
             values: also the value before each token.
+            head_only: a shared critic's values leave the policy's states as they are: their gradient ends at the value head.
             token_budget: tokens of one forward pass at most.
             options: temperature, entropy, as in `completion_logps`.
 
         Returns:
             logps, entropy or None, values or None; [B, C] each, 0 where no token counts. With gradient where it is enabled.
         """
-        head = self._value if values and self.mode == "shared" else None
+        head = None
+        if values and self.mode == "shared":
+            head = (lambda h: self._value(h.detach())) if head_only else self._value
         with self._speaking(self.policy_adapter):
             out = completion_logps(self.policy, c, token_budget=token_budget, value_head=head, **options)
         if not values or self.mode == "shared":
@@ -351,7 +424,7 @@ def hydra(
         seed: of fresh adapters.
 
     Raises:
-        ModelError: the reward model has no adapter, or one on another backbone.
+        ModelError: the reward model has no adapter, or one on another backbone; settings that would change the backbone.
     """
     if isinstance(reward, RewardModel):
         adapter: ScalarAdapter | None = reward.as_adapter()
@@ -359,6 +432,15 @@ def hydra(
     else:
         adapter = read_adapter(reward) if reward is not None else None
     names = adapter_names(policy)
+    if moves_base(policy) or (lora is not None and not names and lora.moves_base):
+        raise ModelError(
+            "lora.init_lora_weights is pissa or olora, which change the frozen weights, and in a Hydra all four roles stand on these. Use true or gaussian, or "
+            "critic=shared."
+        )
+    if saved_wholes(policy) or (lora is not None and lora.modules_to_save):
+        raise ModelError(
+            "lora.modules_to_save trains a part of the backbone in full, and in a Hydra all four roles share the backbone. Leave it out, or use critic=shared."
+        )
     if len(names) > 1:
         raise ModelError(f"hydra needs a backbone with no adapter but the policy's; this one has {', '.join(names)}.")
     policy = policy if names else add_lora(policy, lora, "policy", seed=seed)

@@ -20,7 +20,14 @@ from ..core import ModelError, check_choice, evaluating
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_values, sequence_scores
 from ..scoring.head import split_head
-from .load import adapter_names, base_of_adapter, check_loaded, check_whole, compare_outputs
+from rlhf_nb.models.load import (
+    adapter_names,
+    as_plain_lora,
+    base_of_adapter,
+    check_loaded,
+    check_whole,
+    compare_outputs,
+)
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
 from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
@@ -148,7 +155,9 @@ class ScalarModel(nn.Module):
             raise ModelError(
                 f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
             )
-        state, settings = lora_state(self.decoder, self.adapter), copy.deepcopy(self.lora_config)
+        state = lora_state(self.decoder, self.adapter)
+        plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
+        settings = copy.deepcopy(plain)
         settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
         settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
         pooling: Pooling = getattr(self, "pooling", "last")
@@ -185,6 +194,11 @@ class ScalarModel(nn.Module):
         names = adapter_names(decoder)
         adapter = str(model.active_adapter) if names and hasattr(model, "active_adapter") else None
         config = model.peft_config[adapter] if adapter is not None else None
+        if config is not None and config.modules_to_save:
+            raise ModelError(
+                f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved without them: leave it out (its head trains "
+                "in full anyway); for PPO use critic=shared."
+            )
         if not names:
             decoder.requires_grad_(True)
         scalar = ScalarHead(decoder.config.get_text_config().hidden_size, head, hidden, dropout, init, seed)
@@ -414,19 +428,22 @@ class ScalarAdapter(NamedTuple):
     pooling: Pooling
 
 # %% ../../nbs/310_models_heads.ipynb #43fd5bb7
+_LENGTHS = ".lora_magnitude_vector"
 _BELOW_DECODER = re.compile(r"^(model|transformer|gpt_neox|base_model|decoder)\.(?=[a-z_]+\.\d)")
 
 
 def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
     """Write a model's adapter as peft writes one for sequence classification, head included where it is linear."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = copy.deepcopy(model.lora_config)
+    name, state = str(model.adapter), lora_state(model.decoder, str(model.adapter))
+    plain, state = as_plain_lora(model.decoder, name, model.lora_config, state)
+    settings = copy.deepcopy(plain)
     settings.inference_mode = True
     simple = _like_a_classifier(model)
     prefix = f"{_classifier_shell(config).base_model_prefix}." if simple else ""
-    state = lora_state(model.decoder, str(model.adapter))
     weights = {f"base_model.model.{prefix}{k}": v.cpu().contiguous() for k, v in state.items()}
-    check_whole(str(model.adapter), weights)
+    weights = {k.replace(_LENGTHS + ".weight", _LENGTHS): v for k, v in weights.items()}  # as peft writes them
+    check_whole(name, weights)
     settings.target_modules = sorted({k.removeprefix("base_model.model.").split(".lora_")[0] for k in weights})
     settings.task_type, settings.modules_to_save = ("SEQ_CLS", ["score"]) if simple else ("FEATURE_EXTRACTION", None)
     if simple:
@@ -578,6 +595,7 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     if not head_state:
         raise ModelError(f"{str(folder)!r} is an adapter without a scoring head, so it is not a reward or value model.")
     state = {_BELOW_DECODER.sub("", k): v for k, v in tensors.items() if ".lora_" in k}
+    state = {f"{k}.weight" if k.endswith(_LENGTHS) else k: v for k, v in state.items()}
     settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
     settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
     first = min(k for k in head_state if k.endswith("weight"))

@@ -3,7 +3,9 @@
 # %% ../../nbs/300_models_load.ipynb #c6389e2e
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import os
 import shutil
 import sys
@@ -25,11 +27,11 @@ from ..untrusted import Unreadable, json_value
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
+__all__ = ['STARTS', 'named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
            'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded',
-           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'adapter_names', 'using_adapter',
-           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'save_adapter']
+           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base',
+           'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model',
+           'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -606,6 +608,25 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
 
 
+def saved_wholes(model: nn.Module) -> list[tuple[str, Any]]:
+    """Name and wrapper of every module that an adapter trains in full (peft's modules_to_save)."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+
+
+def moves_base(model: Any) -> bool:
+    """Whether an adapter's start took a part out of the frozen weights, so that with adapters off the model is another one."""
+    configs = getattr(model, "peft_config", {}).values()
+    told = any(str(getattr(c, "init_lora_weights", "")).startswith(("pissa", "olora")) for c in configs)
+    return told or any(layer.__dict__.get(STARTS) for _, layer in lora_layers(model))
+
+
+STARTS = "_rlhf_nb_starts"  # of an adapted layer: {adapter: (A, B) that were taken out of its frozen weight}
+
+
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the adapters in a model, in order of their addition; [] for a plain model."""
     names: dict[str, None] = {}
@@ -625,7 +646,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     Raises:
         ModelError: there is no such adapter.
     """
-    layers = [layer for _, layer in lora_layers(model)]
+    layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
     known = adapter_names(model)
     if name is not None:
         check_choice("the model's adapter", name, known, ModelError)
@@ -641,9 +662,10 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 
     try:
         for layer in layers:
-            if name is not None:
+            has = name is not None and (not hasattr(layer, "modules_to_save") or name in layer.modules_to_save)
+            if has:
                 layer.set_adapter(name)
-            layer.enable_adapters(name is not None)
+            layer.enable_adapters(has)
         restore()
         yield
     finally:
@@ -664,12 +686,19 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
         A state dict with the plain model's keys; weights without adapters are the module's own tensors.
 
     Raises:
-        ModelError: adapters of a kind that can't be merged by adding (DoRA and the like).
+        ModelError: adapters of a kind that can't be merged (other than LoRA and DoRA).
     """
     module = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
     layers = dict(lora_layers(module))
     out: dict[str, Tensor] = {}
-    for key, value in module.state_dict().items():
+    state = module.state_dict()
+    for key, value in state.items():
+        name, wrapped, rest = key.partition(".original_module.")
+        if wrapped:
+            out[f"{name}.{rest}"] = state.get(f"{name}.modules_to_save.{adapter}.{rest}", value)
+            continue
+        if ".modules_to_save." in key:
+            continue
         name, inside, rest = key.partition(".base_layer.")
         if not inside or name not in layers:
             if not any(part.startswith("lora_") for part in key.split(".")):
@@ -682,23 +711,35 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
 
 
 def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
-    """W + (α/r) B A of one adapted layer, in W's number format (4-bit weights are unpacked)."""
+    """W + (α/r) B A of one adapted layer (DoRA: with rows of the learnt lengths), in W's number format; 4-bit weights are unpacked.
+
+    Without an adapter: W as it was loaded, so what an adapter's start took out of it is put back.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.utils.integrations import dequantize_module_weight
 
     base = layer.get_base_layer()
     weight: Tensor = base.weight if base.weight.is_floating_point() else dequantize_module_weight(base)
     if adapter is None:
+        for name, (a, b) in layer.__dict__.get(STARTS, {}).items():
+            taken = layer.scaling[name] * b.to(weight.device) @ a.to(weight.device)
+            weight = (weight.float() + (taken.T if layer.fan_in_fan_out else taken)).to(weight.dtype)
         return weight.detach()
-    if not isinstance(layer, LoraLayer) or layer.use_dora.get(adapter, False):
+    variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
+    if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(layer).__name__} adapter can't be merged by adding; only plain LoRA can. Save the adapter itself (merge=False)."
+            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter itself (merge=False)."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
     with torch.no_grad():
         delta: Tensor = layer.get_delta_weight(adapter)
-        return (weight.float() + delta.float()).to(weight.dtype)
+        whole = weight.float() + delta.float()
+        if variant is not None:
+            rows = whole.T if layer.fan_in_fan_out else whole
+            rows = rows * (layer.lora_magnitude_vector[adapter].weight.float() / rows.norm(dim=1))[:, None]
+            whole = rows.T if layer.fan_in_fan_out else rows
+        return whole.to(weight.dtype)
 
 # %% ../../nbs/300_models_load.ipynb #3e666c65
 _OURS = ["model*.safetensors", "model*.index.json", "adapter_config.json", "adapter_model.safetensors"]
@@ -838,6 +879,44 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
         raise ModelError(f"adapter {adapter!r} has {found}: its weights are on other ranks; gather them before saving.")
 
 
+def as_plain_lora(
+    module: nn.Module, adapter: str, config: Any, weights: dict[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A − B₀ A₀.
+
+    Args:
+        module: that holds the adapter.
+        adapter: its name.
+        config: its peft configuration.
+        weights: its tensors by names that end in `.lora_A.weight` and the like, without its name.
+
+    Returns:
+        Configuration and tensors that fit the model from the hub; those given where nothing was taken out.
+
+    Raises:
+        ModelError: the start isn't known (the adapter was put in by other hands).
+    """
+    starts = {
+        name: s[adapter] for name, layer in lora_layers(module) if adapter in (s := layer.__dict__.get(STARTS, {}))
+    }
+    if not starts:
+        if str(config.init_lora_weights).startswith(("pissa", "olora")):
+            raise ModelError(
+                f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what was taken out of them isn't known, so "
+                "the adapter alone would be wrong on the model it came from. Save it merged (merge=True), or let model.lora.init_lora_weights put it in."
+            )
+        return config, weights
+    config, out = copy.deepcopy(config), dict(weights)
+    config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
+    config.r, config.init_lora_weights = 2 * config.r, True
+    for key, value in weights.items():
+        name, _, part = key.rpartition(".lora_")
+        if part in ("A.weight", "B.weight"):
+            a, b = (x.to(value) for x in starts[name])
+            out[key] = torch.cat([value, a]) if part == "A.weight" else torch.cat([value, -b], 1)
+    return config, out
+
+
 def save_adapter(model: Any, name: str, folder: Path) -> None:
     """Write one adapter of a peft model at the top of a folder, whatever its name is."""
     from peft import get_peft_model_state_dict
@@ -845,8 +924,8 @@ def save_adapter(model: Any, name: str, folder: Path) -> None:
 
     weights = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(model, adapter_name=name).items()}
     check_whole(name, weights)
+    config, weights = as_plain_lora(model, name, model.peft_config[name], weights)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[name]
     training, config.inference_mode = config.inference_mode, True
     config.save_pretrained(str(folder))
     config.inference_mode = training
@@ -862,15 +941,25 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
         expected = model(input_ids=ids).logits
     if (folder / "adapter_config.json").exists():
         trainable = [(p, p.requires_grad) for p in model.parameters()]
-        active = lora_layers(model)[0][1].active_adapters
-        model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
+        layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
+        before = [(layer, list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
+        moved = [(layer, layer.get_base_layer()) for _, layer in lora_layers(model) if layer.__dict__.get(STARTS)]
+        residues = [(base, base.weight.data) for _, base in moved]
+        for layer, base in moved:  # the adapter belongs to the weights as they were loaded
+            base.weight.data = _merged_weight(layer, None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
+            model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
         try:
             with evaluating(model), using_adapter(model, "saved_copy"):
                 found = model(input_ids=ids).logits
         finally:
             model.delete_adapter("saved_copy")
-            for _, layer in lora_layers(model):
+            for base, weight in residues:
+                base.weight.data = weight
+            for layer, active, on in before:
                 layer.set_adapter(active)
+                layer.enable_adapters(on)
             for p, flag in trainable:
                 p.requires_grad_(flag)
     else:

@@ -119,7 +119,9 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
     out: list[Row] = []
     limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
     for label in (True, False):
-        part = [{k: r[k] for k in ("prompt", "completion")} for r in rows if bool(r["label"]) is label]
+        part: list[Row] = [
+            {k: r[k] for k in ("prompt", "completion", "tools") if k in r} for r in rows if bool(r["label"]) is label
+        ]
         tokens = tokenize_sft(part, tokenizer, **limits, warn=warn) if part else []
         out += [t | {"label": label} for t in tokens]
     return out

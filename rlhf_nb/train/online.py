@@ -19,6 +19,7 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, Samplin
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.sums import is_sums
 from ..evaluate.policy import evaluate
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
@@ -26,6 +27,7 @@ from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from .entries import RewardEntry, build_rewards, has_entries, load_models
 from ..models.load import disable_dropout, is_toy, using_adapter
+from ..rewards.answers import Number
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
@@ -61,7 +63,7 @@ class OnlineConfig(TrainConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
-        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world",
+        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world, 'check' for data.path=sums",
     )
     rewards: list[RewardEntry] = Field(
         default_factory=list,
@@ -426,7 +428,7 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
 
     Args:
         config: `rewards` are entries (notebook 604); `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in
-            the toy world "gold" or "check" (1 for a right answer).
+            the toy world "gold" or "check" (1 for a right answer); with the word problems of `data.path=sums`, "check".
 
     Raises:
         ConfigError: neither names anything.
@@ -439,6 +441,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
             "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, rewards=[{verify: number}], "
             "rewards=[{file: rewards.py, fn: NAME}]. In Python a trainer also takes functions, reward=f."
         )
+    if config.reward == "check" and is_sums(config.data.path):
+        return Number("answer", name="right"), {}
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     trust = {"trust_remote_code": config.model.trust_remote_code}

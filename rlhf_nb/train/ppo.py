@@ -22,7 +22,7 @@ from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
 from .setup import Row
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
-from ..types import LossSum, Rollout
+from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['PPOConfig', 'PPO', 'build_net', 'PPOTrainer']
@@ -53,6 +53,7 @@ class PPOConfig(OnlineConfig):
     clip_eps_high: float = option(0.2, "how far a ratio may rise", ge=0)
     value_clip_eps: float | None = option(0.2, "how far a value may move; null: no clipping", gt=0)
     vf_coef: float = option(0.1, "weight of the value loss", ge=0)
+    critic_warmup_steps: int = option(0, "first steps in which only the critic learns (a shared one: its head)", ge=0)
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
     whiten_advantages: bool = option(True, "advantages to mean 0, variance 1 over the rollout")
     whiten_rewards: bool = option(False, "token rewards to variance 1, mean kept")
@@ -97,6 +98,7 @@ class PPO(OnlineMethod):
         target = config.kl_target
         self.kl = AdaptiveKL(coef, target, config.kl_horizon) if target else FixedKL(coef)
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
+        self.warming = False  # whether only the critic learns
 
     @property
     def kl_coef(self) -> float:
@@ -110,6 +112,11 @@ class PPO(OnlineMethod):
             found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
         low = 1e-6 if isinstance(kl, AdaptiveKL) else 0.0  # an adaptive price is multiplied: from 0 it would never move
         return found | {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), low, 10.0)}
+
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers with advantages and returns; in the first `critic_warmup_steps` steps only the critic learns from them."""
+        self.warming = step < self.config.critic_warmup_steps
+        return super().collect(batch, step)
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs and values; where policy and critic share their states, one pass gives both."""
@@ -148,15 +155,18 @@ class PPO(OnlineMethod):
         return {"policy": n, "value": n, "entropy": n}
 
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
-        """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy."""
-        cfg, mask = self.config, micro.completion_mask
-        how = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy; while the critic warms up, the value loss alone."""
+        cfg, mask, warming = self.config, micro.completion_mask, self.warming
+        how: dict[str, Any] = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
+        how |= {"head_only": True} if warming else {}
         new = self.module(micro, entropy=cfg.entropy_coef > 0, **how)
         old, adv = micro.need("old_logps"), micro.need("advantages")
         policy = clipped_surrogate(new.logps, old, adv, mask, cfg.clip_eps_low, cfg.clip_eps_high)
         value = clipped_value(new.values, micro.need("values"), micro.need("returns"), mask, cfg.value_clip_eps)
-        terms = {"policy": (policy, 1.0), "value": (value, cfg.vf_coef)}
-        if cfg.entropy_coef:
+        if warming and self.engine.world_size == 1:  # several processes expect a gradient of every weight, if only 0
+            policy = policy._replace(total=policy.total.detach())
+        terms = {"policy": (policy, 0.0 if warming else 1.0), "value": (value, cfg.vf_coef)}
+        if cfg.entropy_coef and not warming:
             terms["entropy"] = (entropy_bonus(new.entropy, mask), cfg.entropy_coef)
         return terms
 

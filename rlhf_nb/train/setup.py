@@ -15,12 +15,14 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import nn
 
 from ..config import DataConfig, ModelConfig, TrainConfig
-from ..core import ConfigError, Precision, decide_precision, derive_seed
+from ..core import ConfigError, DataError, Precision, decide_precision, derive_seed
 from ..data import toy
 from ..data.convert import to_unpaired
-from ..data.formats import DataWarning, detect_format, to_rows
-from ..data.readers import open_rows, read_rows
+from ..data.formats import DataWarning, format_of, renamed, to_rows
+from ..data.readers import OpenRows, open_rows
+from ..data.shapes import PLAIN, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
+from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..rewards.classifier import ClassifierReward
@@ -37,9 +39,9 @@ Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'in_kind', 'load_rows',
-           'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs',
-           'TextTrainer']
+__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'Pairs', 'CausalScorer', 'load_policy', 'made_rows',
+           'place_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows', 'held_out_of_stream', 'stream_rows', 'leaked',
+           'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -92,41 +94,95 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     return rows, toy.sft_rows(TOY_HELD_OUT, there, test=True)
 
 
+SUMS_ROWS = 4000
+
+
+def _sums_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+    """Word problems (notebook 235); what is held out asks for sums that training never asks for, the same ones whatever the seed."""
+    make = {"preference": sums_pairs, "unpaired": sums_pairs, "prompt": sums_prompts, "sft": sums_demonstrations}[kind]
+    rows, held = make(SUMS_ROWS, derive_seed(seed, kind)), make(TOY_HELD_OUT, 0, True)
+    return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
+
+
+def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[Row]] | None:
+    """Rows to train on and held-out rows that the package makes itself; None where a name stands for none of its worlds.
+
+    Args:
+        name: "toy", "sums", or a place of data.
+        kind: "sft", "preference", "unpaired" or "prompt".
+        seed: of the generators.
+    """
+    if is_toy(name):
+        return _toy_rows(kind, seed)
+    return _sums_rows(kind, seed) if is_sums(name) else None
+
+
 def place_of(data: DataConfig) -> str:
-    """File, directory or hub name of a run's rows, or "toy".
+    """File, directory or hub name of a run's rows, or "toy" or "sums".
 
     Raises:
         ConfigError: nobody has said where they are.
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy' for the toy world; in Python a trainer also takes rows=."
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here; in Python a trainer also takes rows=."
         )
     return data.path
 
 
-def in_kind(rows: Iterable[Row], kind: Kind) -> Iterator[Row]:
+def reading_of(data: DataConfig, seed: int = 0) -> Reading:
+    """What a config says about the shape of its rows."""
+    return Reading(data.shape, seed, data.attributes)
+
+
+def in_kind(rows: Iterable[Row], kind: Kind, reading: Reading = PLAIN) -> Iterator[Row]:
     """Rows in a method's format; pairs are taken apart where single answers are asked for.
 
     Args:
-        rows: in any format of `data.formats`.
+        rows: in any format of `data.formats`, or shape of `data.shapes`.
         kind: "sft", "preference", "unpaired" or "prompt".
+        reading: what decides where the columns leave something open.
     """
     it = iter(rows)
     first = next(it, None)
     rows = it if first is None else chain([first], it)  # the first row decides, and is put back
-    if kind == "unpaired" and first is not None and detect_format(first) == "preference":
-        return to_unpaired(rows)
-    return to_rows(rows, kind)
+    if kind == "unpaired" and first is not None and format_of(first, reading) == "preference":
+        return to_unpaired(rows, reading)
+    return to_rows(rows, kind, reading)
+
+
+def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None = None) -> OpenRows:
+    """A function that opens a config's rows from their start, with the columns renamed as it says.
+
+    Args:
+        data: of a run; not the toy world.
+        split: default: `data.split`.
+        streaming: a hub dataset isn't downloaded as a whole; default: `data.streaming`.
+
+    Raises:
+        DataError: see `open_rows` and `renamed`.
+    """
+    opened = open_rows(
+        place_of(data), split or data.split, data.subset, data.streaming if streaming is None else streaming
+    )
+    return (lambda: renamed(opened(), data.columns)) if data.columns else opened
 
 # %% ../../nbs/600_train_setup.ipynb #2308f380
+def _whole(data: DataConfig, kind: Kind, seed: int, split: str) -> list[Row]:
+    """All rows of a split in a method's format."""
+    rows = list(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)))
+    if not rows:
+        raise DataError(f"{data.path} has no rows, so there is nothing to learn from.")
+    return rows
+
+
 def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows in the format of a method, all of them in memory.
 
     Args:
         data: where rows come from; duplicates are dropped unless `dedup` is off.
         kind: "sft" (demonstrations), "preference", "unpaired" or "prompt".
-        seed: of the toy world's generators.
+        seed: of the generators of worlds that are made here, and of draws among worse answers.
 
     Returns:
         (training rows, held-out rows); the second may be empty.
@@ -134,26 +190,28 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Raises:
         DataError: nothing there, or rows of another format.
     """
-    if is_toy(place_of(data)):
-        return _toy_rows(kind, seed)
-    rows = list(in_kind(read_rows(place_of(data), data.split, subset=data.subset), kind))
+    made = made_rows(place_of(data), kind, seed)
+    if made is not None:
+        return made
+    rows = _whole(data, kind, seed, data.split)
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
-        return rows, list(in_kind(read_rows(place_of(data), data.eval_split, subset=data.subset), kind))
+        return rows, _whole(data, kind, seed, data.eval_split)
     held = min(data.eval_size or 0, len(rows) // 2)
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 # %% ../../nbs/600_train_setup.ipynb #f3a9e376
-def held_out_of_stream(data: DataConfig, kind: Kind) -> list[Row]:
+def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]:
     """The rows that a streamed run evaluates on: those of `eval_split`, else the first `eval_size` of the stream.
 
     Args:
         data: where the stream comes from.
         kind: as in `load_rows`.
+        seed: as in `load_rows`.
     """
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
-    return list(islice(in_kind(open_rows(place_of(data), split, data.subset)(), kind), n)) if n != 0 else []
+    return list(islice(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)), n)) if n != 0 else []
 
 
 def stream_rows(
@@ -168,10 +226,10 @@ def stream_rows(
         seed: of the order.
         tokenize: rows to tokenized rows; may drop some.
     """
-    opened, away = open_rows(place_of(data), data.split, data.subset), {row_key(r) for r in held}
+    opened, away = raw_rows(data), {row_key(r) for r in held}
 
     def rows() -> Iterator[Row]:
-        return (row for row in in_kind(opened(), kind) if row_key(row) not in away)
+        return (row for row in in_kind(opened(), kind, reading_of(data, seed)) if row_key(row) not in away)
 
     seen = told = 0
 
@@ -331,12 +389,17 @@ class TextTrainer(Trainer):
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
-        streamed = rows is None and config.data.streaming and not is_toy(config.data.path)
+        streamed = (
+            rows is None and config.data.streaming and not (is_toy(config.data.path) or is_sums(config.data.path))
+        )
         if rows is None:
-            rows, held = [], held_out_of_stream(config.data, self.kind) if streamed else []
+            rows, held = [], held_out_of_stream(config.data, self.kind, config.seed) if streamed else []
             if not streamed:
                 rows, held = load_rows(config.data, self.kind, config.seed)
             eval_rows = held if eval_rows is None else eval_rows
+        elif config.data.columns or config.data.shape or config.data.attributes:
+            reading = reading_of(config.data, config.seed)
+            rows = list(in_kind(renamed(rows, config.data.columns), self.kind, reading))
         method = self.make_method(config, model, tokenizer, rows, **(parts or {}))
         if streamed:
             source: Any = stream_rows(

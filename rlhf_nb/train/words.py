@@ -71,7 +71,8 @@ def rows_of(data: Any, what: str) -> Any:
     )
 
 # %% ../../nbs/602_train_words.ipynb #ae35ccad
-_LORA = {"r", "lora_alpha", "lora_dropout", "target_modules"}
+_SAME = ("use_dora", "use_rslora", "init_lora_weights", "modules_to_save")
+_LORA = {"r", "lora_alpha", "lora_dropout", "target_modules", *_SAME}
 _NOTHING = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type", "peft_version"}
 _NOTHING |= {"revision", "fan_in_fan_out", "auto_mapping"}
 
@@ -97,7 +98,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
     other = sorted(k for k, v in given.items() if k not in _LORA | _NOTHING and v != plain.get(k))
     if other:
         raise ConfigError(
-            f"peft_config sets {', '.join(f'{k}={given[k]!r}' for k in other)}: adapters here are plain LoRA with r, alpha, dropout and target_modules (model.lora). Leave it out."
+            f"peft_config sets {', '.join(f'{k}={given[k]!r}' for k in other)}: adapters here are LoRA with the settings of model.lora (r, alpha, dropout, target_modules, {', '.join(_SAME)}). Leave it out."
         )
     targets: Any = peft_config.target_modules or LAYERS.get(model_type)
     if targets is None:
@@ -110,6 +111,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
         "alpha": float(peft_config.lora_alpha),
         "dropout": float(peft_config.lora_dropout),
         "target_modules": targets,
+        **{name: getattr(peft_config, name) for name in _SAME if getattr(peft_config, name)},
     }
 
 

@@ -1,0 +1,306 @@
+"""Data as it lies about: a small file of each shape that people have, read as it is, trained on, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_nb.config import DataConfig
+from rlhf_nb.core import DataError
+from rlhf_nb.data import toy
+from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.shapes import ATTRIBUTES, SHAPES, DataNote, Reading, shape_table
+from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
+from rlhf_nb.data.templates import train_bpe
+from rlhf_nb.train.setup import in_kind, load_rows, stream_rows
+
+ANIMALS = ["owl", "otter", "fox", "bear", "crane", "heron", "lynx", "newt"]
+Q = [f"Where does the {a} sleep?" for a in ANIMALS]
+A = [f"The {a} sleeps in its den." for a in ANIMALS]
+B = [f"No idea about any {a}." for a in ANIMALS]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def rated(good: str, bad: str) -> list[dict[str, Any]]:
+    low = {"honesty": {"Rating": "2"}, "helpfulness": {"Rating": "N/A"}}
+    high = {"honesty": {"Rating": "5"}, "helpfulness": {"Rating": "4"}}
+    return [
+        {"response": bad, "annotations": low, "overall_score": 10.0, "model": "m1"},
+        {"response": good, "annotations": high, "overall_score": 7.5, "model": "m2"},
+        {"response": bad + " Truly.", "annotations": low, "overall_score": 1.0, "model": "m3"},
+    ]
+
+
+def steered() -> list[dict[str, Any]]:
+    both = [((q, a, (4, 4, 4, 2, 2)), (q, b, (1, 0, 3, 1, 1))) for q, a, b in zip(Q, A, B, strict=True)]
+    return [
+        {"prompt": q, "response": text, **dict(zip(ATTRIBUTES, marks, strict=True))}
+        for pair in both
+        for q, text, marks in pair
+    ]
+
+
+TIDE = {
+    "type": "function",
+    "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {"day": {"type": "integer"}}}},
+}  # fmt: skip
+CALL = {"type": "function", "function": {"name": "tide", "arguments": '{"day": 3}'}}
+
+FILES: dict[str, list[dict[str, Any]]] = {
+    "sharegpt": [{"id": i, "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for i, (q, a) in enumerate(zip(Q, A, strict=True))],
+    "alpaca": [{"instruction": "Answer.", "input": q, "output": a, "text": f"### Answer.\n{q}\n### {a}"} for q, a in zip(Q, A, strict=True)],
+    "prompt_response": [{"prompt": q, "response": a} for q, a in zip(Q, A, strict=True)],
+    "thumbs": [{"prompt": q, "response": t, "label": t is a} for q, a, b in zip(Q, A, B, strict=True) for t in (a, b)],
+    "question_answer": [{"question": q, "answer": a} for q, a in zip(Q, A, strict=True)],
+    "question_pairs": [{"question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
+    "orca": [{"system": "Be brief.", "question": q, "chosen": a, "rejected": b} for q, a, b in zip(Q, A, B, strict=True)],
+    "ultrafeedback": [{"source": "x", "instruction": q, "completions": rated(a, b)} for q, a, b in zip(Q, A, B, strict=True)],
+    "helpsteer": steered(),
+    "hh": [{"chosen": f"\n\nHuman: {q}\n\nAssistant: {a}", "rejected": f"\n\nHuman: {q}\n\nAssistant: {b}"} for q, a, b in zip(Q, A, B, strict=True)],
+    "nectar": [
+        {"prompt": f"\n\nHuman: {q}\n\nAssistant: ", "answers": [{"answer": b, "model": "m", "rank": 2.0}, {"answer": a, "model": "n", "rank": 1.0}], "turns": 1}
+        for q, a, b in zip(Q, A, B, strict=True)
+    ],
+    "kto": [{"prompt": q, "completion": t, "label": t is a} for q, a, b in zip(Q, A, B, strict=True) for t in (a, b)],
+    "messages": [{"messages": [user(q), says(a)]} for q, a in zip(Q, A, strict=True)],
+    "tools": [
+        {"messages": [user(q), {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "low"}, says(a)], "tools": json.dumps([TIDE])}
+        for q, a in zip(Q, A, strict=True)
+    ],
+    "stepwise": [{"prompt": q, "completions": ["First.", a], "labels": [1, 0]} for q, a in zip(Q, A, strict=True)],
+}  # fmt: skip
+
+# what a method gets of the first row: file, purpose, row; or the sentence that it is refused with
+ASKED = [user(Q[0])]
+EXPECTED: list[tuple[str, str, Any]] = [
+    ("sharegpt", "sft", {"messages": [user(Q[0]), says(A[0])], "id": 0}),
+    ("sharegpt", "prompt", {"prompt": ASKED, "id": 0}),
+    ("sharegpt", "preference", "row 0: the columns are id, conversations, but the format 'preference' needs chosen+rejected. They are read as ShareGPT"),
+    ("alpaca", "sft", {"prompt": [user(f"Answer.\n\n{Q[0]}")], "completion": [says(A[0])]}),
+    ("alpaca", "preference", "read as Alpaca: instruction + input → prompt, output → completion, which makes prompt+completion. Pairs come from"),
+    ("alpaca", "unpaired", "kto needs a label, 0 or 1"),
+    ("prompt_response", "sft", {"prompt": Q[0], "completion": A[0]}),
+    ("prompt_response", "prompt", {"prompt": Q[0], "response": A[0]}),
+    ("thumbs", "unpaired", {"prompt": Q[0], "completion": A[0], "label": True}),
+    ("thumbs", "preference", "Pairs come from two answers"),
+    ("question_answer", "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
+    ("question_answer", "prompt", {"prompt": ASKED, "question": Q[0], "answer": A[0]}),
+    ("question_pairs", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    ("orca", "preference", {"prompt": [{"role": "system", "content": "Be brief."}, *ASKED], "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    ("orca", "sft", {"prompt": [{"role": "system", "content": "Be brief."}, *ASKED], "completion": [says(A[0])]}),
+    ("ultrafeedback", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": None, "margin": 2.5, "source": "x"}),
+    ("ultrafeedback", "sft", {"prompt": ASKED, "completion": [says(A[0])], "source": "x"}),
+    ("helpsteer", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])], "margin": 5.75}),
+    ("helpsteer", "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
+    ("hh", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    ("nectar", "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])], "turns": 1}),
+    ("nectar", "unpaired", {"prompt": ASKED, "completion": [says(A[0])], "label": True}),
+    ("kto", "unpaired", {"prompt": Q[0], "completion": A[0], "label": True}),
+    ("messages", "sft", {"messages": [user(Q[0]), says(A[0])]}),
+    ("stepwise", "sft", "needs text or messages or prompt+completion or chosen+rejected"),
+]  # fmt: skip
+
+
+def write(folder: Path, name: str) -> str:
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in FILES[name]), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tok() -> Any:
+    return train_bpe([*Q, *A, *B, "tide"], vocab_size=400)
+
+
+@pytest.mark.parametrize(("name", "kind", "row"), EXPECTED, ids=[f"{n}-{k}" for n, k, _ in EXPECTED])
+def test_a_file_of_each_shape(tmp_path: Path, name: str, kind: Any, row: Any) -> None:
+    data = DataConfig(path=write(tmp_path, name))
+    if isinstance(row, str):
+        with pytest.raises(DataError) as e:
+            load_rows(data, kind)
+        assert row in str(e.value) and "rename_columns" not in str(e.value)
+        return
+    found = load_rows(data, kind)[0]
+    first = dict(found[0])
+    if row.get("rejected", "") is None:
+        assert first["rejected"][0]["content"].startswith(B[0])
+        row = row | {"rejected": first["rejected"]}
+    assert first == row
+    if kind not in ("unpaired",) and name not in ("kto", "thumbs"):
+        assert len(found) == len(ANIMALS)
+    again = list(to_rows(found, kind))
+    assert again == found, "once normal, always normal"
+    kept = stream_rows(data.replace(streaming=True, shuffle_buffer=1), [], kind, 0, lambda rows: rows)
+    assert kept.next_batch(len(found)) == found, "a stream reads the same"
+
+
+def test_all_fifteen_are_covered() -> None:
+    assert len(FILES) == 15 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n not in ("stepwise", "tools")])
+def test_every_shape_becomes_tokens(tmp_path: Path, tok: Any, name: str) -> None:
+    rows = load_rows(DataConfig(path=write(tmp_path, name)), "sft")[0]
+    said = tokenize_sft(rows, tok)
+    assert tok.decode(said[0]["completion_ids"], skip_special_tokens=True).strip() == A[0] and len(said) == len(ANIMALS)
+    for row in tokenize_prompts(load_rows(DataConfig(path=write(tmp_path, name)), "prompt")[0], tok):
+        assert "sleep?" in tok.decode(row["prompt_ids"]) and "den" not in tok.decode(row["prompt_ids"])
+
+
+def test_a_thumb_down_is_no_demonstration() -> None:
+    with pytest.warns(DataWarning, match="8 of 16 rows are disliked answers and are left out. row 1: the label says"):
+        assert len(list(to_rows(FILES["kto"], "sft"))) == 8
+    with pytest.raises(DataError, match="All 1 rows are left out. row 0: the label"):
+        list(to_rows(FILES["kto"][1:2], "sft"))
+
+
+def test_what_a_file_was_taken_for_is_said_once() -> None:
+    with pytest.warns(DataNote) as said:
+        list(to_rows(FILES["alpaca"], "sft"))
+    assert [str(w.message) for w in said] == ["read as Alpaca: instruction + input → prompt, output → completion."]
+
+
+def test_the_draw_among_worse_answers_is_addressed() -> None:
+    rows = FILES["ultrafeedback"]
+    mixed = random.Random(0).sample(rows, len(rows))
+    read = {r["prompt"][0]["content"]: r["rejected"] for r in to_rows(rows, "preference", Reading(seed=5))}
+    assert read == {r["prompt"][0]["content"]: r["rejected"] for r in to_rows(mixed, "preference", Reading(seed=5))}
+    drawn = {json.dumps([r["rejected"] for r in to_rows(rows, "preference", Reading(seed=s))]) for s in range(5)}
+    assert len(drawn) > 1
+
+
+def test_answers_rated_alike_are_counted() -> None:
+    alike = [{"instruction": "Why?", "completions": [{"response": x, "rating": 3} for x in "ab"]}]
+    with pytest.warns(DataWarning, match="1 of 9 rows have no two answers of which one is better"):
+        assert len(list(to_rows([*FILES["ultrafeedback"], *alike], "preference"))) == 8
+
+
+def test_one_response_alone_is_refused() -> None:
+    rows = FILES["helpsteer"]
+    with pytest.raises(DataError, match="row 4: the prompt .* has one response only"):
+        list(to_rows([*rows[:4], rows[4], *rows[6:]], "preference"))
+    assert len(list(to_rows([*rows[:4], rows[4], *rows[6:]], "sft"))) == 8
+    (first, *_) = to_rows(rows, "preference", Reading(weights={"verbosity": -1.0}))
+    assert first["chosen"] == [says(B[0])] and first["margin"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "words"),
+    [
+        ({"instruction": "a", "output": "b", "question": "c", "answer": "d"}, "sft", "data.shape=alpaca or data.shape=question_answer"),
+        ({"instruction": "a", "output": "b", "text": "c"}, "sft", "data.shape=alpaca or data.shape=text"),
+        ({"problem": "a", "answer": "b", "solution": "c"}, "sft", "data.columns={solution: null}"),
+        ({"task": "Name one.", "chosen": "Owl.", "rejected": "Fox."}, "preference", "data.columns={task: prompt} takes it, data.columns={task: null}"),
+        ({"conversations": [{"from": "judge", "value": "x"}]}, "sft", "row 0, conversations[0] is from 'judge'; known are"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "sft", "data.columns={messages: conversations}"),
+        ({"messages": [user("x"), says("y")], "tools": ["tide"]}, "sft", "data.columns={tools: null} drops"),
+        ({"prompt": "x", "answers": [{"answer": "a", "rank": "first"}, {"answer": "b", "rank": 2}]}, "preference", "rank is 'first'; expected a number"),
+        ({"prompt": "x", "response": "y", "label": "great"}, "unpaired", "label is 'great'; expected 0 or 1"),
+        ({"query": "x", "reply": "y"}, "sft", "data.columns={query: prompt, reply: completion} reads them so"),
+        ({"prompt": "x", "complete": "y"}, "sft", "Did you mean 'completion' by 'complete'? data.columns={complete: completion}"),
+        ({"instruction": "x", "completions": [{"text": "a"}, {"text": "b"}]}, "preference", "but the format 'preference' needs chosen+rejected"),
+        ({**FILES["helpsteer"][0], "helpfulness": "much"}, "preference", "has one response only"),
+        ({"instruction": ["x"], "output": "y"}, "sft", "row 0, prompt[0] is str ("),
+        ({"question": 7, "answer": "y"}, "sft", "prompt: int (7) is no text"),
+    ],
+)  # fmt: skip
+def test_nothing_is_accepted_wrongly(row: dict[str, Any], kind: Any, words: str) -> None:
+    with pytest.raises(DataError) as e:
+        list(in_kind([row], kind))
+    assert words in str(e.value), str(e.value)
+
+
+def test_columns_are_renamed_by_a_line_of_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"query": "Why?", "reply": "So.", "prompt": 3}))
+    data = DataConfig(path=str(path), columns={"query": "prompt", "reply": "completion", "prompt": None})
+    assert load_rows(data, "sft")[0] == [{"prompt": "Why?", "completion": "So."}]
+    with pytest.raises(
+        DataError, match=r"no column 'repyl'.*Did you mean 'reply'\? Write data.columns={reply: completion}"
+    ):
+        load_rows(data.replace(columns={"repyl": "completion"}), "sft")
+    with pytest.raises(DataError, match="data.shape 'alpacca' is unknown. Did you mean 'alpaca'"):
+        load_rows(data.replace(shape="alpacca", columns={}), "sft")
+    torn = {"instruction": "a", "output": "b", "text": "c"}
+    path.write_text(json.dumps(torn))
+    for shape, row in (
+        ("text", {"text": "c"}),
+        ("alpaca", {"prompt": [user("a")], "completion": [says("b")], "text": "c"}),
+    ):
+        found = load_rows(DataConfig(path=str(path), shape=shape), "sft")[0]
+        assert found == [row], shape
+        assert tokenize_sft(found, toy.build_tokenizer(), warn=False) is not None
+
+
+TEMPLATE = (
+    "{%- if tools %}[tools] {{ tools | tojson }}\n{% endif -%}{%- for m in messages -%}<{{ m.role }}> {{ m.content }}"
+    "{%- for c in m.tool_calls or [] %} call {{ c.function.name }} {{ c.function.arguments.day }}{% endfor -%}"
+    "{{ eos_token if m.role == 'assistant' else '' }}\n{%- endfor -%}{%- if add_generation_prompt %}<assistant>{% endif -%}"
+)
+
+
+def test_tools_and_calls_go_through_the_template(tmp_path: Path, tok: Any) -> None:
+    import copy
+
+    data = DataConfig(path=write(tmp_path, "tools"))
+    rows = load_rows(data, "sft")[0]
+    assert rows[0]["tools"] == [TIDE] and rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"day": 3}
+    able = copy.deepcopy(tok)
+    able.chat_template = TEMPLATE
+    (one, *_) = tokenize_sft(rows, able)
+    assert '"name": "tide"' in tok.decode(one["prompt_ids"])
+    learnt = tok.decode([i for i, m in zip(one["completion_ids"], one["completion_mask"], strict=True) if m])
+    assert "call tide 3" in learnt and A[0] in learnt and "low" not in learnt
+    asked = tokenize_prompts(load_rows(data, "prompt")[0], able)
+    assert "[tools]" in tok.decode(asked[0]["prompt_ids"]) and "low" in tok.decode(asked[0]["prompt_ids"])
+    with pytest.raises(DataError, match=r"doesn't write tools: 'tide'.*data.columns={tools: null}"):
+        tokenize_sft(rows, tok)
+    bare = load_rows(data.replace(columns={"tools": None}), "sft")[0]
+    with pytest.raises(DataError, match=r"doesn't write calls of tools: messages\[1\] calls 'tide'"):
+        tokenize_sft(bare, tok)
+    pair = {"prompt": [user(Q[0])], "chosen": [says(A[0])], "rejected": [says(B[0])], "tools": [TIDE]}
+    assert "[tools]" in tok.decode(tokenize_preferences([pair], able)[0]["prompt_ids"])
+
+
+def test_every_entry_of_the_table_is_tried_here() -> None:
+    read = {s.name for s in SHAPES for rows in FILES.values() if s.columns(rows[0])}
+    more = {"sharegpt_pairs", "alpaca_pairs", "ranking"}
+    assert read | more == {s.name for s in SHAPES}
+    turns = {
+        "conversations": [{"from": "human", "value": Q[0]}],
+        "chosen": {"from": "gpt", "value": A[0]},
+        "rejected": {"from": "gpt", "value": B[0]},
+    }
+    halves = {"instruction": "Answer.", "input": Q[0], "chosen": A[0], "rejected": B[0]}
+    for row, prompt in ((turns, Q[0]), (halves, f"Answer.\n\n{Q[0]}")):
+        (found,) = to_rows([row], "preference")
+        assert found == {"prompt": [user(prompt)], "chosen": [says(A[0])], "rejected": [says(B[0])]}
+
+
+def test_the_table_in_the_documentation_is_the_table_in_the_code() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    assert shape_table() in text
+    for word in ("data.columns=", "data.shape=", "data.attributes="):
+        assert word in text and word.removeprefix("data.").rstrip("=") in DataConfig.model_fields
+    for name, weight in ATTRIBUTES.items():
+        assert f"{name} {weight}".replace("-", "−") in text
