@@ -627,15 +627,47 @@ class DataConfig(StrictConfig):
 
 # %% ../nbs/010_config.ipynb #c458c348
 class OptimizerConfig(StrictConfig):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adafactor", "sgd", "adamw_8bit", "paged_adamw_8bit", "muon"] = option(
+        "adamw",
+        "adafactor: less memory | *_8bit: with bitsandbytes | muon: hidden matrices by torch's Muon, the rest by AdamW",
+    )
     lr: float = option(1e-5, "peak learning rate", gt=0)
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = option("linear", "lr after the warm-up")
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
+        "inverse_sqrt",
+        "polynomial",
+        "wsd",
+    ] = option("linear", "lr after the warm-up")
+    min_lr_rate: float | None = option(
+        None, "where cosine_with_min_lr (0.1), polynomial (0) and wsd (0) end, as a share of lr", ge=0, lt=1
+    )
+    power: float = option(1.0, "of the schedule polynomial", gt=0)
+    decay_steps: int | None = option(
+        None, "wsd: steps of the run in which lr falls at its end; null: a fifth of them", ge=1
+    )
     warmup_steps: int = option(0, "steps of the run (collects, in RL) from 0 to lr", ge=0)
     max_grad_norm: float | None = option(1.0, "gradients are cut to this norm; null: never", gt=0)
+
+    @model_validator(mode="after")
+    def _used(self) -> OptimizerConfig:
+        """What belongs to one schedule isn't set with another."""
+        ends = ("cosine_with_min_lr", "polynomial", "wsd")
+        for key, kinds in (("min_lr_rate", ends), ("power", ("polynomial",)), ("decay_steps", ("wsd",))):
+            if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
+                if self.schedule not in kinds:
+                    raise ValueError(
+                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it out."
+                    )
+        return self
 
     @model_validator(mode="after")
     def _decays(self) -> OptimizerConfig:
@@ -699,7 +731,7 @@ class TrainConfig(StrictConfig):
     micro_batch_size: int | None = option(None, "most rows per forward; null: no limit", ge=1)
     token_budget: int = option(4096, "most tokens per forward, padding included", ge=1)
     num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer and its schedule")
     precision: PrecisionName = Field(default="auto", description="number format of the computation")
     recompute: bool = Field(default=False, description="compute activations twice instead of keeping them")
     device: str = Field(

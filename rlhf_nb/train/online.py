@@ -73,13 +73,14 @@ class OnlineConfig(TrainConfig):
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "AdamW and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
         default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
     kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
+    kl_warmup_steps: int = option(0, "steps in which kl_coef rises from 0 in a line", ge=0)
     kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
     kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
     missing_eos: float | None = Field(
@@ -113,6 +114,17 @@ class OnlineConfig(TrainConfig):
             raise ValueError(
                 f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use missing_eos={-(self.missing_eos or 0.0):g}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _price_can_rise(self) -> OnlineConfig:
+        """A warm-up needs a price that it leads to, and nobody else who moves it."""
+        if self.kl_warmup_steps and not self.kl_coef:
+            raise ValueError(
+                f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
+            )
+        if self.kl_warmup_steps and getattr(self, "kl_target", None) is not None:
+            raise ValueError("kl_warmup_steps and kl_target both move the price of a nat: leave one of them out.")
         return self
 
     @model_validator(mode="after")
@@ -229,6 +241,7 @@ class OnlineMethod(TextMethod):
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
         self._warned = False
+        self._risen = 1.0  # share of the price of a nat while it warms up
         self._samples: list[dict[str, Any]] = []
 
     @abstractmethod
@@ -247,7 +260,7 @@ class OnlineMethod(TextMethod):
     @property
     def kl_coef(self) -> float:
         """The present price of a nat."""
-        return float(self.config.kl_coef)
+        return float(self.config.kl_coef) * self._risen
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
@@ -320,6 +333,7 @@ class OnlineMethod(TextMethod):
             again: how many rounds of the same step came before.
         """
         seed = self.config.seed if not again else derive_seed(self.config.seed, "again", again)
+        self._risen = min(1.0, (step + 1) / max(1, self.config.kl_warmup_steps))
         return self.add_logps(self.answers(prompts, step, seed=seed))
 
     @torch.no_grad()
