@@ -525,6 +525,7 @@ def launch_command(
     with told(debug, _again()):
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
         from rlhf_nb.scale.launch import launch
+        from rlhf_nb.train.entries import named_files
 
         if kind == "run":
             raise ConfigError(
@@ -536,9 +537,8 @@ def launch_command(
         how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}
         if k8s:
             mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"
-            _tell(
-                kubernetes_manifest(command, cfg.output_dir, k8s, claim=claim, mount=mount, **how).rstrip(), err=False
-            )
+            place: dict[str, Any] = {"claim": claim, "mount": mount, "files": named_files(cfg)}
+            _tell(kubernetes_manifest(command, cfg.output_dir, k8s, **place, **how).rstrip(), err=False)
         elif slurm:
             _tell(slurm_script(command, cfg.output_dir, **how).rstrip(), err=False)
         else:
