@@ -466,6 +466,7 @@ def plan_command(
         from rlhf_nb.core import Precision
         from rlhf_nb.data.toy import toy_model_config
         from rlhf_nb.models.load import is_toy
+        from rlhf_nb.models.places import resolve
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
@@ -480,8 +481,13 @@ def plan_command(
         say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        model = toy_model_config() if is_toy(named) else named
+        model = toy_model_config() if is_toy(named) else resolve(named)
         _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        from rlhf_nb.app.doctor import cost_here
+
+        here = cost_here(cfg)
+        if here:
+            _tell("\n" + "\n".join(here), err=False)
 
 
 @config_app.command("accelerate")
