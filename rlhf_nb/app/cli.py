@@ -30,8 +30,8 @@ from ..train.registry import get, methods
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
            'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
            'say_what_to_train', 'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init',
-           'doctor_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate',
-           'launch_command']
+           'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
+           'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #4361c3f4
 def _tell(text: str, err: bool = True) -> None:
@@ -446,6 +446,35 @@ def doctor_command(
         findings = doctor(found)
         Console(highlight=False, force_jupyter=False).print(findings_table(findings))
         if any(f.level == "error" for f in findings):
+            raise typer.Exit(1)
+
+# %% ../../nbs/930_app_cli.ipynb #93000d02
+@app.command("data")
+def data_command(
+    file: str = typer.Argument(..., help="a file, a folder or a hub name"),
+    overrides: list[str] = Overrides,
+    model: str = typer.Option(
+        None, "--model", help="whose tokenizer and chat template; without one, lengths are words"
+    ),
+    evaluation: str = typer.Option(None, "--eval", metavar="FILE", help="look for its rows in FILE"),
+    method: str = typer.Option(None, "--for", metavar="METHOD", help="as sft, dpo, kto, grpo, ... would read it"),
+    rows: int = typer.Option(10, min=0, help="how many are shown"),
+    debug: bool = Debug,
+) -> None:
+    """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
+    with told(debug):
+        from rlhf_nb.app.data_look import LookConfig, look_at, show
+        from rlhf_nb.models.load import load_tokenizer
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is left out or cut is part of the picture
+            named = [f"data.path={file}", *(overrides or []), *([f"model.name_or_path={model}"] if model else [])]
+            config = LookConfig.load(None, named)
+            look = look_at(config.data, method, config.seed)
+            other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
+            tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
+            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+        if not ready:
             raise typer.Exit(1)
 
 # %% ../../nbs/930_app_cli.ipynb #1b4d3d97
