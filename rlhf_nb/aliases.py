@@ -45,6 +45,14 @@ def _precision(name: str) -> Callable[[Any], dict[str, Any] | None]:
     return lambda value: {"precision": name} if value is True else None
 
 
+def _optimizer(name: str) -> dict[str, Any] | None:
+    """`optim` by the name that it has here; None for one that isn't."""
+    name = name.replace("adamw_bnb_8bit", "adamw_8bit")
+    if name.startswith("adamw_torch"):
+        return {}
+    return {"optimizer.name": name} if name in ("adafactor", "sgd", "adamw_8bit", "paged_adamw_8bit", "muon") else None
+
+
 def _trackers(value: Any) -> dict[str, Any] | None:
     """`report_to` as a list; "all" depends on what is installed, so it isn't taken."""
     found = [value] if isinstance(value, str) else list(value or [])
@@ -56,7 +64,7 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "max_steps": lambda value: {} if value == -1 else {"steps": value},
     "warmup_steps": lambda value: {"optimizer.warmup_steps": value},
     "report_to": _trackers,
-    "optim": lambda value: {} if str(value).startswith("adamw_torch") else None,
+    "optim": lambda value: _optimizer(str(value)),
     "scale_rewards": lambda value: {"scale": {True: "group", False: "none"}.get(value, value)},
     "loss_type": lambda value: {"loss": value},
 }  # fmt: skip
@@ -79,7 +87,7 @@ EXPLAINED: dict[str, str] = {
     "warmup_ratio": "a share of all steps: here optimizer.warmup_steps, their number",
     "adam_beta1": "the first of AdamW's two decays: here optimizer.betas=[0.9, 0.999]",
     "adam_beta2": "the second of AdamW's two decays: here optimizer.betas=[0.9, 0.999]",
-    "optim": "the optimizer: here it is AdamW, with LoRA where its memory is too much (model.lora.r=16)",
+    "optim": "the optimizer: here optimizer.name (adamw, adafactor, sgd, adamw_8bit, paged_adamw_8bit, muon)",
     "bf16": "autocast in bf16: here precision=bf16, or precision=fp32 for none (auto decides by the device)",
     "fp16": "autocast in fp16: here precision=fp16, or precision=fp32 for none (auto decides by the device)",
     "report_to": "dashboards: here trackers=[tensorboard], a list of names; every run writes metrics.jsonl anyway",

@@ -19,8 +19,8 @@ from .core import ConfigError, check_choice, read_interval, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'parse_overrides', 'say_value',
-           'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'beside', 'parse_overrides',
+           'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
            'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #dd952067
@@ -87,6 +87,27 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return out
+
+# %% ../nbs/010_config.ipynb #406ea1c4
+def beside(data: Any, config: str | Path) -> Any:
+    """Settings with each `file` in a list's entries, and `replay`, made whole: a relative one is looked for beside the config file.
+
+    Args:
+        data: nested settings; they are not changed.
+        config: the file they were read from, or a run directory.
+    """
+    folder = Path(config) if Path(config).is_dir() else Path(config).parent
+    if isinstance(data, list):
+        return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
+    if not isinstance(data, dict):
+        return data
+    return {k: beside(v, config) for k, v in _at(folder, data, "replay").items()}
+
+
+def _at(folder: Path, entry: dict[str, Any], key: str) -> dict[str, Any]:
+    """An entry whose file is found from anywhere."""
+    file = entry.get(key)
+    return entry | {key: str((folder / Path(file).expanduser()).absolute())} if isinstance(file, str) else entry
 
 # %% ../nbs/010_config.ipynb #db48576c
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -465,7 +486,7 @@ class StrictConfig(BaseModel):
         """
         data = cls.preset_values(preset)
         if path is not None:
-            data = merge(data, cls.in_our_words(read_config_file(path)))
+            data = merge(data, cls.in_our_words(beside(read_config_file(path), path)))
         return cls.model_validate(merge(data, cls.in_our_words(parse_overrides(overrides))))
 
     def replace(self: _S, **over: Any) -> _S:
@@ -606,15 +627,47 @@ class DataConfig(StrictConfig):
 
 # %% ../nbs/010_config.ipynb #c458c348
 class OptimizerConfig(StrictConfig):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adafactor", "sgd", "adamw_8bit", "paged_adamw_8bit", "muon"] = option(
+        "adamw",
+        "adafactor: less memory | *_8bit: with bitsandbytes | muon: hidden matrices by torch's Muon, the rest by AdamW",
+    )
     lr: float = option(1e-5, "peak learning rate", gt=0)
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = option("linear", "lr after the warm-up")
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
+        "inverse_sqrt",
+        "polynomial",
+        "wsd",
+    ] = option("linear", "lr after the warm-up")
+    min_lr_rate: float | None = option(
+        None, "where cosine_with_min_lr (0.1), polynomial (0) and wsd (0) end, as a share of lr", ge=0, lt=1
+    )
+    power: float = option(1.0, "of the schedule polynomial", gt=0)
+    decay_steps: int | None = option(
+        None, "wsd: steps of the run in which lr falls at its end; null: a fifth of them", ge=1
+    )
     warmup_steps: int = option(0, "steps of the run (collects, in RL) from 0 to lr", ge=0)
     max_grad_norm: float | None = option(1.0, "gradients are cut to this norm; null: never", gt=0)
+
+    @model_validator(mode="after")
+    def _used(self) -> OptimizerConfig:
+        """What belongs to one schedule isn't set with another."""
+        ends = ("cosine_with_min_lr", "polynomial", "wsd")
+        for key, kinds in (("min_lr_rate", ends), ("power", ("polynomial",)), ("decay_steps", ("wsd",))):
+            if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
+                if self.schedule not in kinds:
+                    raise ValueError(
+                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it out."
+                    )
+        return self
 
     @model_validator(mode="after")
     def _decays(self) -> OptimizerConfig:
@@ -678,7 +731,7 @@ class TrainConfig(StrictConfig):
     micro_batch_size: int | None = option(None, "most rows per forward; null: no limit", ge=1)
     token_budget: int = option(4096, "most tokens per forward, padding included", ge=1)
     num_inner_epochs: int = option(1, "passes over each collected batch", ge=1)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the optimizer and its schedule")
     precision: PrecisionName = Field(default="auto", description="number format of the computation")
     recompute: bool = Field(default=False, description="compute activations twice instead of keeping them")
     device: str = Field(

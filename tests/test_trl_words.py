@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[RlhfError], str]] = {
     "bf16 false": (lambda: SFTConfig(bf16=False), ConfigError, "precision=fp32"),
     "use_vllm": (lambda: GRPOConfig(use_vllm=True), ConfigError, "here sampling.sampler"),
     "reward_weights": (lambda: GRPOConfig(reward_weights=[1.0]), ConfigError, r"reward=Rewards\("),
-    "optim": (lambda: SFTConfig(optim="paged_adamw_8bit"), ConfigError, "here it is AdamW"),
+    "optim": (lambda: SFTConfig(optim="galore_adamw"), ConfigError, "here optimizer.name"),
     "evaluation": (lambda: SFTConfig(eval_strategy="steps"), ConfigError, "here eval_every=100"),
     "in a file": (lambda: SFTConfig.load(overrides=["warmup_ratio=0.1"]), ConfigError, "here optimizer.warmup_steps"),
     "loss_weights": (lambda: DPOConfig(loss_weights=[1.0]), ConfigError, r"here loss=\{'sigmoid': 1.0, 'bco_pair': 0.5\}"),

@@ -18,7 +18,7 @@ from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
 from ..fast.workers import Replicas, draws_numbers, workers_for
 from .strategies import connect
-from .strategy import Strategy, connect_plain, load_tensors, lr_factor
+from .strategy import Rates, Strategy, connect_plain, load_tensors, lr_factor
 from ..scoring.packing import split_among
 from ..scoring.recompute import recomputing
 from ..scoring.scores import one_forward
@@ -163,7 +163,7 @@ class Engine:
         if self.world_size > 1:
             same_versions()
         self.module: nn.Module | None = None
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.settings: OptimizerConfig | None = None
         self.total_steps: int | None = None
         self.lr_scale = 1.0  # what the schedule is multiplied by
@@ -173,7 +173,8 @@ class Engine:
         self._replicas: Replicas | None = None
 
     def prepare(
-        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = ()
+        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = (),
+        rates: Rates | None = None,
     ) -> nn.Module:  # fmt: skip
         """Take charge of the one trainable module; returns what forward must go through.
 
@@ -183,12 +184,13 @@ class Engine:
             total_steps: the schedule's end.
             frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out over ranks,
                 so are theirs. Models that hold trained weights are left alone.
+            rates: learning rates of parameters that have one of their own, by name.
         """
         trained = {id(p) for p in module.parameters()}
         frozen = [m for m in dict.fromkeys(frozen) if not any(id(p) in trained for p in m.parameters())]
         self.module = module.to(self.device)
         self.settings, self.total_steps = settings, total_steps
-        self.optimizer = self.strategy.optimize(self.module, settings)
+        self.optimizer = self.strategy.optimize(self.module, settings, rates)
         self.set_lr(0)
         self._wrapped = self.strategy.wrap()
         for model in frozen:
@@ -202,12 +204,13 @@ class Engine:
     def set_lr(self, step: int) -> float:
         """Set the learning rate of a step (steps already done), as scheduled times `lr_scale`, and return it."""
         _, optimizer, s = self._prepared()
-        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps) * self.lr_scale
+        shape = (s.min_lr_rate, s.power, s.decay_steps)
+        lr = s.lr * lr_factor(step, s.schedule, s.warmup_steps, self.total_steps, *shape) * self.lr_scale
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("scale", 1.0)
         return lr
 
-    def _prepared(self) -> tuple[nn.Module, torch.optim.AdamW, OptimizerConfig]:
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, OptimizerConfig]:
         """Module, optimizer and its settings, which exist after `prepare`."""
         if self.module is None or self.optimizer is None or self.settings is None:
             raise RunError("the engine has no module to train yet: call engine.prepare(module, settings) first")
@@ -429,6 +432,14 @@ class Engine:
             model[shard.name] = cut(shard.tensor)
             slices["model"][shard.name] = (list(shard.shape), shard.start)
             for key, value in shard.states.items():
+                value = torch.as_tensor(value)
+                if (
+                    value.dim() and not alone and value.numel() != shard.tensor.numel()
+                ):  # a row of averages: no rank's part
+                    if self.is_main:
+                        averages[f"{shard.name}/{key}"] = value.reshape(-1)
+                        slices["optimizer"][f"{shard.name}/{key}"] = (list(value.shape), 0)
+                    continue
                 averages[f"{shard.name}/{key}"] = cut(value) if value.dim() else value
                 slices["optimizer"][f"{shard.name}/{key}"] = (
                     (list(shard.shape), shard.start) if value.dim() else ([], 0)
@@ -436,6 +447,7 @@ class Engine:
         if self.is_main:
             model |= dict(module.named_buffers())
         meta: dict[str, Any] = {"frozen": self.strategy.fingerprint(), "strategy": self.strategy.name}
+        meta["optimizer"] = self._prepared()[2].name
         if self.world_size > 1:
             meta["slices"] = slices
         if self.scaler:
@@ -453,6 +465,12 @@ class Engine:
             raise CheckpointError(
                 "the frozen weights differ from those the checkpoint was trained on top of, so going on would train another "
                 "model: start from the same base model, or in a new output_dir"
+            )
+        saved, own = meta.get("optimizer", "adamw"), self._prepared()[2].name
+        if saved != own:
+            raise CheckpointError(
+                f"the checkpoint holds the state of optimizer {saved!r}, and optimizer.name is {own!r}, which can't go on from it: set optimizer.name={saved}, or "
+                "start a new run from the saved model."
             )
         buffers = dict(module.named_buffers())
         load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})

@@ -130,6 +130,10 @@ class BaseMethod(ABC):
         """Models that are only looked at while acting (reference, reward models), so that ranks may share their weights out."""
         return []
 
+    def rates(self) -> Callable[[str], float | None] | None:
+        """Peak learning rates by parameter name, where some differ from `optimizer.lr` (then None for the others)."""
+        return None
+
     def tokens(self, data: Any) -> int:
         """Real tokens in `data`, for tokens per second; 0 when it has none."""
         return sum(p + n for p, *answers in data.lengths() for n in answers) if isinstance(data, Batch) else 0
@@ -243,7 +247,7 @@ class Trainer:
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
         frozen = method.frozen_modules()
-        method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen)
+        method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
         self.observers = Callbacks([*([Progress()] if config.console else []), Samples(), *map(as_callback, callbacks)])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))

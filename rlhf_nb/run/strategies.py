@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config import OptimizerConfig
 from ..core import ConfigError, Precision, RunError
 from rlhf_nb.run.strategy import (
-    Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
+    Rates, Shard, Strategy, build_optimizer, clip_by, connect_plain, frozen_fingerprint, global_norm,
 )  # fmt: skip
 
 _log = logging.getLogger("rlhf_nb.run.strategies")
@@ -249,6 +249,18 @@ class SharedOut(Strategy, ABC):
 
     cuts_weights = True  # whether a rank holds only a part of them
 
+    def check_optimizer(self, settings: OptimizerConfig) -> None:
+        """Refuse an optimizer that looks at whole matrices, which no rank has.
+
+        Raises:
+            ConfigError: another one than AdamW.
+        """
+        if settings.name != "adamw":
+            raise ConfigError(
+                f"optimizer.name={settings.name} is for one process or ddp: {self.name} gives each rank a part of the optimizer, cut without regard to rows, and "
+                "AdamW alone is the same on parts. Use optimizer.name=adamw, or strategy ddp."
+            )
+
     def __init__(self, accelerator: Any) -> None:
         super().__init__(accelerator.device, accelerator)
         self.frozen, self.frozen_models, self._inside = "", list[FrozenShards](), False
@@ -301,6 +313,13 @@ class Zero(SharedOut):
         self.stage, self.given, self.compute, self.name = stage, given, compute, f"zero{stage}"
         self.lockstep, self.cuts_weights = stage > 1, stage == 3
         self.ds: Any = None
+
+    def optimize(
+        self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
+    ) -> torch.optim.Optimizer:
+        """Take charge of a module on its device; returns its optimizer."""
+        self.check_optimizer(settings)
+        return super().optimize(module, settings, rates)
 
     def wrap(self) -> nn.Module:
         """DeepSpeed's engine; the module's parameters are cut into shards from here on."""
@@ -485,19 +504,22 @@ class Sharded(SharedOut):
     def __init__(self, device: torch.device) -> None:
         super().__init__(connect_plain(device))
 
-    def optimize(self, module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
+    def optimize(
+        self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
+    ) -> torch.optim.Optimizer:
         """Split the module over ranks; returns the optimizer of the parts."""
+        self.check_optimizer(settings)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         check_insides(module, _MODULE, "torch")
-        build_optimizer(module, settings)  # half-precision trainables become float32 before they are split
+        build_optimizer(module, settings, rates)  # half-precision trainables become float32 before they are split
         self.module, self.clip, self.frozen = module, settings.max_grad_norm, frozen_fingerprint(module)
         mesh = init_device_mesh(self.device.type, (self.world,))
         for block in blocks_of(module):
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        self.optimizer = build_optimizer(module, settings)
+        self.optimizer = build_optimizer(module, settings, rates)
         return self.optimizer
 
     def wrap(self) -> nn.Module:

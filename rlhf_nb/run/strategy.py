@@ -8,6 +8,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -18,39 +20,79 @@ from ..core import CheckpointError, ConfigError, ModelError, RunError
 from ..scoring.head import gradients_in_place
 
 # %% auto #0
-__all__ = ['COMPRESSIONS', 'lr_factor', 'build_optimizer', 'global_norm', 'nonfinite_parameter', 'trained_tensors', 'check_names',
-           'load_tensors', 'frozen_fingerprint', 'Shard', 'Strategy', 'clip_by', 'states_by_name', 'compress',
-           'connect_plain']
+__all__ = ['Rates', 'COMPRESSIONS', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter',
+           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'Shard', 'Strategy',
+           'like_parameter', 'clip_by', 'states_by_name', 'compress', 'connect_plain']
 
 # %% ../../nbs/515_run_strategy.ipynb #b2644e4b
-def lr_factor(step: int, schedule: str = "constant", warmup: int = 0, total: int | None = None) -> float:
-    """What the peak learning rate is multiplied by; in (0, 1].
+def lr_factor(
+    step: int, schedule: str = "constant", warmup: int = 0, total: int | None = None,
+    min_rate: float | None = None, power: float = 1.0, decay: int | None = None,
+) -> float:  # fmt: skip
+    """What the peak learning rate is multiplied by; in [0, 1], and above 0 unless `min_rate` is 0.
 
     Args:
         step: steps already done (0 at the first one).
-        schedule: "constant", "linear" or "cosine"; the last two fall towards 0 at `total`.
+        schedule: as in `OptimizerConfig`; "linear" and "cosine" fall towards 0 at `total`.
         warmup: steps in which the rate rises in a line to its peak.
         total: steps in all; None (unknown) stays at the peak.
+        min_rate: where cosine_with_min_lr, polynomial and wsd end; None: 0.1 for the first, 0 for the others.
+        power: of "polynomial".
+        decay: steps at the end in which "wsd" falls; None: a fifth of what follows the warm-up.
     """
     if step < warmup:
         return (step + 1) / warmup
-    if schedule == "constant" or total is None or total <= warmup:
+    if schedule == "inverse_sqrt":
+        return _library_factor(schedule, 1, None, power, max(1, warmup))(step - warmup)
+    if schedule.startswith("constant") or total is None or total <= warmup:
         return 1.0
+    if schedule not in ("linear", "cosine"):
+        length = total - warmup
+        decay = decay or max(1, length // 5)
+        return _library_factor(schedule, length, min_rate, power, min(decay, length))(min(step - warmup, length - 1))
     progress = min((step - warmup) / (total - warmup), 1 - 1 / (total - warmup))
     return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
+
+@lru_cache(maxsize=64)
+def _library_factor(
+    schedule: str, length: int, min_rate: float | None, power: float, more: int
+) -> Callable[[int], float]:
+    """transformers' factor as a function of the steps after the warm-up."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    options: dict[str, dict[str, Any]] = {
+        "cosine_with_min_lr": {"min_lr_rate": 0.1 if min_rate is None else min_rate},
+        "polynomial": {"lr_end": min_rate or 0.0, "power": power},
+        "inverse_sqrt": {"timescale": more},
+        "wsd": {"num_decay_steps": more, "num_stable_steps": length - more, "min_lr_ratio": min_rate or 0.0, "decay_type": "linear"},
+    }  # fmt: skip
+    name = "warmup_stable_decay" if schedule == "wsd" else schedule
+    steps = None if schedule == "wsd" else length
+    made = get_scheduler(
+        name, optimizer, num_warmup_steps=0, num_training_steps=steps, scheduler_specific_kwargs=options[schedule]
+    )
+    factor: Callable[[int], float] = made.lr_lambdas[0]
+    return factor
+
 # %% ../../nbs/515_run_strategy.ipynb #9e1329ae
-def build_optimizer(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, with weight decay on matrices only.
+Rates = Callable[[str], float | None]  # the peak learning rate of a parameter, by its name; None: that of the others
+
+
+def build_optimizer(module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters, with weight decay on matrices only.
 
     Args:
         module: its parameters with `requires_grad` are trained; half-precision ones become float32 first.
-        settings: learning rate, decay, betas, eps.
+        settings: name, learning rate, decay, betas (SGD's momentum is the first), eps.
+        rates: parameters with a learning rate of their own form groups of their own; they follow the same schedule.
 
     Raises:
         ModelError: nothing in the module is trainable.
+        ConfigError: the optimizer needs a package that isn't there, or a newer torch.
 
-    Source: Loshchilov & Hutter, arXiv 1711.05101.
+    Source: AdamW, arXiv 1711.05101; Adafactor, 1804.04235; 8-bit states, 2110.02861; Muon, 2502.16982.
     """
     params = [p for p in module.parameters() if p.requires_grad]
     if not params:
@@ -60,14 +102,95 @@ def build_optimizer(module: nn.Module, settings: OptimizerConfig) -> torch.optim
     for p in params:
         if p.dtype in (torch.float16, torch.bfloat16):  # updates of 1e-6 vanish in half precision
             p.data = p.data.float()
-    matrices = [p for p in params if p.dim() >= 2]
-    rest = [p for p in params if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    if settings.weight_decay == 0:
-        groups = [{"params": params, "weight_decay": 0.0}]
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    options: dict[str, Any] = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps}
-    return torch.optim.AdamW([g for g in groups if g["params"]], fused=fused, **options)
+    own = {id(p): rates(name) for name, p in module.named_parameters()} if rates is not None else {}
+    groups: list[dict[str, Any]] = []
+    for rate in dict.fromkeys(own.get(id(p)) for p in params):
+        mine = [p for p in params if own.get(id(p)) == rate]
+        matrices = [p for p in mine if p.dim() >= 2]
+        rest = [p for p in mine if p.dim() < 2]
+        parts: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        if settings.weight_decay == 0:
+            parts = [{"params": mine, "weight_decay": 0.0}]
+        scale: dict[str, Any] = {} if rate is None else {"scale": rate / settings.lr}
+        groups += [g | scale for g in parts if g["params"]]
+    if settings.name == "muon":
+        return _muon(module, groups, settings)
+    return _named(settings)(groups)
+
+
+def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """What makes an optimizer of parameter groups."""
+    name, lr = settings.name, settings.lr
+    adam: dict[str, Any] = {"lr": lr, "betas": tuple(settings.betas), "eps": settings.eps}
+    if name == "adafactor":
+        return lambda groups: torch.optim.Adafactor(groups, lr=lr)  # type: ignore[attr-defined]
+    if name == "sgd":
+        return lambda groups: torch.optim.SGD(groups, lr=lr, momentum=settings.betas[0])
+    if name in ("adamw_8bit", "paged_adamw_8bit"):
+        if find_spec("bitsandbytes") is None:
+            raise ConfigError(
+                f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install 'rlhf_nb[qlora]', or use adamw or adafactor."
+            )
+        import bitsandbytes
+
+        kind = bitsandbytes.optim.AdamW8bit if name == "adamw_8bit" else bitsandbytes.optim.PagedAdamW8bit
+        return lambda groups: kind(groups, **adam)  # type: ignore[no-any-return]
+
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        fused = all(p.device.type in ("cpu", "cuda") for g in groups for p in g["params"])
+        return torch.optim.AdamW(groups, fused=fused, **adam)
+
+    return adamw
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, each for parameters of its own.
+
+    Args:
+        parts: their groups and states become those of this one.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([g for part in parts for g in part.param_groups], {})
+        self.parts = list(parts)
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of each."""
+        for part in self.parts:
+            part.step()
+
+
+def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Muon for the matrices between embedding and head, AdamW for all else."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}: pip install -U torch, or use adamw."
+        )
+    every: list[Any] = list(module.modules())
+    ends: list[Any] = [m.get_output_embeddings() for m in every if hasattr(m, "get_output_embeddings")]
+    ends += [m for m in every if isinstance(m, nn.Embedding)]
+    outer = {id(p) for m in ends if isinstance(m, nn.Module) for p in m.parameters()}
+
+    def hidden(p: Tensor) -> bool:
+        return p.dim() == 2 and min(p.shape) > 1 and id(p) not in outer
+
+    def share(inner: bool) -> list[dict[str, Any]]:
+        cut = [g | {"params": [p for p in g["params"] if hidden(p) == inner]} for g in groups]
+        return [g for g in cut if g["params"]]
+
+    if not share(True):
+        raise ConfigError(
+            "optimizer.name=muon updates matrices of hidden layers, and nothing of the kind trains here: use adamw."
+        )
+    decay = settings.weight_decay
+    muon = torch.optim.Muon(share(True), lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    rest = _named(settings.replace(name="adamw"))
+    return Together([muon, *([rest(share(False))] if share(False) else [])])
 
 # %% ../../nbs/515_run_strategy.ipynb #f1d24484
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -167,15 +290,22 @@ class Strategy:
         self.rank: int = accelerator.process_index if accelerator else 0
         self.world: int = accelerator.num_processes if accelerator else 1
         self.module: nn.Module
-        self.optimizer: torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer
         self.clip: float | None = None
         self.overflow = False  # the last update was skipped because fp16's factor was too large
         self.problem = ""  # why it was skipped otherwise
 
-    def optimize(self, module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-        """Take charge of a module on its device; returns its optimizer."""
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the optimizer counts its steps in a plain number (bitsandbytes)."""
+        return type(self.optimizer).__module__.startswith("bitsandbytes")
+
+    def optimize(
+        self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
+    ) -> torch.optim.Optimizer:
+        """Take charge of a module on its device; returns its optimizer (`rates` as in `build_optimizer`)."""
         self.module, self.clip = module, settings.max_grad_norm
-        self.optimizer = build_optimizer(module, settings)
+        self.optimizer = build_optimizer(module, settings, rates)
         return self.optimizer
 
     def wrap(self) -> nn.Module:
@@ -273,12 +403,24 @@ class Strategy:
 
             put(shard.cut(shard.tensor), model[shard.name])
             for key, value in kept.get(shard.name, {}).items():
-                if key == "step":
+                if key == "step" and self.counts_on_host:
+                    shard.states[key] = int(value)  # type: ignore[assignment]
+                elif key == "step":
                     shard.states[key] = value.reshape(()).to(
                         shard.tensor.device, copy=True
                     )  # where a fused kernel wants it
-                else:
-                    put(shard.cut(shard.states.setdefault(key, torch.zeros_like(shard.tensor))), value)
+                elif like_parameter(value, shard):
+                    put(
+                        shard.cut(shard.states.setdefault(key, torch.zeros_like(shard.tensor, dtype=value.dtype))),
+                        value,
+                    )
+                else:  # a row of averages, a table of 8-bit values: whole on every rank
+                    shard.states[key] = value.to(shard.tensor.device, copy=True)
+
+
+def like_parameter(state: Tensor, shard: Shard) -> bool:
+    """Whether a state of the optimizer is laid out like its parameter, number by number."""
+    return state.numel() == math.prod(shard.shape)
 
 
 def clip_by(grads: Sequence[Tensor], norm: float, limit: float | None) -> None:

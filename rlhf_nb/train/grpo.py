@@ -139,7 +139,7 @@ class GRPO(OnlineMethod):
         )  # fmt: skip
         terms = {"policy": (policy, 1.0)}
         if cfg.kl_coef:
-            terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), cfg.kl_coef)
+            terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), self.kl_coef)
         return terms
 
 # %% ../../nbs/645_train_grpo.ipynb #57ffd691

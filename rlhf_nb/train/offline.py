@@ -30,7 +30,7 @@ class OfflineConfig(TrainConfig):
 
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "answers that others wrote")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, warmup_steps=10), "AdamW and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, warmup_steps=10), "the optimizer and its schedule")
     reference: Literal["auto", "frozen", "cached", "moving", "none"] = option(
         "frozen", "computed as needed | once, on disk | TR-DPO's moving one"
     )

@@ -3,6 +3,7 @@
 # %% ../../nbs/630_train_ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -39,7 +40,8 @@ class PPOConfig(OnlineConfig):
     critic: Literal["separate", "shared", "hydra"] = option(
         "separate", "own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "AdamW and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "the optimizer and its schedule")
+    critic_lr: float | None = option(None, "peak learning rate of the critic; null: optimizer.lr", gt=0)
     rollout_batch_size: int = option(512, "answers per collect, over all devices", ge=1)
     num_inner_epochs: int = option(4, "passes over each rollout", ge=1)
     kl_coef: float = option(0.05, "price of one nat of drift, in units of reward", ge=0)
@@ -103,7 +105,7 @@ class PPO(OnlineMethod):
     @property
     def kl_coef(self) -> float:
         """The present price of a nat."""
-        return self.kl.coef
+        return self.kl.coef * self._risen
 
     def controls(self) -> dict[str, Control]:
         """The price of a nat, the KL to hold where it adapts, and the sampling temperature."""
@@ -137,7 +139,7 @@ class PPO(OnlineMethod):
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `token_rewards`, `advantages` and `returns`."""
         cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
-        rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl.coef, cfg.kl_kind)
+        rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl_coef, cfg.kl_kind)
         if cfg.whiten_rewards:
             rewards = whiten(rewards, self.learns(r), shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)
@@ -169,6 +171,16 @@ class PPO(OnlineMethod):
         if cfg.entropy_coef and not warming:
             terms["entropy"] = (entropy_bonus(new.entropy, mask), cfg.entropy_coef)
         return terms
+
+    def rates(self) -> Callable[[str], float | None] | None:
+        """The critic's own learning rate, if it has one."""
+        rate = self.config.critic_lr
+        own = ("value_model.", "value_head.")
+        return (
+            None
+            if rate is None
+            else lambda name: rate if name.startswith(own) or ".value." in name and ".lora_" in name else None
+        )
 
     def keep_updating(self, stats: dict[str, float]) -> bool:
         """False when the policy has moved far enough on this rollout (`target_kl`)."""

@@ -68,7 +68,7 @@ class RLOO(OnlineMethod):
         if cfg.baseline == "group_batch":
             scores = scores - scores.view(-1, cfg.num_generations).mean(1).repeat_interleave(cfg.num_generations)
         rewards = kl_shaped_rewards(
-            scores, old, old if r.ref_logps is None else r.ref_logps, mask, cfg.kl_coef, cfg.kl_kind
+            scores, old, old if r.ref_logps is None else r.ref_logps, mask, self.kl_coef, cfg.kl_kind
         )
         if self.by_token:
             each = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]

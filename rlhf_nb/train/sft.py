@@ -29,7 +29,7 @@ class SFTConfig(TrainConfig):
     output_dir: PathText = option("runs/sft", "the run's folder", min_length=1)
     model: ModelConfig = option(ModelConfig(), "what is fine-tuned")
     data: DataConfig = option(DataConfig(), "demonstrations: text, messages or prompt+completion")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "AdamW and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "the optimizer and its schedule")
 
 # %% ../../nbs/610_train_sft.ipynb #b2fa3c1b
 class SFT(TextMethod):

@@ -36,7 +36,7 @@ NOT_HERE = {
     "compute_loss_func": "a loss is a method's; see CONTRIBUTING.md for a new one",
     "preprocess_logits_for_metrics": "logits are never kept; scores are per token",
     "optimizers": "set optimizer.lr, optimizer.schedule and the rest of the group optimizer in the config",
-    "optimizer_cls_and_kwargs": "set the group optimizer in the config; it is AdamW",
+    "optimizer_cls_and_kwargs": "set the group optimizer in the config (name=adamw, adafactor, sgd, adamw_8bit, paged_adamw_8bit or muon)",
     "model_init": "give model, or config.model.name_or_path",
     "model_init_kwargs": "set the group model in the config",
     "value_model": "set critic=separate, shared or hydra in the config; it starts from the reward model",
