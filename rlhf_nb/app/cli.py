@@ -365,6 +365,8 @@ def data_command(
 ) -> None:
     """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
     with told(debug):
+        import warnings
+
         from rlhf_nb.app.data_look import LookConfig, look_at, show
         from rlhf_nb.models.load import load_tokenizer
 
