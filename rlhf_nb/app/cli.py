@@ -206,10 +206,19 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
 @app.command()
 def demo(
     overrides: list[str] = Overrides,
-    output_dir: str = typer.Option("runs/demo", help="where everything goes; an earlier demo there is replaced"),
+    real: bool = typer.Option(
+        False, "--real", help="a chat model from the hub (fetched once) learns to answer questions rightly, by GRPO"
+    ),
+    output_dir: str = typer.Option(
+        None, help="where everything goes; default: runs/demo, runs/demo_real. An earlier demo there is replaced"
+    ),
     debug: bool = Debug,
 ) -> None:
     """Watch a tiny model learn to answer, learn what people like, and get better: offline, in minutes."""
+    output_dir = output_dir or ("runs/demo_real" if real else "runs/demo")
+    if real:
+        _demo_real(output_dir, overrides or [], debug)
+        return
     with told(debug, f"{_me()} run --config {output_dir} --resume"):
         import torch
 
@@ -229,6 +238,23 @@ def demo(
         _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #18532422
+def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
+    """The demo with a chat model from the hub."""
+    with told(debug, f"{_me()} grpo --config {output_dir} --resume"):
+        from rlhf_nb.app.real import check_folder_is_ours, fetch_model, real_demo, settings
+
+        def say(text: str) -> None:
+            _tell(text, err=False)
+
+        settings(output_dir, overrides)  # a mistyped setting is told before anything is fetched
+        check_folder_is_ours(Path(output_dir))
+        given = any(word.startswith("model.name_or_path=") for word in overrides)
+        model = [] if given else [f"model.name_or_path={fetch_model(say)}"]
+        real_demo(
+            settings(output_dir, [*model, *overrides]), say, Console(highlight=False, force_jupyter=False).print, _me()
+        )
+
+
 WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
