@@ -98,8 +98,8 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     if kind == "run":
         lacking = config.unsaid()
     else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
-        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
     if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
         more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]

@@ -365,6 +365,7 @@ class Trainer:
         lr = self.engine.set_lr(self.step)
         self.step += 1
         fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
+        fields |= {f"data/{name}": n for name, n in getattr(self.source, "shares", {}).items()}  # of a mix
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
