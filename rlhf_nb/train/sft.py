@@ -3,12 +3,15 @@
 # %% ../../nbs/610_train_sft.ipynb #893dea11
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
+from ..core import derive_seed
 from ..data.sources import collate_completions, tokenize_sft
 from ..losses.sft import sft_loss
 from .registry import register
@@ -16,7 +19,7 @@ from .setup import Row, TextMethod, TextTrainer, toy_presets
 from ..types import Completions, LossSum
 
 # %% auto #0
-__all__ = ['SFTConfig', 'SFT', 'SFTTrainer']
+__all__ = ['SFTConfig', 'noisy_embeddings', 'SFT', 'SFTTrainer']
 
 # %% ../../nbs/610_train_sft.ipynb #9131ff45
 class SFTConfig(TrainConfig):
@@ -30,6 +33,38 @@ class SFTConfig(TrainConfig):
     model: ModelConfig = option(ModelConfig(), "what is fine-tuned")
     data: DataConfig = option(DataConfig(), "demonstrations: text, messages or prompt+completion")
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "the optimizer and its schedule")
+    neftune_alpha: float | None = option(
+        None, "noise on the input's embeddings while training; the paper's is 5; null: none", gt=0
+    )
+
+# %% ../../nbs/610_train_sft.ipynb #22d57310
+@contextmanager
+def noisy_embeddings(model: Any, alpha: float, pad_id: int, seed: int) -> Iterator[None]:
+    """Inside, the embeddings of each row get uniform noise of ±alpha / √(length · width).
+
+    Args:
+        model: a causal language model; each row of its input is one sequence.
+        alpha: scale of the noise.
+        pad_id: what fills rows; it gets no noise and isn't counted as length.
+        seed: with a row's tokens it decides the row's noise.
+
+    Source: Jain et al., arXiv 2310.05914.
+    """
+
+    def add(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        noise = torch.zeros(out.shape)
+        for row, ids in enumerate(given[0].reshape(-1, given[0].shape[-1]).tolist()):
+            real = [i for i, token in enumerate(ids) if token != pad_id]
+            g = torch.Generator().manual_seed(derive_seed(seed, *(ids[i] for i in real)))
+            drawn = torch.rand(len(real), out.shape[-1], generator=g) * 2 - 1
+            noise.view(-1, *out.shape[-2:])[row, real] = drawn * alpha / max(1, drawn.numel()) ** 0.5
+        return out + noise.to(out)
+
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 # %% ../../nbs/610_train_sft.ipynb #b2fa3c1b
 class SFT(TextMethod):
@@ -41,6 +76,7 @@ class SFT(TextMethod):
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
+    step = 0
     config: SFTConfig
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
@@ -61,7 +97,24 @@ class SFT(TextMethod):
 
     def loss(self, micro: Completions) -> dict[str, tuple[LossSum, float]]:
         """−log π of the tokens that count."""
-        return {"sft": (sft_loss(self.module(micro).logps, micro.completion_mask), 1.0)}
+        with self.noise():
+            logps = self.module(micro, share_prompts=self.config.neftune_alpha is None).logps
+        return {"sft": (sft_loss(logps, micro.completion_mask), 1.0)}
+
+    def noise(self) -> Any:
+        """A context in which the embeddings are noisy, if asked for."""
+        alpha, module = self.config.neftune_alpha, self.module
+        if alpha is None:
+            return nullcontext()
+        model = self.engine.unwrap(module).model  # a wrapper's, or this thread's replica
+        return noisy_embeddings(
+            model, alpha, self.tokenizer.pad_token_id, derive_seed(self.config.seed, "neftune", self.step)
+        )
+
+    def collect(self, batch: Completions, step: int) -> Completions:
+        """Nothing is collected; the step decides the noise, where there is some."""
+        self.step = step
+        return batch
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
