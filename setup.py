@@ -16,8 +16,8 @@ def requirements(key: str) -> list[str]:
     return cfg.get(key, "").split()
 
 
-extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "browser", "dev")}
-extras["test"] = extras["dev"] + extras["deepspeed"] + extras["verify"] + ["tensorboard"]
+extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "gguf", "browser", "dev")}
+extras["test"] = extras["dev"] + extras["deepspeed"] + extras["verify"] + extras["gguf"] + ["tensorboard"]
 
 setup(
     name=lib,

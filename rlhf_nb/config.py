@@ -19,8 +19,8 @@ from .core import ConfigError, check_choice, read_interval, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'parse_overrides', 'say_value',
-           'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'beside', 'parse_overrides',
+           'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
            'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #dd952067
@@ -87,6 +87,27 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return out
+
+# %% ../nbs/010_config.ipynb #406ea1c4
+def beside(data: Any, config: str | Path) -> Any:
+    """Settings with each `file` in a list's entries, and `replay`, made whole: a relative one is looked for beside the config file.
+
+    Args:
+        data: nested settings; they are not changed.
+        config: the file they were read from, or a run directory.
+    """
+    folder = Path(config) if Path(config).is_dir() else Path(config).parent
+    if isinstance(data, list):
+        return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
+    if not isinstance(data, dict):
+        return data
+    return {k: beside(v, config) for k, v in _at(folder, data, "replay").items()}
+
+
+def _at(folder: Path, entry: dict[str, Any], key: str) -> dict[str, Any]:
+    """An entry whose file is found from anywhere."""
+    file = entry.get(key)
+    return entry | {key: str((folder / Path(file).expanduser()).absolute())} if isinstance(file, str) else entry
 
 # %% ../nbs/010_config.ipynb #db48576c
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -465,7 +486,7 @@ class StrictConfig(BaseModel):
         """
         data = cls.preset_values(preset)
         if path is not None:
-            data = merge(data, cls.in_our_words(read_config_file(path)))
+            data = merge(data, cls.in_our_words(beside(read_config_file(path), path)))
         return cls.model_validate(merge(data, cls.in_our_words(parse_overrides(overrides))))
 
     def replace(self: _S, **over: Any) -> _S:

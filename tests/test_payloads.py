@@ -246,7 +246,9 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
 
     def answers(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
         asked = [w for w in words if "\x00" not in w]
-        monkeypatch.setattr(sampler, "sample", lambda *a, **k: SimpleNamespace(texts=words))
+        monkeypatch.setattr(
+            sampler, "sample", lambda *a, **k: SimpleNamespace(texts=words, finished=[True] * len(words))
+        )
         done = CliRunner().invoke(cli.app, ["sample", "toy", "--n", "1", "--", *asked])
         assert done.exit_code == 0, done.output
         return done.output

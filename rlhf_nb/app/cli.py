@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from threading import Event
@@ -22,68 +18,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
-from ..core import ConfigError, RlhfError, RunError, printable, suggest
+from ..core import ConfigError, RunError, printable, suggest
 from ..train.registry import get, methods
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'Debug', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'told', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'Commands', 'demo', 'show_results', 'sample', 'config_show', 'config_init',
-           'doctor_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate',
-           'launch_command']
-
-# %% ../../nbs/930_app_cli.ipynb #4361c3f4
-def _tell(text: str, err: bool = True) -> None:
-    """One message, as it is: no markup, no line breaks put in, and nothing in it that a terminal would obey."""
-    typer.echo(printable(text), err=err)
-
-
-def _rank() -> int:
-    """Which of several processes this is, as torchrun and accelerate say; 0 where nobody does."""
-    return int(os.environ.get("RANK", "0"))
-
-
-@contextmanager
-def told(debug: bool = False, again: str = "") -> Iterator[None]:
-    """Errors inside become one sentence and an exit code.
-
-    Args:
-        debug: let the traceback through instead.
-        again: the command that goes on after an interruption.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.showwarning = _note
-            yield
-    except KeyboardInterrupt as e:
-        _tell(f"Interrupted. {_sentence(e)}" + (f" Go on with: {again}" if again else ""))
-        raise typer.Exit(130) from (e if debug else None)
-    except (typer.Exit, typer.Abort, SystemExit):
-        raise
-    except Exception as e:
-        if debug:
-            raise
-        if isinstance(e, RlhfError | OSError):
-            _tell(f"Error{f' on rank {_rank()}' if _rank() else ''}: {_sentence(e)}")
-        else:
-            what = f"something unexpected happened, {type(e).__name__}: {_sentence(e)}"
-            _tell(f"Error: {what} Run again with --debug to see where.")
-        raise typer.Exit(1) from None
-
-
-def _sentence(error: BaseException) -> str:
-    """The message of an error, ended by a full stop unless its last line is one that can be typed."""
-    text = str(error).strip()
-    return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
-
-
-def _note(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning as a note to the user."""
-    if not _rank():
-        _tell(f"Note: {message}")
+__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
+           'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
+           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics',
+           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -210,21 +155,8 @@ Overwrite = typer.Option(
     "--overwrite",
     help="delete what an earlier run left in output_dir; with --resume, only if it left no checkpoint",
 )
-Debug = typer.Option(False, "--debug", help="show tracebacks")
 
 # %% ../../nbs/930_app_cli.ipynb #852aed12
-def _me() -> str:
-    """How to call this program again: its path (`.venv/bin/rlhf-nb`) where the shell would not find it by name."""
-    called = Path(sys.argv[0])
-    return str(called) if called.name == "rlhf-nb" and shutil.which("rlhf-nb") is None else "rlhf-nb"
-
-
-def _again() -> str:
-    """This command, with --resume."""
-    words = [w for w in sys.argv[1:] if w not in ("--resume", "--overwrite")]
-    return shlex.join([_me(), *words, "--resume"])
-
-
 def _training(kind: str) -> Any:
     """The command that trains with a method."""
 
@@ -383,38 +315,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
     return table
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871
-@app.command()
-def sample(
-    model: str = typer.Argument(..., help="directory or hub name of a model"),
-    prompts: list[str] = typer.Argument(..., help="one or more prompts"),
-    n: int = typer.Option(1, "--n", min=1, help="answers per prompt"),
-    max_new_tokens: int = typer.Option(64, min=1, help="longest answer"),
-    temperature: float = typer.Option(1.0, min=1e-6, help="1: as trained; lower: safer"),
-    greedy: bool = typer.Option(False, "--greedy", help="the likeliest token instead of a drawn one"),
-    chat: bool = typer.Option(False, "--chat", help="the prompt is a message: use the model's chat template"),
-    seed: int = typer.Option(0, min=0, help="of the draw"),
-    debug: bool = Debug,
-) -> None:
-    """Let a model answer prompts (a backslash n in a prompt is a new line)."""
-    with told(debug):
-        from rlhf_nb.config import ModelConfig, SamplingConfig
-        from rlhf_nb.core import decide_precision
-        from rlhf_nb.data.sources import collate_prompts, tokenize_prompts
-        from rlhf_nb.models.load import load_causal_lm, load_tokenizer
-        from rlhf_nb.rollout import sampler
-
-        place = ModelConfig(name_or_path=model)
-        tokenizer, precision = load_tokenizer(place), decide_precision()
-        net = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
-        texts = [p.replace("\\n", "\n") for p in prompts]
-        rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": t}] if chat else t} for t in texts]
-        batch = collate_prompts(tokenize_prompts(rows, tokenizer), tokenizer.pad_token_id).to(precision.device)
-        drawn = SamplingConfig(max_new_tokens=max_new_tokens, temperature=temperature)
-        answers = sampler.sample(net, batch, drawn, tokenizer=tokenizer, seed=seed, num_samples=n, greedy=greedy).texts
-        for i, text in enumerate(texts):
-            _tell(("\n" if i else "") + text, err=False)
-            for answer in answers[i * n : (i + 1) * n]:
-                _tell(f"  → {answer.strip()}", err=False)
+for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
+    app.command(_name)(_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")
@@ -597,6 +499,7 @@ def launch_command(
     with told(debug, _again()):
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
         from rlhf_nb.scale.launch import launch
+        from rlhf_nb.train.entries import named_files
 
         if kind == "run":
             raise ConfigError(
@@ -608,9 +511,8 @@ def launch_command(
         how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}
         if k8s:
             mount = "/" + Path(cfg.output_dir).parts[1] if cfg.output_dir.startswith("/") else "/shared"
-            _tell(
-                kubernetes_manifest(command, cfg.output_dir, k8s, claim=claim, mount=mount, **how).rstrip(), err=False
-            )
+            place: dict[str, Any] = {"claim": claim, "mount": mount, "files": named_files(cfg)}
+            _tell(kubernetes_manifest(command, cfg.output_dir, k8s, **place, **how).rstrip(), err=False)
         elif slurm:
             _tell(slurm_script(command, cfg.output_dir, **how).rstrip(), err=False)
         else:

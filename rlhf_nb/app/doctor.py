@@ -28,7 +28,9 @@ from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict
+from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
+from ..train.online import rewarded
 from ..train.registry import of
 from ..train.setup import Kind, Row, in_kind, made_rows, place_of, raw_rows, reading_of
 
@@ -400,8 +402,12 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
     out += check_saving(config)
     if method.online:
         out += check_sampling(config)
-        if config.reward is None:
-            fix = "reward=FOLDER of a reward model"
+        with _found(out, "there is nothing to maximise"):
+            check_entries(config.rewards)
+        if not rewarded(config):
+            fix = (
+                "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"
+            )
             out.append(Finding("error", "reward is not set", "there is nothing to maximise", fix))
     return out + check_folder(config.output_dir)
 

@@ -20,13 +20,20 @@ import torch
 from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
-from .templates import encode_continuations, encode_dialogues, encode_pairs, encode_prompts, is_blank
+from rlhf_nb.data.templates import (
+    as_chat,
+    encode_continuations,
+    encode_dialogues,
+    encode_pairs,
+    encode_prompts,
+    is_blank,
+)
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
 __all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
            'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
-           'collate_prompts', 'MemorySource', 'shuffle_buffer', 'StreamSource']
+           'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
@@ -446,6 +453,26 @@ def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
     names = dict.fromkeys(k for r in rows for k in r["columns"])
     columns = {k: [r["columns"].get(k) for r in rows] for k in names}
     return PromptBatch.from_lists([r["prompt_ids"] for r in rows], [r["prompt"] for r in rows], columns, pad_id)
+
+
+def prompt_batch(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: bool = False) -> PromptBatch:
+    """What a person asks as a batch, ready to be answered; strings go through a chat model's template.
+
+    Args:
+        tok: tokenizer.
+        prompts: strings or messages, none blank; the batch shows them as they were given.
+        system: instructions in front of each; None: the template's, if it has any.
+        raw: strings are bare text, to be continued.
+
+    Raises:
+        DataError: nothing to ask, a blank prompt, or instructions without a template.
+    """
+    blank = [i for i, p in enumerate(prompts) if is_blank(p)]
+    if blank or not prompts:
+        what = f"prompt {blank[0]} (of {len(prompts)}, counted from 0) is blank" if prompts else "no prompt was given"
+        raise DataError(f"{what}, so there is nothing to answer.")
+    ids = encode_prompts(tok, as_chat(tok, prompts, system, raw))
+    return PromptBatch.from_lists(ids, list(prompts), pad_id=0 if tok.pad_token_id is None else tok.pad_token_id)
 
 # %% ../../nbs/220_data_sources.ipynb #0dc250d0
 def _fingerprint(rows: Sequence[Row]) -> int:

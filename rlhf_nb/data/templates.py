@@ -14,8 +14,8 @@ from .formats import ASSISTANT, HUMAN, Message, Text
 # %% auto #0
 __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'train_bpe', 'make_chat_template',
            'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts', 'encode_continuations', 'Encoded',
-           'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank', 'encode_pairs', 'encode_prompt',
-           'encode_pair']
+           'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank', 'opens_answer', 'as_chat',
+           'encode_chat', 'encode_pairs', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/210_data_templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -367,6 +367,57 @@ def is_blank(completion: Text) -> bool:
     if isinstance(completion, str):
         return not completion.strip()
     return not completion or not (str(completion[-1]["content"]).strip() or completion[-1].get("tool_calls"))
+
+# %% ../../nbs/210_data_templates.ipynb #cf75ea0a
+def opens_answer(tok: Any) -> str:
+    """What a chat template puts between a user's words and the answer, without white space at its ends; "" where it has no such mark."""
+    words = "qzq"  # in no template
+    text = _render(tok, [[{"role": "user", "content": words}]], True, [None])[0]
+    return text.rpartition(words)[2].strip()
+
+
+def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: bool = False) -> list[Text]:
+    """Prompts as their writers mean them: what is typed to a chat model is a user's message.
+
+    Args:
+        tok: a tokenizer; it is a chat model's if it has a chat template.
+        prompts: strings or messages; messages stay, and so do strings that end in the template's mark of an answer.
+        system: instructions, put in front of every prompt that doesn't begin with its own; None: the template's, if it has any.
+        raw: strings stay strings.
+
+    Raises:
+        DataError: instructions for a model that is spoken to without a template.
+    """
+    if raw or not getattr(tok, "chat_template", None):
+        if system is not None:
+            why = "the prompt is asked for as it stands" if raw else "this model has no chat template"
+            raise DataError(
+                f"a system prompt needs a chat template, and {why}: leave it out, or put it into the prompt itself."
+            )
+        return list(prompts)
+    mark, out = opens_answer(tok), list[Text]()
+    for prompt in prompts:
+        if isinstance(prompt, str) and not (mark and prompt.rstrip().endswith(mark)):
+            prompt = [{"role": "user", "content": prompt}]
+        if system is not None and isinstance(prompt, list) and prompt[:1] and prompt[0]["role"] != "system":
+            prompt = [{"role": "system", "content": system}, *prompt]
+        out.append(prompt)
+    return out
+
+
+def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
+    """A dialogue that waits for an answer as token ids, just as the template renders it.
+
+    Unlike `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody needs a mask here.
+
+    Args:
+        tok: a tokenizer with a chat template.
+        messages: the dialogue; the last one is not the assistant's.
+
+    Raises:
+        DataError: the template refuses the dialogue.
+    """
+    return _encode(tok, _render(tok, [messages], True, [None]), [False])[0]
 
 # %% ../../nbs/210_data_templates.ipynb #5f14a699
 def encode_pairs(

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, check_choice
 from ..data.formats import prompt_text
+from ..data.sources import prompt_batch
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -157,7 +158,7 @@ def _reference_logps(reference: Any, rollout: Rollout, temperature: float, token
 
 # %% ../../nbs/490_evaluate_policy.ipynb #fd8e6877
 def evaluate(
-    model: Any, tokenizer: Any, prompts: PromptBatch, rewards: Mapping[str, Any], reference: Any = None,
+    model: Any, tokenizer: Any, prompts: PromptBatch | Sequence[Any], rewards: Mapping[str, Any], reference: Any = None,
     sampling: SamplingConfig | None = None, seed: int = 0, *, num_samples: int = 1, greedy: bool = False,
     batch_size: int | None = None, token_budget: int = TOKEN_BUDGET,
 ) -> PolicyEval:  # fmt: skip
@@ -166,7 +167,7 @@ def evaluate(
     Args:
         model: the policy, a transformers causal language model.
         tokenizer: its tokenizer.
-        prompts: B prompts; their columns reach the reward functions.
+        prompts: B prompts; a batch, whose columns reach the reward functions, or strings and messages as a person writes them: a chat model is asked through its template.
         rewards: {name: reward function, reward model or ensemble}; each is reported on its own, nothing is summed.
         reference: what KL is measured against: a `Reference`, a model, or None (no KL).
         sampling: how answers are drawn, and by whom (`sampler`); log-probs are taken at its temperature.
@@ -180,6 +181,7 @@ def evaluate(
     """
     if not rewards and reference is None:
         raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
+    prompts = prompts if isinstance(prompts, PromptBatch) else prompt_batch(tokenizer, prompts)
     sampling = sampling or SamplingConfig()
     sampler = make_sampler(sampling, batch_size)
     rollout = sampler.generate(

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..config import SamplingConfig, StrictConfig, merge, option, read_config_file
 from ..core import ConfigError, DataError, derive_seed, suggest
-from ..data.templates import encode_prompts, is_blank
+from ..data.templates import as_chat, encode_prompts, is_blank
 from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill, label_pairs, plain
 from ..rollout.sampler import sample
 from ..types import PromptBatch
@@ -96,7 +96,7 @@ class ModelWriter:
         tokenizer: its tokenizer.
         sampling: how texts are drawn (default: 256 tokens at most, temperature 1).
         seed: with a row's number and the stage it determines the text.
-        chat: put requests for critique and revision as a user's message; None: if the tokenizer has a chat template.
+        chat: put questions, and requests for critique and revision, as a user's message; None: if the tokenizer has a chat template.
         batch_size: most texts written at the same time; None: as memory allows.
     """
 
@@ -112,7 +112,7 @@ class ModelWriter:
         """One sampled text for each question."""
         if stage and self.chat:
             asked = [[{"role": "user", "content": q}] for q in asked]
-        ids = encode_prompts(self.tokenizer, asked)
+        ids = encode_prompts(self.tokenizer, as_chat(self.tokenizer, asked, raw=not self.chat))
         window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None) or 1 << 60
         fits = [i for i, x in enumerate(ids) if len(x) + self.sampling.max_new_tokens <= window]
         texts = [""] * len(ids)

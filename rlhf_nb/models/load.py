@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating, suggest
+from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 _log = logging.getLogger("rlhf_nb.models")
@@ -38,6 +40,7 @@ def _looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
     path = Path(name).expanduser()
     written = name.startswith((".", "~", os.sep)) or "\\" in name or name.count("/") > 1
+    written = written or path.suffix == ".gguf"
     return written or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
 
 
@@ -74,21 +77,25 @@ def is_toy(name: str | None) -> bool:
     return name == "toy" and not Path(name).exists()
 
 
-def find_model(name: str) -> tuple[str, str]:
+def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
     """Decide what a model's name stands for, before anything is loaded.
 
     Args:
-        name: a directory or a hub name.
+        name: a directory, a GGUF file, a hub name, or a short name (notebook 295).
+        revision: as in `model.revision`.
 
     Returns:
-        ("model" | "adapter" | "hub", the directory or the name).
+        ("model" | "adapter" | "gguf" | "hub", the directory, the file or the name).
 
     Raises:
-        ModelError: a path that doesn't exist (with its nearest sibling), or a directory without a safetensors model.
+        ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a short name that was never fetched.
     """
+    name = resolve(name, revision)
     path = Path(name).expanduser()
     if not _looks_local(name):
         return "hub", name
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf", str(path)
     if not path.is_dir():
         raise _no_such_path(path, "model directory")
     files = {p.name for p in path.iterdir()}
@@ -102,6 +109,8 @@ def find_model(name: str) -> tuple[str, str]:
         inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
         hint = f"It holds: {', '.join(sorted(files)[:8]) or 'nothing'}."
         hint = f"Models are in its sub-directories: {', '.join(inside)}." if inside else hint
+        packed = sorted(f for f in files if f.endswith(".gguf"))
+        hint = f"Name its GGUF file: {path / packed[0]}" if packed else hint
         raise ModelError(f"{str(path)!r} has no config.json, so it is not a saved model. {hint}")
     if not any(f.endswith(".safetensors") for f in files):
         raise _no_weights(path, files, "A model is loaded from *.safetensors files only")
@@ -261,7 +270,9 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
             )
         else:
             hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
-        raise ModelError(f"{what} {name!r} can't be loaded. {hint} ({type(e).__name__}: {reason})") from e
+        raise ModelError(
+            f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
+        ) from e
 
 # %% ../../nbs/300_models_load.ipynb #a4f14b4d
 def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -269,7 +280,7 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
 
     Args:
         kind: a class of transformers with `from_pretrained`.
-        name: directory or hub name.
+        name: directory, GGUF file, hub name or short name.
         what: named in messages: "model", "tokenizer", ...
         trust_remote_code: run Python code that comes with it; nobody is asked.
         options: passed on.
@@ -277,6 +288,9 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
     Raises:
         ModelError: not there, not readable, or it comes with code that isn't trusted; says what to do.
     """
+    name = resolve(name, options.get("revision"))
+    if Path(name).suffix == ".gguf" and Path(name).expanduser().is_file():
+        return _from_gguf(kind, Path(name).expanduser(), what, options)
     return load_or_explain(
         what, name, lambda: kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     )
@@ -317,6 +331,53 @@ def _hub_adapter(name: str, revision: str | None) -> str | None:
     )
     return find_model(str(Path(config).parent))[1]
 
+# %% ../../nbs/300_models_load.ipynb #539574e6
+def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> Any:
+    """What a GGUF file holds (model, configuration or tokenizer), as if it had never been packed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(
+            f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is small): pip install gguf"
+        )
+    import transformers.modeling_gguf_pytorch_utils as reading
+
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ModelError(
+                f"{str(file)!r} doesn't begin like a GGUF file: it is damaged, cut, or something else. Fetch it again."
+            )
+    if "quantization_config" in options:
+        raise ModelError(
+            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set model.lora.quantize_4bit=false."
+        )
+    kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors")}
+    bar = getattr(reading, "tqdm", None)
+    reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
+    try:
+        found = load_or_explain(
+            what, str(file), lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, **kept)
+        )
+    finally:
+        reading.tqdm = bar  # type: ignore[attr-defined]
+    model = found[0] if isinstance(found, tuple) else found
+    if isinstance(model, nn.Module):
+        _unmark(model, file)
+    return found
+
+
+def _unmark(model: Any, file: Path) -> None:
+    """Take the mark of a packed model off one whose weights are unpacked, and say that they were."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.config._name_or_path = model.name_or_path = str(file)
+    bytes_ = sum(p.numel() * p.element_size() for p in model.parameters())
+    format_ = str(model.dtype).removeprefix("torch.")
+    warnings.warn(
+        f"{file.name}: packed weights ({file.stat().st_size / 1e9:.2g} GB) are unpacked to {format_} ({bytes_ / 1e9:.2g} GB); what packing rounded away stays lost.",
+        stacklevel=4,
+    )
+
 # %% ../../nbs/300_models_load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
@@ -339,7 +400,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory or hub name ("toy": the toy world's); `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name or short name ("toy": the toy world's); `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
@@ -352,11 +413,12 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     else:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        name = resolve(name, cfg.revision)
         local = Path(name).expanduser()
         if _looks_local(name):
-            if not local.is_dir():
+            if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
                 raise _no_such_path(local, "tokenizer directory")
-            if not any((local / f).exists() for f in _TOKENIZER_FILES):
+            if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
                 raise ModelError(
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
                 )
@@ -461,8 +523,6 @@ def resize_embeddings(model: Any, rows: int) -> int:
 # %% ../../nbs/300_models_load.ipynb #818abe67
 def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
     """The 4-bit settings of QLoRA; bitsandbytes is looked for only here."""
-    import importlib.util
-
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install bitsandbytes`, or set quantize_4bit=false."
@@ -522,7 +582,7 @@ def load_causal_lm(
 
         model = build_model(seed).to(dtype)
     else:
-        kind, where = find_model(str(cfg.name_or_path))
+        kind, where = find_model(str(cfg.name_or_path), cfg.revision)
         if kind == "hub" and (folder := _hub_adapter(where, cfg.revision)) is not None:
             kind, where = "adapter", folder
         load = _load_adapter_merged if kind == "adapter" else _load_plain

@@ -145,7 +145,8 @@ class BaseMethod(ABC):
         """Operations that the updates on `data` must make (notebook 502); 0 where rows hold no tokens."""
         if self.costs is None or not isinstance(data, Batch):
             return 0.0
-        return self.costs.learning(data.lengths()) * self.config.num_inner_epochs / self.engine.world_size**self.gathers
+        ranks = self.engine.world_size if self.gathers else 1
+        return self.costs.learning(data.lengths()) * self.config.num_inner_epochs / ranks
 
     def cost(self, micro: Any) -> float:
         """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 where there are none."""

@@ -25,6 +25,7 @@ from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
+from ..rewards.classifier import ClassifierReward
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
 from ..scoring.check import self_check
@@ -330,7 +331,8 @@ def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) ->
     if reference is not None and not reference.adapters_off and not isinstance(reference, MovingReference):
         found.append(reference.model)
     for fn in rewards.fns if rewards is not None else ():
-        found += [m.model for m in (fn.members if isinstance(fn, Ensemble) else [fn]) if isinstance(m, RewardModelFn)]
+        members = fn.members if isinstance(fn, Ensemble) else [fn]
+        found += [m.model for m in members if isinstance(m, RewardModelFn | ClassifierReward)]
     return [model for model in found if isinstance(model, nn.Module)]
 
 # %% ../../nbs/600_train_setup.ipynb #ade18f29

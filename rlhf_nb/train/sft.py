@@ -39,25 +39,29 @@ class SFTConfig(TrainConfig):
 
 # %% ../../nbs/610_train_sft.ipynb #22d57310
 @contextmanager
-def noisy_embeddings(model: Any, alpha: float, pad_id: int, seed: int) -> Iterator[None]:
+def noisy_embeddings(model: Any, alpha: float, rows: Completions, seed: int) -> Iterator[None]:
     """Inside, the embeddings of each row get uniform noise of ±alpha / √(length · width).
 
     Args:
         model: a causal language model; each row of its input is one sequence.
         alpha: scale of the noise.
-        pad_id: what fills rows; it gets no noise and isn't counted as length.
+        rows: what the model is about to read: what follows them in its input is padding, gets no noise and isn't counted as length.
         seed: with a row's tokens it decides the row's noise.
 
     Source: Jain et al., arXiv 2310.05914.
     """
 
+    prompts = [ids[mask].tolist() for ids, mask in zip(rows.prompt_ids, rows.prompt_mask.bool(), strict=True)]
+    answers = [ids[:n].tolist() for ids, n in zip(rows.completion_ids, rows.completion_lens.tolist(), strict=True)]
+    known = {tuple(p + a) for p, a in zip(prompts, answers, strict=True)}
+
     def add(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
         noise = torch.zeros(out.shape)
         for row, ids in enumerate(given[0].reshape(-1, given[0].shape[-1]).tolist()):
-            real = [i for i, token in enumerate(ids) if token != pad_id]
-            g = torch.Generator().manual_seed(derive_seed(seed, *(ids[i] for i in real)))
-            drawn = torch.rand(len(real), out.shape[-1], generator=g) * 2 - 1
-            noise.view(-1, *out.shape[-2:])[row, real] = drawn * alpha / max(1, drawn.numel()) ** 0.5
+            length = next((n for n in range(len(ids), 0, -1) if tuple(ids[:n]) in known), len(ids))
+            g = torch.Generator().manual_seed(derive_seed(seed, *ids[:length]))
+            drawn = torch.rand(length, out.shape[-1], generator=g) * 2 - 1
+            noise.view(-1, *out.shape[-2:])[row, :length] = drawn * alpha / drawn.numel() ** 0.5
         return out + noise.to(out)
 
     handle = model.get_input_embeddings().register_forward_hook(add)
@@ -97,19 +101,18 @@ class SFT(TextMethod):
 
     def loss(self, micro: Completions) -> dict[str, tuple[LossSum, float]]:
         """−log π of the tokens that count."""
-        with self.noise():
+        with self.noise(micro):
             logps = self.module(micro, share_prompts=self.config.neftune_alpha is None).logps
         return {"sft": (sft_loss(logps, micro.completion_mask), 1.0)}
 
-    def noise(self) -> Any:
+    def noise(self, micro: Completions) -> Any:
         """A context in which the embeddings are noisy, if asked for."""
         alpha, module = self.config.neftune_alpha, self.module
         if alpha is None:
             return nullcontext()
         model = self.engine.unwrap(module).model  # a wrapper's, or this thread's replica
-        return noisy_embeddings(
-            model, alpha, self.tokenizer.pad_token_id, derive_seed(self.config.seed, "neftune", self.step)
-        )
+        seed = derive_seed(self.config.seed, "neftune", self.step)
+        return noisy_embeddings(model, alpha, micro, seed)
 
     def collect(self, batch: Completions, step: int) -> Completions:
         """Nothing is collected; the step decides the noise, where there is some."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
-from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.sources import prompt_batch
 from ..evaluate.policy import win_rate
 from ..rollout.sampler import sample
 from ..untrusted import Unreadable, json_lines, mend
@@ -103,7 +103,7 @@ def make_pairs(
 def answers_of(
     model: Any, tokenizer: Any, sampling: SamplingConfig | None = None, seed: int = 0, n: int = 1
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A model as a policy for `make_pairs`.
+    """A model as a policy for `make_pairs`; a chat model is asked through its template.
 
     Args:
         model: causal language model.
@@ -114,7 +114,7 @@ def answers_of(
     """
 
     def answer(prompts: Sequence[Any]) -> list[Any]:
-        batch = collate_prompts(tokenize_prompts([{"prompt": p} for p in prompts], tokenizer), tokenizer.pad_token_id)
+        batch = prompt_batch(tokenizer, prompts)
         texts = sample(model, batch, sampling or SamplingConfig(), tokenizer=tokenizer, seed=seed, num_samples=n).texts
         return [texts[i : i + n] for i in range(0, len(texts), n)]
 
