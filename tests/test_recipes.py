@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,30 @@ def test_a_recipe_given_to_another_command_says_whose_it_is() -> None:
     ):
         result = CliRunner().invoke(app, [command, "--config", name])
         assert result.exit_code == 1 and wanted in result.output
+
+
+def test_the_demo_with_a_real_model_asks_trains_and_asks_again(small: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    words = [
+        f"model.name_or_path={small}",
+        "steps=1",
+        "rollout_batch_size=8",
+        "mini_batch_size=8",
+        "sampling.max_new_tokens=3",
+        "device=cpu",
+    ]
+    result = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(folder), *words])
+    assert result.exit_code == 0, result.output
+    for said in ("1. Before", "step  1 of 1", "3. After", "Ten questions", "before, ", f"{folder}/model"):
+        assert said in result.output
+    found = json.loads((folder / "results.json").read_text())
+    assert found["before"]["asked"] == len(found["answers"]) == 128 and 0 <= found["after"]["share"] <= 1
+    again = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(folder), *words])
+    assert again.exit_code == 0  # an earlier demo is replaced
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("data: {path: mine.jsonl}")
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"type": "step", "step": 1}\n')
+    refused = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(tmp_path / "mine"), *words])
+    assert refused.exit_code == 1 and "no demo" in refused.output
+    typo = CliRunner().invoke(app, ["demo", "--real", "stepss=3"])
+    assert typo.exit_code == 1 and "Did you mean 'steps'?" in typo.output

@@ -27,8 +27,8 @@ from ..train.registry import get, methods
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
            'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
-           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics',
-           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -206,10 +206,19 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
 @app.command()
 def demo(
     overrides: list[str] = Overrides,
-    output_dir: str = typer.Option("runs/demo", help="where everything goes; an earlier demo there is replaced"),
+    real: bool = typer.Option(
+        False, "--real", help="a chat model from the hub (fetched once) learns to answer questions rightly, by GRPO"
+    ),
+    output_dir: str = typer.Option(
+        None, help="where everything goes; default: runs/demo, runs/demo_real. An earlier demo there is replaced"
+    ),
     debug: bool = Debug,
 ) -> None:
     """Watch a tiny model learn to answer, learn what people like, and get better: offline, in minutes."""
+    output_dir = output_dir or ("runs/demo_real" if real else "runs/demo")
+    if real:
+        _demo_real(output_dir, overrides or [], debug)
+        return
     with told(debug, f"{_me()} run --config {output_dir} --resume"):
         import torch
 
@@ -229,6 +238,23 @@ def demo(
         _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #18532422
+def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
+    """The demo with a chat model from the hub."""
+    with told(debug, f"{_me()} grpo --config {output_dir} --resume"):
+        from rlhf_nb.app.real import check_folder_is_ours, fetch_model, real_demo, settings
+
+        def say(text: str) -> None:
+            _tell(text, err=False)
+
+        settings(output_dir, overrides)  # a mistyped setting is told before anything is fetched
+        check_folder_is_ours(Path(output_dir))
+        given = any(word.startswith("model.name_or_path=") for word in overrides)
+        model = [] if given else [f"model.name_or_path={fetch_model(say)}"]
+        real_demo(
+            settings(output_dir, [*model, *overrides]), say, Console(highlight=False, force_jupyter=False).print, _me()
+        )
+
+
 WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
@@ -348,6 +374,37 @@ def doctor_command(
         findings = doctor(found)
         Console(highlight=False, force_jupyter=False).print(findings_table(findings))
         if any(f.level == "error" for f in findings):
+            raise typer.Exit(1)
+
+# %% ../../nbs/930_app_cli.ipynb #93000d02
+@app.command("data")
+def data_command(
+    file: str = typer.Argument(..., help="a file, a folder or a hub name"),
+    overrides: list[str] = Overrides,
+    model: str = typer.Option(
+        None, "--model", help="whose tokenizer and chat template; without one, lengths are words"
+    ),
+    evaluation: str = typer.Option(None, "--eval", metavar="FILE", help="look for its rows in FILE"),
+    method: str = typer.Option(None, "--for", metavar="METHOD", help="as sft, dpo, kto, grpo, ... would read it"),
+    rows: int = typer.Option(10, min=0, help="how many are shown"),
+    debug: bool = Debug,
+) -> None:
+    """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
+    with told(debug):
+        import warnings
+
+        from rlhf_nb.app.data_look import LookConfig, look_at, show
+        from rlhf_nb.models.load import load_tokenizer
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is left out or cut is part of the picture
+            named = [f"data.path={file}", *(overrides or []), *([f"model.name_or_path={model}"] if model else [])]
+            config = LookConfig.load(None, named)
+            look = look_at(config.data, method, config.seed)
+            other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
+            tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
+            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+        if not ready:
             raise typer.Exit(1)
 
 # %% ../../nbs/930_app_cli.ipynb #1b4d3d97
