@@ -424,6 +424,10 @@ class Meter:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
+    def add(self, tokens: int, flops: float) -> None:
+        """Tokens that something is learnt from, and the operations that this must take."""
+        self.tokens, self.flops = self.tokens + tokens, self.flops + flops
+
     def exclude(self, seconds: float) -> None:
         """Time that was no part of the run: a pause."""
         self._since += seconds

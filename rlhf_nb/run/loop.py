@@ -313,8 +313,7 @@ class Trainer:
         """What this step learns from, made without gradient."""
         with self._saved(), self.meter.time("collect"), self.engine.inference():
             data = self.method.collect(batch, self.step)
-        self.meter.tokens += self.method.tokens(data)
-        self.meter.flops += self.method.flops(data)
+        self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
 
     def _remember_source(self) -> None:
