@@ -27,8 +27,8 @@ from ..train.registry import get, methods
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
            'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
-           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics',
-           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -98,8 +98,8 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     if kind == "run":
         lacking = config.unsaid()
     else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
-        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
     if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
         more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
@@ -374,6 +374,37 @@ def doctor_command(
         findings = doctor(found)
         Console(highlight=False, force_jupyter=False).print(findings_table(findings))
         if any(f.level == "error" for f in findings):
+            raise typer.Exit(1)
+
+# %% ../../nbs/930_app_cli.ipynb #93000d02
+@app.command("data")
+def data_command(
+    file: str = typer.Argument(..., help="a file, a folder or a hub name"),
+    overrides: list[str] = Overrides,
+    model: str = typer.Option(
+        None, "--model", help="whose tokenizer and chat template; without one, lengths are words"
+    ),
+    evaluation: str = typer.Option(None, "--eval", metavar="FILE", help="look for its rows in FILE"),
+    method: str = typer.Option(None, "--for", metavar="METHOD", help="as sft, dpo, kto, grpo, ... would read it"),
+    rows: int = typer.Option(10, min=0, help="how many are shown"),
+    debug: bool = Debug,
+) -> None:
+    """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
+    with told(debug):
+        import warnings
+
+        from rlhf_nb.app.data_look import LookConfig, look_at, show
+        from rlhf_nb.models.load import load_tokenizer
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is left out or cut is part of the picture
+            named = [f"data.path={file}", *(overrides or []), *([f"model.name_or_path={model}"] if model else [])]
+            config = LookConfig.load(None, named)
+            look = look_at(config.data, method, config.seed)
+            other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
+            tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
+            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+        if not ready:
             raise typer.Exit(1)
 
 # %% ../../nbs/930_app_cli.ipynb #1b4d3d97

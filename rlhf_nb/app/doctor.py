@@ -33,7 +33,7 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from ..train.setup import Kind, Row, in_kind, made_rows, place_of, raw_rows, reading_of
+from ..train.setup import Kind, Row, in_kind, made_rows, parts_of, place_of, raw_rows, reading_of
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
@@ -390,6 +390,9 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     Raises:
         DataError: no file, no rows, or rows of another format.
     """
+    if data.mix is not None:
+        parts = parts_of(data)
+        return [row for part in parts for row in some_rows(part, kind, seed)[: ROWS // len(parts)]]
     made = made_rows(place_of(data), kind, seed)
     if made is not None:
         return made[0][:ROWS]
