@@ -21,7 +21,7 @@ print(rlhf_nb.__version__)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # a tree on it would pass for the installed package
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=own, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
