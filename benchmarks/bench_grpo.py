@@ -3,12 +3,14 @@
     python benchmarks/bench_grpo.py [--quick] [--steps 8] [--threads 1] [--task toy hh] [--against full group continuous] [--data FILE]
     python benchmarks/bench_grpo.py --task hh --steps 4 --results FILE    # call it again for further steps, on further prompts
     python benchmarks/bench_grpo.py --decode [--threads 1] [--prompts 8 32]
+    python benchmarks/bench_grpo.py --task smollm2 --threads 2 [--precision bf16] [--against full ours] [--new-tokens 24]   # after `rlhf-nb get smollm2`
 
 Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group
-advantages, no reference model (the default of both), fp32, AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing.
+advantages, no reference model (the default of both), fp32 (or bf16 products on both sides), AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing.
 A tiny learning rate keeps the lengths of the answers equal throughout. Tasks:
 
     toy     the toy world's policy (fine-tuned for a moment), at most 48 new tokens
+    smollm2 SmolLM2-135M-Instruct as it is, on the package's word problems (prompts of about 60 tokens), at most 24 new tokens
     hh      a Qwen2 of 12M parameters, fine-tuned for a moment on HH-RLHF so that answers end; prompts of about 125 tokens, at most 64 new ones
 
 TRL generates with transformers (vLLM needs a GPU) and runs
@@ -16,6 +18,8 @@ TRL generates with transformers (vLLM needs a GPU) and runs
     full        64 answers in a forward
     group       8 answers in a forward, 8 accumulated (TRL shuffles them, so they aren't those of one prompt)
     continuous  `full` with transformers' continuous batching (paged cache)
+
+and `--against ours` compares with this package in fp32 instead, which is to show what bf16 is worth.
 
 The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our
 functions: log-probs of all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early
@@ -40,11 +44,11 @@ from typing import Any
 import harness
 import peers
 
-WAYS = ("full", "group", "continuous")
+WAYS = ("full", "group", "continuous", "ours")
 GROUP, PROMPTS = 8, 8
-NEW_TOKENS = {"toy": 48, "hh": 64}
-DECODED = {"toy": (48, 96), "hh": (64, 128)}
-BUDGET = {"toy": 2048, "hh": 1024}
+NEW_TOKENS = {"toy": 48, "hh": 64, "smollm2": 24}
+DECODED = {"toy": (48, 96), "hh": (64, 128), "smollm2": (24, 64)}
+BUDGET = {"toy": 2048, "hh": 1024, "smollm2": 1024}
 
 
 def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -99,12 +103,12 @@ def run_ours(job: dict[str, Any]) -> None:
 
     config = GRPOConfig(
         output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["completions"], num_generations=GROUP,
-        token_budget=job["token_budget"], device="cpu", precision="fp32", console=False, sampling={"max_new_tokens": job["new_tokens"]},
+        token_budget=job["token_budget"], device="cpu", precision=job["precision"], console=False, sampling={"max_new_tokens": job["new_tokens"]},
         optimizer={"lr": job["lr"], "eps": 1e-8, "schedule": "constant", "max_grad_norm": 1.0},
     )  # fmt: skip
     where = ModelConfig(name_or_path=job["policy"])
     tokenizer = load_tokenizer(where)
-    model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer))
+    model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer))  # the weights
     method = GRPO(model, tokenizer, Rewards(reward), config)
     timed(method, "rollout", seconds, "generate")
     timed(method, "score", seconds, "score")
@@ -191,7 +195,7 @@ def run_trl(job: dict[str, Any]) -> None:
         output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=job["completions"] // accumulate,
         gradient_accumulation_steps=accumulate, num_generations=GROUP, max_completion_length=job["new_tokens"], temperature=1.0, top_p=1.0,
         top_k=0, beta=0.0, loss_type="grpo", learning_rate=job["lr"], lr_scheduler_type="constant", max_grad_norm=1.0, shuffle_dataset=False,
-        bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, **more,
+        bf16=job["precision"] == "bf16", use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, **more,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": r["prompt"]} for r in job["rows"]])
     trainer = GRPOTrainer(
@@ -282,8 +286,10 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
     """Write the policy unless it is there; return tokenized prompts in the order of the steps."""
     import torch
 
+    from rlhf_nb.core import decide_precision
     from rlhf_nb.data import toy
     from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.models.load import load_causal_lm
     from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
@@ -298,6 +304,19 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
             trainer = SFTTrainer(config, model, tokenizer, toy.sft_rows(4000, 0))
             loss = trainer.fit()[-1]["loss"]
             trainer.method.save_model(folder / "policy")
+    elif task == "smollm2":
+        from rlhf_nb.config import ModelConfig
+        from rlhf_nb.data.sums import sums_prompts
+        from rlhf_nb.models.load import load_tokenizer
+
+        where = ModelConfig(name_or_path="smollm2")
+        tokenizer = load_tokenizer(where)
+        tokens = tokenize_prompts(sums_prompts(need, 0), tokenizer, 128)
+        kept = {tokenizer.decode(r["prompt_ids"]): r["prompt_ids"] for r in tokens}
+        if new:
+            model, loss = load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer), math.nan
+            model.save_pretrained(folder / "policy")
+            tokenizer.save_pretrained(folder / "policy")
     else:
         pairs = harness.hh_pairs(data)
         tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
@@ -310,7 +329,8 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
             tokenizer.save_pretrained(folder / "policy")
     if new:
         print(
-            f"{task}: policy of {sum(p.numel() for p in model.parameters()):,} parameters, fine-tuned to loss {loss:.2f}",
+            f"{task}: policy of {sum(p.numel() for p in model.parameters()):,} parameters"
+            + ("" if math.isnan(loss) else f", fine-tuned to loss {loss:.2f}"),
             flush=True,
         )
     kept = dict(list(kept.items())[:need])
@@ -344,32 +364,41 @@ def compare(
     new = args.new_tokens or NEW_TOKENS[task]
     job = {
         "policy": str(folder / "policy"), "record": str(folder / f"record-{way}.pt"), "rows": rows, "completions": GROUP * PROMPTS, "way": way,
-        "new_tokens": new, "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget or BUDGET[task], "lr": 1e-9,
+        "new_tokens": new, "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget or BUDGET[task], "lr": 1e-9, "precision": args.precision,
         "continuous": {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 1024, "max_requests_per_batch": GROUP * PROMPTS},
     }  # fmt: skip
-    sides = {
-        side: (python, job | {"side": side, "output": str(folder / f"run-{side}-{way}")})
-        for side, python in (("ours", harness.sys.executable), ("trl", peers.ensure("trl-1.16")))
-    }
+    own = harness.sys.executable
+    sides = {"ours": (own, job | {"side": "ours", "output": str(folder / f"run-ours-{way}")})}
+    if way == "ours":
+        sides["fp32"] = (own, job | {"side": "ours", "output": str(folder / "run-fp32"), "precision": "fp32"})
+    else:
+        sides["trl"] = (
+            str(peers.ensure("trl-1.16")),
+            job | {"side": "trl", "output": str(folder / f"run-trl-{way}")},
+        )
     print(
-        f"{task} against {way}: {PROMPTS} prompts × {GROUP}, at most {new} new tokens, {args.threads} threads, {steps} steps each, in turn",
+        f"{task} against {way}: {PROMPTS} prompts × {GROUP}, at most {new} new tokens, {args.precision}, {args.threads} threads, {steps} steps each, in turn",
         flush=True,
     )
     with harness.workers(__file__, sides, args.threads) as (ours, trl):
         harness.alternate([ours, trl], args.warmup, steps)
-    check(job, trl.steps[0]["grad_norm"])
+    if way != "ours" and args.precision == "fp32":
+        check(job, trl.steps[0]["grad_norm"])
     key = {
         "task": task,
         "way": way,
         "new_tokens": new,
         "threads": args.threads,
         "token_budget": job["token_budget"],
+        "precision": args.precision,
         "warmup": args.warmup,
     }
     before = earlier(args, key)
     if args.results:
         with args.results.open("a", encoding="utf-8") as f:
-            f.write(json.dumps({"key": key, "ours": ours.steps[args.warmup :], "trl": trl.steps[args.warmup :]}) + "\n")
+            f.write(
+                json.dumps({"key": key, "ours": ours.steps[args.warmup :], trl.name: trl.steps[args.warmup :]}) + "\n"
+            )
     for worker in (ours, trl):
         worker.steps[args.warmup : args.warmup] = [s for call in before for s in call[worker.name]]
     if before:
@@ -487,7 +516,8 @@ def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[
 
 def main() -> None:
     parser = harness.arguments(__doc__, steps=8, threads=1)
-    parser.add_argument("--task", nargs="+", choices=tuple(NEW_TOKENS), default=list(NEW_TOKENS))
+    parser.add_argument("--task", nargs="+", choices=tuple(NEW_TOKENS), default=["toy", "hh"])
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
     parser.add_argument("--against", nargs="+", choices=WAYS, default=["full", "group"], help="ways to run TRL")
     parser.add_argument("--new-tokens", type=int, help="most new tokens (default: the task's)")
     parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: the task's)")
