@@ -422,7 +422,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     gold = {"gold": toy.gold_reward} if is_toy(config.data.path) else {}
     if config.reward is None:
         raise ConfigError(
-            "reward is not set, so there is nothing to maximise: give the folder of a reward model, or pass reward functions to the trainer."
+            "reward is not set, so there is nothing to maximise: reward=FOLDER names a reward model (rlhf-nb reward trains one).",
+            python="In Python: pass reward functions to the trainer.",
         )
     if config.reward == "check" and is_sums(config.data.path):
         return Number("answer", name="right"), {}
