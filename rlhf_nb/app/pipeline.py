@@ -30,7 +30,7 @@ from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
 from ..run.state import clean_saves
 from ..scale.launch import check_request, launch
-from ..train.online import load_reward
+from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
 from ..train.setup import Row, load_rows
@@ -121,7 +121,7 @@ class PipelineConfig(StrictConfig):
             labelled = self.made_by("pairs") not in (None, name) and get(name).rows in ("preference", "unpaired")
             if self.source(name) is None and stage.model.name_or_path is None:
                 out.append(f"{name}.model.name_or_path")
-            if self.data is None and stage.data.path is None and not labelled:
+            if self.data is None and not stage.data.named and not labelled:
                 out.append("data")
         return list(dict.fromkeys(out))
 
@@ -137,9 +137,9 @@ class PipelineConfig(StrictConfig):
                 raise ValueError(
                     f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} makes. Leave one of the two out."
                 )
-            if name != "base" and get(name).online and stage.reward is None and self.made_by("reward") is None:
+            if name != "base" and get(name).online and not rewarded(stage) and self.made_by("reward") is None:
                 raise ValueError(
-                    f"{name} has nothing to maximise: keep the reward stage, or set {name}.reward to a reward model's folder."
+                    f"{name} has nothing to maximise: keep the reward stage, set {name}.reward to a reward model's folder, or write {name}.rewards."
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
@@ -346,7 +346,7 @@ class RLHFPipeline:
 
     def labelled(self, stage: str) -> bool:
         """Whether a stage learns from pairs that another one labels here."""
-        learns = get(stage).rows in ("preference", "unpaired") and getattr(self.config, stage).data.path is None
+        learns = get(stage).rows in ("preference", "unpaired") and not getattr(self.config, stage).data.named
         return learns and self.config.made_by("pairs") is not None
 
     def finished(self, stage: str) -> dict[str, Any]:
@@ -358,9 +358,15 @@ class RLHFPipeline:
         if stage == "base":
             return []
         labels = self.config.made_by("pairs") if self.labelled(stage) else None
-        asks = get(stage).online and getattr(self.config, stage).reward is None
+        asks = get(stage).online and self._asks_stage(getattr(self.config, stage))
         found = (self.config.source(stage), labels, self.config.made_by("reward") if asks else None)
         return [s for s in found if s is not None]
+
+    def _asks_stage(self, config: Any) -> bool:
+        """Whether an online stage asks the reward model that is made here: by itself, or because an entry names its folder."""
+        scorer = self.config.made_by("reward")
+        made = "" if scorer is None else str(self.model_dir(scorer))
+        return not rewarded(config) or made in [x.model for x in config.rewards]
 
     def data_for(self, stage: str) -> DataConfig:
         """Where a stage's rows come from; those of `base` are its tokenizer's."""
@@ -370,7 +376,7 @@ class RLHFPipeline:
         own: DataConfig = getattr(self.config, stage).data
         labels = self.config.made_by("pairs") if self.labelled(stage) else None
         shared = str(self.model_dir(labels)) if labels else self.config.data
-        return own if own.path is not None or shared is None else own.replace(path=shared)
+        return own if own.named or shared is None else own.replace(path=shared)
 
     def stage_config(self, stage: str) -> Any:
         """A stage's config with everything filled in that follows from its place."""
@@ -388,7 +394,7 @@ class RLHFPipeline:
         if (source := self.config.source(stage)) is not None:
             over["model"] = {"name_or_path": str(self.model_dir(source)), "tokenizer": None}
         scorer = self.config.made_by("reward")
-        if get(stage).online and config.reward is None and scorer is not None:
+        if get(stage).online and not rewarded(config) and scorer is not None:
             over["reward"] = str(self.model_dir(scorer))
         return config.replace(**over)
 

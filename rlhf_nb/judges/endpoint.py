@@ -29,9 +29,33 @@ from .judge import JudgeTemplate, TemplateJudge, fill
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['EndpointConfig', 'read_choice', 'read_reply', 'AnswerCache', 'EndpointJudge']
+__all__ = ['check_address', 'check_key_name', 'EndpointConfig', 'read_key', 'ask_server', 'read_choice', 'read_reply',
+           'AnswerCache', 'EndpointJudge']
 
 # %% ../../nbs/474_judges_endpoint.ipynb #5caf608e
+def check_address(url: str, example: str = "http://localhost:8080/score") -> str:
+    """An address that a request can be sent to, as it is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        raise ValueError(f"expected an address like {example}: http or https, a host, no password.")
+    return url
+
+
+def check_key_name(name: str | None) -> str | None:
+    """The name of an environment variable, as it is; never a key. (The message must not repeat what was given.)
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError("give the NAME of an environment variable (capitals, digits, _), never the key itself.")
+    return name
+
+
 class EndpointConfig(StrictConfig):
     """Where a judge can be asked over HTTP, how many requests at a time, how long to wait, how often to try again."""
 
@@ -56,18 +80,13 @@ class EndpointConfig(StrictConfig):
     @classmethod
     def _address(cls, url: str) -> str:
         """Refuse what no request could be sent to."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ValueError("expected an address like http://localhost:8000/v1: http or https, a host, no password.")
-        return url.rstrip("/")
+        return check_address(url, "http://localhost:8000/v1").rstrip("/")
 
     @field_validator("key_env")
     @classmethod
     def _name_only(cls, name: str | None) -> str | None:
-        """A name, never the key: configs are saved and logged. (The message must not repeat what was given.)"""
-        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-            raise ValueError("give the NAME of an environment variable (capitals, digits, _), never the key itself.")
-        return name
+        """A name, never the key: configs are saved and logged."""
+        return check_key_name(name)
 
     @property
     def address(self) -> str:
@@ -107,7 +126,7 @@ def _read_all(response: Any, deadline: float) -> bytes:
     return b"".join(parts)
 
 # %% ../../nbs/474_judges_endpoint.ipynb #50f17c79
-def _http_error(e: urllib.error.HTTPError, address: str) -> Exception:
+def _http_error(e: urllib.error.HTTPError, address: str, more: str) -> Exception:
     """Which kind of error an HTTP status is, in words."""
     try:
         said = " ".join(e.read(2000).decode("utf-8", "replace").split())[:200]
@@ -119,13 +138,15 @@ def _http_error(e: urllib.error.HTTPError, address: str) -> Exception:
         after = e.headers.get("Retry-After", "")
         failure.wait = float(after) if after.isdigit() else 0.0
         return failure
-    hints = {401: "Is the key right?", 403: "Is the key right?", 404: f"Is {address} right, and the model's name?"}
+    hints = {401: "Is the key right?", 403: "Is the key right?", 404: f"Is {address} right{more}?"}
     hint = "It points elsewhere: use the final address." if 300 <= e.code < 400 else hints.get(e.code, "")
     return _GiveUp(f"{shown}. {hint}".rstrip())
 
 # %% ../../nbs/474_judges_endpoint.ipynb #1fcce3ef
-def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float) -> Any:
-    """POST JSON, return JSON that has `choices`; _TryAgain or _GiveUp otherwise."""
+def _post_json(
+    address: str, body: Mapping[str, Any], key: str | None, timeout: float, what: str, more: str = ""
+) -> Any:
+    """POST JSON, return JSON; _TryAgain or _GiveUp otherwise."""
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -136,20 +157,70 @@ def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float
             raw = _read_all(response, deadline)
     except urllib.error.HTTPError as e:
         with e:
-            raise _http_error(e, address) from e
+            raise _http_error(e, address, more) from e
     except (TimeoutError, urllib.error.URLError, http.client.HTTPException, OSError) as e:
         why = e.reason if isinstance(e, urllib.error.URLError) else e
         silent = isinstance(why, TimeoutError)
         raise _TryAgain(f"no answer within {timeout:g} s" if silent else f"{type(why).__name__}: {why}") from e
     try:
-        reply = json_value(raw)
+        return json_value(raw)
     except Unreadable as e:
-        raise _GiveUp(f"{raw[:60]!r} is not JSON, so {address} is not an address with OpenAI's interface.") from e
+        raise _GiveUp(f"{raw[:60]!r} is not JSON, so {address} is not {what}.") from e
+
+
+def _post(address: str, body: Mapping[str, Any], key: str | None, timeout: float) -> Any:
+    """POST JSON, return the first of its `choices`; _TryAgain or _GiveUp otherwise."""
+    reply = _post_json(address, body, key, timeout, "an address with OpenAI's interface", more=", and the model's name")
     if isinstance(reply, dict) and "error" in reply and not reply.get("choices"):
         raise _TryAgain(f"the server reports {str(reply['error'])[:200]}")
     if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
         raise _GiveUp(f"{str(reply)[:80]} has no choices, so {address} is not an address with OpenAI's interface.")
     return reply["choices"][0]
+
+# %% ../../nbs/474_judges_endpoint.ipynb #436c40ea
+def read_key(name: str | None) -> str | None:
+    """The key in an environment variable, read when it is needed and kept nowhere; None for no name.
+
+    Raises:
+        ConfigError: there is no such variable.
+    """
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"key_env is {name!r}, but that environment variable isn't set: export {name}=... first.")
+    return os.environ[name].strip() if name is not None else None
+
+
+def ask_server(
+    address: str, body: Mapping[str, Any], what: str, *, key: str | None = None, timeout: float = 60.0,
+    attempts: int = 5, backoff: float = 0.5, backoff_max: float = 30.0,
+) -> Any:  # fmt: skip
+    """POST JSON to a server, and return the JSON that it answers.
+
+    Args:
+        address: where to; http or https. A redirect is refused, because the key would follow it.
+        body: what is sent, at most 16 MiB.
+        what: what the server should be, for messages: "a reward server".
+        key: sent as a bearer token; None: none.
+        timeout: seconds for one try.
+        attempts: tries in all.
+        backoff: seconds before the second try, doubled for each further one, at most `backoff_max`.
+
+    Raises:
+        RewardError: no answer, or none that can be used; says why in a sentence.
+    """
+    size = len(json.dumps(body))
+    if size > _MOST_BYTES:
+        raise RewardError(f"{size:,} bytes would be sent to {address}, more than {_MOST_BYTES:,}: send fewer rows.")
+    for tried in range(1, attempts + 1):
+        try:
+            return _post_json(address, body, key, timeout, what)
+        except (_TryAgain, _GiveUp) as e:
+            wait = min(backoff_max, max(backoff * 2 ** (tried - 1), getattr(e, "wait", 0.0)))
+            if isinstance(e, _GiveUp) or tried == attempts:
+                tries = f"after {tried} tries: " if tried > 1 else ""
+                why = str(e).rstrip(".") if key is None else str(e).rstrip(".").replace(key, "***")
+                raise RewardError(f"{address} gave no answer that can be used, {tries}{why}.") from e
+        time.sleep(wait)
+    raise AssertionError("unreachable")
 
 # %% ../../nbs/474_judges_endpoint.ipynb #d92f29ed
 def read_choice(text: str, labels: Sequence[str]) -> int | None:
@@ -278,10 +349,7 @@ class _Client:
 
     def key(self) -> str | None:
         """The API key, read when it is needed and kept nowhere."""
-        name = self.config.key_env
-        if name is not None and not os.environ.get(name):
-            raise ConfigError(f"key_env is {name!r}, but that environment variable isn't set: export {name}=... first.")
-        return os.environ[name].strip() if name is not None else None
+        return read_key(self.config.key_env)
 
     def count(self, what: str) -> None:
         """One more of something; the limit on requests is kept here."""

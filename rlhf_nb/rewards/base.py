@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -89,24 +89,49 @@ def _check_answers(answers: Any, n: int) -> tuple[list[float | None], dict[int, 
     return values, bad
 
 # %% ../../nbs/440_rewards_base.ipynb #088bf319
-def _together(makers: Sequence[Callable[[], Awaitable[Any]]], limit: float | None = None) -> Callable[[], list[Any]]:
+class _Patience(NamedTuple):
+    """How long a function may take, and how often it is asked again after a failure."""
+
+    limit: float | None = None  # seconds for each try
+    retries: int = 0
+
+    @property
+    def late(self) -> _NoAnswer:
+        """The failure of one that took too long."""
+        return _NoAnswer(f"gave no answer within {self.limit} s")
+
+    def pause(self, tried: int) -> float:
+        """Seconds to wait after so many failures."""
+        return min(0.25 * 2.0**tried, 30.0)
+
+    @property
+    def longest(self) -> float:
+        """Seconds that all tries may take together."""
+        waits = sum(map(self.pause, range(1, self.retries + 1)))
+        return math.inf if self.limit is None else (self.limit + 1) * (self.retries + 1) + waits
+
+
+def _together(
+    makers: Sequence[Callable[[], Awaitable[Any]]], how: Sequence[_Patience] | None = None
+) -> Callable[[], list[Any]]:
     """Start awaitables, all at once, in a thread of their own; returns a function that waits for the results, exceptions among them."""
     results: list[Any] = []
-    late = _NoAnswer(f"gave no answer within {limit} s")
-    until = (
-        math.inf if limit is None else time.monotonic() + limit + 1
-    )  # for one that never lets the others have a turn
+    how = how or [_Patience()] * len(makers)
+    until = time.monotonic() + max(h.longest for h in how)  # for one that never lets the others have a turn
 
-    async def one(make: Callable[[], Awaitable[Any]]) -> Any:
-        task = asyncio.ensure_future(make())
-        done, _ = await asyncio.wait([task], timeout=limit)
-        if done:
-            return task.result()
-        task.cancel()
-        raise late
+    async def one(make: Callable[[], Awaitable[Any]], patience: _Patience) -> Any:
+        for tried in range(1, patience.retries + 2):
+            task, last = asyncio.ensure_future(make()), tried > patience.retries
+            done, _ = await asyncio.wait([task], timeout=patience.limit)
+            if done and (last or (not task.cancelled() and task.exception() is None)):
+                return task.result()
+            task.cancel()
+            if last:
+                raise patience.late
+            await asyncio.sleep(patience.pause(tried))
 
     async def everything() -> list[Any]:
-        return await asyncio.gather(*map(one, makers), return_exceptions=True)
+        return await asyncio.gather(*map(one, makers, how), return_exceptions=True)
 
     def work() -> None:
         try:
@@ -117,7 +142,7 @@ def _together(makers: Sequence[Callable[[], Awaitable[Any]]], limit: float | Non
     def wait() -> list[Any]:
         while thread.is_alive() and time.monotonic() < until:
             thread.join(0.2)  # Ctrl-C gets through
-        return results or [late] * len(makers)
+        return results or [h.late for h in how]
 
     thread = threading.Thread(target=work, daemon=True, name="async rewards")
     thread.start()
@@ -170,29 +195,40 @@ def _within(limit: float | None) -> Iterator[None]:
         signal.signal(signal.SIGURG, before)
 
 
-def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float | None = None) -> Any:
-    """A function's answer, or the exception it ended in."""
+def _attempt(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], how: _Patience) -> Any:
+    """A function's answer, or the exception it ended in; asked again as often as it may be."""
+    answer = _once(fn, rollout, columns, how.limit)
+    for tried in range(1, how.retries + 1 if not isinstance(fn, RolloutScorer) else 1):
+        if not isinstance(answer, Exception):
+            break
+        time.sleep(how.pause(tried))
+        answer = _once(fn, rollout, columns, how.limit)
+    return answer
+
+
+def _once(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float | None) -> Any:
+    """A function's answer to one call, or the exception it ended in."""
     try:
         if isinstance(fn, RolloutScorer):
             return fn.score_rollout(rollout)
         with _within(limit):
             answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
-        return _together([lambda: answer], limit)()[0] if inspect.isawaitable(answer) else answer
+        return _together([lambda: answer], [_Patience(limit)])()[0] if inspect.isawaitable(answer) else answer
     except _Late:
         return _NoAnswer(f"gave no answer within {limit} s")
     except Exception as e:  # whatever a reward function may raise: `Rewards` says whose it is, or counts it
         return e
 
 
-def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], limit: float | None = None) -> list[Any]:
+def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], how: Sequence[_Patience]) -> list[Any]:
     """`_attempt` of each call; async functions are started first and waited for last."""
     waiting = [i for i, (fn, _, _) in enumerate(calls) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
 
     def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
         return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
 
-    wait = _together([later(*calls[i]) for i in waiting], limit) if waiting else list
-    answers = {i: _attempt(*call, limit) for i, call in enumerate(calls) if i not in waiting}
+    wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
+    answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
     answers |= dict(zip(waiting, wait(), strict=True))
     return [answers[i] for i in range(len(calls))]
 
@@ -237,9 +273,9 @@ def _row_by_row(
     ]
     values: list[float | None] = [None] * len(rollout)
     bad: dict[int, str] = {}
-    together = _attempt_all(calls, limit) if _is_async(fn) else []
+    together = _attempt_all(calls, [_Patience(limit)] * len(calls)) if _is_async(fn) else []
     if all(isinstance(x, _NoAnswer) for x in together):  # no coroutine, or one that gave no other a turn
-        answers: Iterable[Any] = (_attempt(*call, limit) for call in calls)
+        answers: Iterable[Any] = (_once(*call, limit) for call in calls)
     else:
         answers = together
     for rows, answer in zip(units, answers, strict=True):
@@ -272,6 +308,8 @@ class Rewards:
         on_error: "raise" stops with the function's name, the prompt and the completion; "skip" counts and goes on.
         fallback: with "skip", the score of a row that no function scored.
         timeout: seconds that a function may take for a batch, and then for a single row; None: as long as it likes.
+        timeouts: one per function, where they differ.
+        retries: one per function: how often it is asked again after a failure or too long a wait (default: never).
 
     Raises:
         ConfigError: no functions, something that can't be called, or a number of weights that doesn't fit.
@@ -280,6 +318,7 @@ class Rewards:
     def __init__(
         self, fns: Any, weights: Sequence[float] | None = None, names: Sequence[str] | None = None, *,
         on_error: Literal["raise", "skip"] = "raise", fallback: float = 0.0, timeout: float | None = 3600.0,
+        timeouts: Sequence[float | None] | None = None, retries: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.fns = [as_reward(fn) for fn in (fns if isinstance(fns, list | tuple) else [fns])]
         if not self.fns:
@@ -289,7 +328,13 @@ class Rewards:
                 raise ConfigError(
                     f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble."
                 )
-        for what, given in (("weights", weights), ("names", names)):
+        lists: dict[str, Sequence[Any] | None] = {
+            "weights": weights,
+            "names": names,
+            "timeouts": timeouts,
+            "retries": retries,
+        }
+        for what, given in lists.items():
             if given is not None and len(given) != len(self.fns):
                 raise ConfigError(f"{len(given)} {what} for {len(self.fns)} reward functions: one each is needed.")
         self.weights = [1.0] * len(self.fns) if weights is None else [float(w) for w in weights]
@@ -301,6 +346,10 @@ class Rewards:
             name = names[i] if names is not None else _call_name(fn, i)
             self.names.append(name if name not in self.names else f"{name}_{i}")
         self.on_error, self.fallback, self.timeout = on_error, fallback, timeout
+        self.patience = [
+            _Patience(timeout if timeouts is None else timeouts[i], 0 if retries is None else retries[i])
+            for i in range(len(self.fns))
+        ]
         self.stats: dict[str, float] = {}
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
@@ -324,7 +373,7 @@ class Rewards:
             has = torch.tensor([v is not None for v in values], dtype=torch.bool)
             column = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
             total += torch.where(has, column * weight, torch.zeros_like(column))
-            opinions += has
+            opinions += has & (weight != 0 or not any(self.weights))  # what is only watched decides nothing
             parts[name] = column.float().to(device)
             parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
             self.stats[f"rewards/{name}"] = float(column[has].mean()) if has.any() else math.nan
@@ -348,11 +397,13 @@ class Rewards:
             (fn, rollout, {} if isinstance(fn, RolloutScorer) else _arguments(fn, name, rollout))
             for fn, name in zip(self.fns, self.names, strict=True)
         ]
-        answers = _attempt_all(calls, self.timeout)
-        return [self._settle(name, *call, x) for name, call, x in zip(self.names, calls, answers, strict=True)]
+        how = [*self.patience, *[_Patience(self.timeout)] * (len(calls) - len(self.patience))]  # some are added later
+        answers = _attempt_all(calls, how)
+        settled = zip(self.names, calls, answers, how, strict=True)
+        return [self._settle(name, *call, x, h.limit) for name, call, x, h in settled]
 
     def _settle(
-        self, name: str, fn: Any, rollout: Rollout, columns: dict[str, list[Any]], answer: Any
+        self, name: str, fn: Any, rollout: Rollout, columns: dict[str, list[Any]], answer: Any, limit: float | None
     ) -> tuple[list[float | None], dict[str, Tensor], int]:
         """What one function's answer, or the exception it ended in, means."""
         extra: dict[str, Tensor] = {}
@@ -369,7 +420,7 @@ class Rewards:
             problem = e
             if isinstance(e, _WrongForm) and self.on_error == "raise":
                 raise RewardError(f"reward function {name!r} {e}: give one number (or None) per completion.") from e
-            values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise", self.timeout)
+            values, bad = _row_by_row(fn, rollout, columns, e, self.on_error == "raise", limit)
         if bad and self.on_error == "raise":
             raise _complaint(name, bad, rollout) from problem
         return values, extra, len(bad)

@@ -168,7 +168,7 @@ def _variable(name: str) -> str:
 def kubernetes_manifest(
     command: Sequence[str], output_dir: str, image: str, *, claim: str, mount: str = "/shared", nodes: int = 1, gpus_per_node: int = 8,
     strategy: str = "zero3", name: str = "rlhf-nb", namespace: str = "default", memory: str = "512Gi", cpus_per_gpu: int = 8,
-    restarts: int = 3, shm: str = "16Gi", environment: Mapping[str, str] | None = None,
+    restarts: int = 3, shm: str = "16Gi", environment: Mapping[str, str] | None = None, files: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """A manifest for `kubectl apply -f`: a TrainingRuntime and a TrainJob of Kubeflow's Trainer.
 
@@ -188,11 +188,17 @@ def kubernetes_manifest(
         restarts: of the whole job after a pod failed; each goes on from the newest whole checkpoint.
         shm: shared memory of a pod; NCCL and data loading need more than the usual 64 MB.
         environment: further variables.
+        files: what the command reads besides, such as rewards; they are not copied, so they must stand below `mount`.
 
     Raises:
         ConfigError: something that could not be started; the message says what.
     """
     words = _checked(command, output_dir, nodes, gpus_per_node, strategy, name)
+    for file in files:
+        if not file.startswith(mount.rstrip("/") + "/"):
+            raise ConfigError(
+                f"the job reads {file!r}, outside the volume at {mount!r}: no pod would see it. Put it beside the config file on the volume, and name it from there."
+            )
     if not output_dir.startswith(mount.rstrip("/") + "/"):
         raise ConfigError(
             f"output_dir is {output_dir!r}, outside the volume at {mount!r}: other pods, and the next start, would not see it."

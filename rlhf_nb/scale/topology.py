@@ -580,8 +580,12 @@ def job_of(config: Any, precision: Precision) -> Job:
     """
     method, data, lora = of(config), config.data, config.model.lora
     held, batch = method.held(config), config.rollout_batch_size
-    if method.online and (config.reward is None or Path(str(config.reward)).exists()):  # else a function scores
-        held = (*held, "reward adapter" if "critic adapter" in held else "reward model")
+    if method.online and not config.rewards and (config.reward is None or Path(str(config.reward)).exists()):
+        held = (*held, "reward adapter" if "critic adapter" in held else "reward model")  # else a function scores
+    for entry in config.rewards if method.online else ():
+        folders = [entry.model] if isinstance(entry.model, str) else entry.model or []
+        for _ in folders:
+            held = (*held, "reward model")
     longest = config.sampling.max_new_tokens if method.online else data.max_length - data.max_prompt_length
     return Job(
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
-from ..core import ConfigError, derive_seed
+from ..core import ConfigError, decide_precision, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.sums import is_sums
@@ -25,9 +25,10 @@ from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
+from .entries import RewardEntry, build_rewards, has_entries, load_models
 from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.answers import Number
-from ..rewards.base import Ensemble, RewardModelFn, Rewards, apply_eos_penalty
+from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -37,7 +38,7 @@ from ..types import PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod', 'load_reward',
-           'as_rewards', 'PromptsOf', 'OnlineTrainer']
+           'from_entries', 'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/628_train_online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -63,6 +64,10 @@ class OnlineConfig(TrainConfig):
     reward: PathText | None = Field(
         default=None,
         description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world, 'check' for data.path=sums",
+    )
+    rewards: list[RewardEntry] = Field(
+        default_factory=list,
+        description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
     )
     reward_timeout: float | None = Field(
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
@@ -92,6 +97,15 @@ class OnlineConfig(TrainConfig):
     )
     importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
     samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
+
+    @model_validator(mode="after")
+    def _one_list(self) -> OnlineConfig:
+        """What is maximised is said once."""
+        if self.reward is not None and self.rewards:
+            raise ValueError(
+                f"reward is {self.reward!r}, and rewards has {len(self.rewards)} entries: leave out reward, and write it as an entry, {{model: {self.reward}}}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _ends_pay(self) -> OnlineConfig:
@@ -207,7 +221,7 @@ class OnlineMethod(TextMethod):
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
-    asks_outside = True
+    asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 
@@ -370,8 +384,22 @@ class OnlineMethod(TextMethod):
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout."""
-        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self.rewards.stats
+        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self._parts(r)
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
+
+    def _parts(self, r: Rollout) -> dict[str, float]:
+        """What each reward says on average, and how often it says nothing; of several processes' rows, all of them."""
+        found = self.rewards.stats
+        if self.engine.world_size == 1:
+            return found
+        means = {
+            n: x[~x.isnan()].double().mean() for n in self.rewards.names if (x := r.reward_parts.get(n)) is not None
+        }
+        counts = self.engine.gather_object(
+            {k: v for k, v in found.items() if k.count("/") == 2 or k == "rewards/unscored"}
+        )
+        summed = {k: sum(c.get(k, 0.0) for c in counts) for k in dict.fromkeys(k for c in counts for k in c)}
+        return {f"rewards/{n}": float(x) for n, x in means.items()} | summed
 
     def correction(self, r: Rollout) -> Tensor | None:
         """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
@@ -413,28 +441,44 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     """The reward that `config.reward` names, and rewards to watch beside it.
 
     Args:
-        config: `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in the toy world "gold" or "check"
-            (1 for a right answer); with the word problems of `data.path=sums`, "check".
+        config: `rewards` are entries (notebook 604); `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in
+            the toy world "gold" or "check" (1 for a right answer); with the word problems of `data.path=sums`, "check".
 
     Raises:
-        ConfigError: it names nothing.
+        ConfigError: neither names anything.
     """
     gold = {"gold": toy.gold_reward} if is_toy(config.data.path) else {}
+    if config.rewards:
+        return from_entries(config.rewards, config), gold
     if config.reward is None:
         raise ConfigError(
-            "reward is not set, so there is nothing to maximise: reward=FOLDER names a reward model (rlhf-nb reward trains one).",
-            python="In Python: pass reward functions to the trainer.",
+            "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, rewards=[{verify: number}], "
+            "rewards=[{file: rewards.py, fn: NAME}].",
+            python="In Python a trainer also takes functions, reward=f.",
         )
     if config.reward == "check" and is_sums(config.data.path):
         return Number("answer", name="right"), {}
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
-    members = sorted(Path(config.reward).glob("member-*"))
     trust = {"trust_remote_code": config.model.trust_remote_code}
-    if members:
-        models, budget = [RewardModel.load(m, **trust) for m in members], config.token_budget
-        return Ensemble(models, "mean_minus_std", name="reward", token_budget=budget), gold
-    return RewardModel.load(config.reward, **trust), gold
+    return load_models(config.reward, token_budget=config.token_budget, **trust), gold
+
+
+def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
+    """A reward made of entries, or of some, as what they name; any other as it is.
+
+    Args:
+        reward: what a trainer takes, or a list of a config.
+        config: of the run: time limit, trust, token budget, device.
+        key: how a list is called, for messages.
+    """
+    if isinstance(reward, str | Path):
+        reward = {"model": str(reward)}
+    if not has_entries(reward):
+        return reward
+    how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
+    device = decide_precision(config.device, config.precision).device
+    return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)
 
 
 def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
@@ -467,6 +511,11 @@ class PromptsOf:
         rows: list[Row] = self.source.next_batch(n // self.group)
         return rows
 
+# %% ../../nbs/628_train_online.ipynb #fb7378e7
+def rewarded(config: Any) -> bool:
+    """Whether a config says what an answer is worth."""
+    return config.reward is not None or bool(config.rewards)
+
 # %% ../../nbs/628_train_online.ipynb #628aa004
 class OnlineTrainer(TextTrainer):
     """The common part of `PPOTrainer`, `GRPOTrainer` and their relatives; it can be taken step by step: `rollout`, `score`, `advantages`, `update`.
@@ -475,7 +524,8 @@ class OnlineTrainer(TextTrainer):
         config: of the run.
         model: the policy; default: loaded from `config.model`.
         tokenizer: of that model; must be given with it.
-        reward: a RewardModel, an Ensemble, any function `f(prompts, completions, **columns)`, a list of these, or Rewards; default: `config.reward`.
+        reward: a RewardModel, an Ensemble, any function `f(prompts, completions, **columns)`, an entry as in `config.rewards`, a list of these,
+            a reward model's folder, or Rewards; default: `config.rewards` or `config.reward`.
         rows: prompts in any format that has one; default: loaded from `config.data`.
         eval_rows: held-out prompts.
         watch: functions that `evaluate` reports and nothing learns from, by name.
@@ -508,6 +558,7 @@ class OnlineTrainer(TextTrainer):
         if reward is None:
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
+        reward = from_entries(reward, config, "reward")
         if reference is not None and not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
         parts = {"reward": reward, "reference": reference}

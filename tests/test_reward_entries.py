@@ -1,0 +1,191 @@
+"""Rewards by config: the same list from Python, a file, the command line, a pipeline, several processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.core import ConfigError, RewardError
+from rlhf_nb.data import toy
+from rlhf_nb.models.heads import RewardModel
+from rlhf_nb.run.log import read_metrics
+from rlhf_nb.scale.cluster import kubernetes_manifest
+from rlhf_nb.scale.launch import launch
+from rlhf_nb.train.entries import build_rewards, named_files
+from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+from rlhf_nb.train.online import load_reward
+from rlhf_nb.train.online_dpo import OnlineDPOConfig
+from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+from rlhf_nb.train.registry import get
+from rlhf_nb.train.rloo import RLOOConfig
+
+REWARDS = """\
+LIMIT = 6
+
+
+def short(prompts, completions):
+    return [-abs(len(text.split()) - LIMIT) / 10 for text in completions]
+
+
+async def ends(prompts, completions, **columns):
+    return [float(text.strip().endswith(".")) for text in completions]
+
+
+def few(prompts, completions):
+    return [1.0]
+"""
+ENTRIES: list[dict[str, Any]] = [
+    {"file": "rewards.py", "fn": "short", "weight": 2.0},
+    {"file": "rewards.py", "fn": "ends", "name": "stop", "retries": 1},
+    {"fn": "rlhf_nb.data.toy:gold_reward", "weight": 0.0},
+]
+
+
+def settings(**over: Any) -> dict[str, Any]:
+    """Two small steps in the toy world."""
+    return {
+        "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_prompt_length": 64}, "steps": 2, "epochs": None, "mini_batch_size": 8,
+        "sampling": {"max_new_tokens": 8}, "device": "cpu", "console": False, "output_dir": "runs/r", "save_every": None,
+    } | over  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a config file and the rewards beside it."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "rewards.py").write_text(REWARDS)
+    over = {"output_dir": str(tmp_path / "run"), "num_generations": 4, "rewards": ENTRIES}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings(**over)))
+    return folder
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The numbers of a run's steps that don't depend on the machine."""
+    found = [e for e in read_metrics(folder) if e["type"] == "step"]
+    keep = ("step", "loss", "reward", "grad_norm")
+    return [{k: v for k, v in e.items() if k in keep or k.startswith("rewards/")} for e in found]
+
+
+def test_file_command_line_and_python_say_the_same(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GRPOConfig.load(job / "run.yaml")
+    GRPOTrainer(config).fit()
+    sys.path.insert(0, str(job))
+    space: dict[str, Any] = {}
+    exec(compile(REWARDS, "cell", "exec"), space)
+    from rlhf_nb.rewards.base import Rewards
+
+    own = Rewards([space["short"], space["ends"], toy.gold_reward], [2.0, 1.0, 0.0], ["short", "stop", "gold_reward"])
+    GRPOTrainer(config.replace(output_dir=str(tmp_path / "python"), rewards=[]), reward=own).fit()
+    assert steps(tmp_path / "run") == steps(tmp_path / "python")
+    assert {"rewards/short", "rewards/stop", "rewards/gold_reward"} <= steps(tmp_path / "run")[0].keys()
+    monkeypatch.chdir(job)
+    text = "rewards=[{file: rewards.py, fn: short, weight: 2.0}, {file: rewards.py, fn: ends, name: stop, retries: 1}, {fn: 'rlhf_nb.data.toy:gold_reward', weight: 0.0}]"
+    typed = GRPOConfig.load(None, [text], "toy")
+    monkeypatch.chdir(tmp_path)
+    assert typed.rewards == config.rewards and named_files(typed) == [str(job / "rewards.py")]
+    assert GRPOConfig.load(tmp_path / "run").rewards == config.rewards  # what the run wrote is read back, from anywhere
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, RLOOConfig, OnlineDPOConfig], ids=lambda k: k.__name__)
+def test_every_online_method_takes_the_list(kind: Any, job: Path, tmp_path: Path) -> None:
+    over = {"num_generations": 2} if kind is not PPOConfig else {}
+    preset = kind.preset("toy").to_dict() | settings(output_dir=str(tmp_path / "m"), rollout_batch_size=8, **over)
+    entries = [e | ({"file": str(job / "rewards.py")} if "file" in e else {}) for e in ENTRIES]
+    trainer = get({PPOConfig: "ppo", RLOOConfig: "rloo", OnlineDPOConfig: "online"}[kind]).trainer(
+        kind.model_validate(preset | {"rewards": entries, "steps": 1})
+    )
+    event = trainer.fit()[-1]
+    assert -1 < event["rewards/short"] < 0 and "rewards/stop" in event and "rewards/gold_reward" in event
+
+
+def test_two_processes_draw_and_score_as_one(job: Path, tmp_path: Path) -> None:
+    config = GRPOConfig.load(job / "run.yaml")
+    GRPOTrainer(config.replace(output_dir=str(tmp_path / "one"))).fit()
+    done = launch(config, num_processes=2, device="cpu", say=None)
+    first: dict[str, Any] = {}
+    for name in ("one", "run"):  # a stage of the toy world is watched by gold, too
+        rows = [json.loads(x) for x in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+        rows = [r | {"rewards": {k: v for k, v in r["rewards"].items() if k != "gold"}} for r in rows]
+        first[name] = [[r[k] for k in ("prompt", "tokens", "rewards")] for r in rows if r["step"] == 1]
+    assert first["one"] and first["one"] == first["run"]
+    for a, b in zip(steps(tmp_path / "one"), steps(done.run_dir), strict=True):
+        assert {k: b[k] for k in a} == pytest.approx(a, abs=1e-5)
+
+
+def test_pipeline_with_rewards_of_its_own(job: Path, tmp_path: Path) -> None:
+    entries = [{"file": str(job / "rewards.py"), "fn": "short"}]
+    base: dict[str, Any] = {
+        "data": "toy",
+        "base": {},
+        "device": "cpu",
+        "output_dir": str(tmp_path / "p"),
+        "ppo": None,
+        "sft": None,
+    }
+    alone = PipelineConfig.model_validate(base | {"reward": None, "grpo": settings(rewards=entries)})
+    plan = RLHFPipeline(alone, say=lambda text: None)
+    assert plan.needs("grpo") == ["base"] and plan.stage_config("grpo").reward is None
+    with pytest.raises(ConfigError, match="or write grpo.rewards"):
+        PipelineConfig.model_validate(base | {"reward": None, "grpo": settings()})
+    made = str(tmp_path / "p" / "reward" / "model")
+    both = RLHFPipeline(
+        PipelineConfig.model_validate(base | {"reward": {}, "grpo": settings(rewards=[*entries, {"model": made}])}),
+        say=lambda text: None,
+    )
+    assert both.needs("grpo") == ["base", "reward"]
+
+
+def test_a_reward_model_alone_is_what_reward_names(tmp_path: Path) -> None:
+    folder = str(tmp_path / "rm")
+    RewardModel.from_policy(toy.build_model(0, "tiny"), seed=1).save(folder, toy.build_tokenizer())
+    named = PPOConfig.preset("toy", **settings(reward=folder))
+    listed = PPOConfig.preset("toy", **settings(rewards=[{"model": folder}]))
+    a, b = (load_reward(c)[0] for c in (named, listed))
+    assert isinstance(a, RewardModel) and isinstance(b, RewardModel)
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y)
+    trainer = PPOTrainer(listed.replace(output_dir=str(tmp_path / "a")), reward=[{"model": folder}, toy.gold_reward])
+    assert trainer.method.rewards.names == ["reward_model", "gold_reward"]
+
+
+def test_what_is_wrong_is_said_before_a_model_is_loaded(job: Path) -> None:
+    with pytest.raises(ConfigError, match="reward is 'gold', and rewards has 1 entries"):
+        GRPOConfig.preset("toy", reward="gold", rewards=[{"verify": "number"}])
+    with pytest.raises(ConfigError, match=r"rewards\[1\].*rewards.py has no function 'ednds'. Did you mean 'ends'"):
+        build_rewards([{"verify": "number"}, {"file": str(job / "rewards.py"), "fn": "ednds"}])
+    (job / "rewards.py").write_text(
+        "import json\n\n\ndef f(prompts, completions):\n    return [0.0]\n\n\nf([], [])[1]\n"
+    )
+    with pytest.raises(ConfigError, match="rewards.py', line 8: IndexError"):
+        GRPOTrainer(GRPOConfig.load(job / "run.yaml"))
+
+
+def test_a_wrong_number_of_scores_names_the_function(job: Path, tmp_path: Path) -> None:
+    config = GRPOConfig.load(job / "run.yaml", ["rewards=[{file: " + str(job / "rewards.py") + ", fn: few}]"])
+    with pytest.raises(RewardError, match="reward function 'few' returned 1 numbers for 8 completions"):
+        GRPOTrainer(config).fit()
+
+
+def test_pods_must_see_the_file(job: Path) -> None:
+    config = GRPOConfig.load(job / "run.yaml")
+    how: dict[str, Any] = {"claim": "c", "files": named_files(config)}
+    with pytest.raises(ConfigError, match="outside the volume at '/shared': no pod would see it"):
+        kubernetes_manifest(["grpo"], "/shared/run", "image", **how)
+    assert kubernetes_manifest(["grpo"], str(job / "run"), "image", mount=str(job), **how)
+
+
+def test_the_command_line_names_the_line(job: Path) -> None:
+    (job / "rewards.py").write_text("import math\n\nlimit = math.sqrtt(4)\n")
+    command = [sys.executable, "-m", "rlhf_nb", "grpo", "--config", str(job / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "rewards[0] (file: rewards.py, fn: short): file" in done.stderr and "line 3: AttributeError" in done.stderr
