@@ -364,12 +364,13 @@ def load_models(
 
 # %% ../../nbs/604_train_entries.ipynb #a283731e
 def named_files(config: Any) -> list[str]:
-    """Files with code that a config's entries name: every machine of a job must see them.
+    """Files that a config's entries name, and the record of its replay: every machine of a job must see them.
 
     Args:
         config: of any method.
     """
-    found: list[str] = []
+    replay = getattr(config, "replay", None)
+    found: list[str] = [] if replay is None else [replay]
     for name in type(config).model_fields:
         value = getattr(config, name)
         entries = (
