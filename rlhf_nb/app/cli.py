@@ -98,8 +98,8 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     if kind == "run":
         lacking = config.unsaid()
     else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
-        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
     if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
         more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
@@ -497,6 +497,7 @@ def plan_command(
         from rlhf_nb.core import Precision
         from rlhf_nb.data.toy import toy_model_config
         from rlhf_nb.models.load import is_toy
+        from rlhf_nb.models.places import resolve
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
@@ -511,8 +512,13 @@ def plan_command(
         say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        model = toy_model_config() if is_toy(named) else named
+        model = toy_model_config() if is_toy(named) else resolve(named)
         _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        from rlhf_nb.app.doctor import cost_here
+
+        here = cost_here(cfg)
+        if here:
+            _tell("\n" + "\n".join(here), err=False)
 
 
 @config_app.command("accelerate")

@@ -246,7 +246,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.method: Any = method
         self.source, self.config = source, config
-        self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        size = sum(p.numel() for p in method.module.parameters())
+        self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
@@ -375,6 +376,7 @@ class Trainer:
         lr = self.engine.set_lr(self.step)
         self.step += 1
         fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
+        fields |= {f"data/{name}": n for name, n in getattr(self.source, "shares", {}).items()}  # of a mix
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
