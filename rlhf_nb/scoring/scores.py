@@ -87,9 +87,11 @@ def hidden_states(
 def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
     """Notebook 160's forward pass; where much is padding, or attention goes along branches, only real tokens go through the layers."""
     weight = next(decoder.parameters())
-    exact_on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu")
+    on_cpu = (
+        weight.device.type == "cpu" and weight.dtype.itemsize >= 4
+    )  # under autocast, too: attention stays in float32
     real = p.token_mask.flatten().nonzero()[:, 0] if wanted is not None else None
-    apart = real is not None and exact_on_cpu and branches_pay(p.branches, width_of(decoder))
+    apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
     if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
