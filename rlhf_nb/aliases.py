@@ -31,7 +31,7 @@ SAME: dict[str, str] = {
     "beta": "kl_coef", "epsilon_high": "clip_eps_high", "cliprange_value": "value_clip_eps",
     "mask_truncated_completions": "mask_truncated", "missing_eos_penalty": "missing_eos", "importance_sampling_level": "level",
     "f_divergence_type": "divergence", "use_weighting": "wpo", "center_rewards_coefficient": "center_coef",
-    "ref_model_sync_steps": "sync_every", "ref_model_mixup_alpha": "sync_mixup",
+    "neftune_noise_alpha": "neftune_alpha", "ref_model_sync_steps": "sync_every", "ref_model_mixup_alpha": "sync_mixup",
 }  # fmt: skip
 
 # %% ../nbs/005_aliases.ipynb #c4252376

@@ -20,8 +20,8 @@ from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, par
 
 # %% auto #0
 __all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'beside', 'parse_overrides',
-           'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'DataConfig',
-           'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig']
+           'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'MixPart',
+           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -587,11 +587,25 @@ class ModelConfig(StrictConfig):
     trust_remote_code: bool = Field(default=False, description="run Python code that comes with a hub model")
 
 
+class MixPart(StrictConfig):
+    """One source of a mix."""
+
+    path: PathText = option("", "file, directory or hub name", min_length=1)
+    weight: float | None = option(None, "share of the rows drawn, against the others'; null: its number of rows", gt=0)
+    split: str | None = option(None, "null: data.split")
+    subset: str | None = option(None, "configuration name of a hub dataset")
+    columns: dict[str, str | None] | None = option(None, "null: data.columns")
+    shape: str | None = option(None, "null: data.shape")
+
+
 class DataConfig(StrictConfig):
     """Which rows, and how long they may be."""
 
     path: PathText | None = Field(
         default=None, description="file, directory, hub name, or 'toy' or 'sums' (made here); null: not said yet"
+    )
+    mix: list[MixPart] | None = option(
+        None, "several sources instead of path, [{path, weight, split}, ...]", min_length=1
     )
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
     split: str = Field(default="train", description="split to train on")
@@ -621,12 +635,28 @@ class DataConfig(StrictConfig):
                 f"max_prompt_length is {self.max_prompt_length} but max_length is {self.max_length}: no room is left "
                 "for a completion. Raise max_length or lower max_prompt_length."
             )
+        weighed = [part.weight is not None for part in self.mix or ()]
+        if self.mix and self.path is not None:
+            raise ValueError(
+                f"mix names {len(self.mix)} sources, and path is {self.path!r}: set one of the two to null."
+            )
+        if any(weighed) and not all(weighed):
+            raise ValueError(
+                "some sources of mix have a weight and some have none: give all of them one, or none (then rows count)."
+            )
+        if self.mix and self.streaming and not all(weighed):
+            raise ValueError("streaming doesn't know how many rows a source has: give each source of mix a weight.")
         if self.eval_split is not None and self.eval_size is not None:
             raise ValueError(
                 f"eval_split is {self.eval_split!r} and eval_size is {self.eval_size}: evaluation rows come from one "
                 "of the two. Set the other to null."
             )
         return self
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody has said where rows are."""
+        return self.path is not None or self.mix is not None
 
 # %% ../nbs/010_config.ipynb #c458c348
 class OptimizerConfig(StrictConfig):

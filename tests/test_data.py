@@ -145,7 +145,13 @@ KILLED = """
 import json, os, signal, sys
 from rlhf_nb.data.sources import MemorySource, StreamSource
 rows = [{"n": i, "text": "x" * (i % 7)} for i in range(101)]
-source = (MemorySource if sys.argv[1] == "memory" else StreamSource)(rows, seed=7)
+from rlhf_nb.data.mix import MixSource
+kinds = {"memory": MemorySource, "stream": StreamSource}
+if sys.argv[1] in kinds:
+    source = kinds[sys.argv[1]](rows, seed=7)
+else:
+    kind = kinds[sys.argv[1].removeprefix("mix of ")]
+    source = MixSource([kind(rows[:70], seed=7), kind(rows[70:], seed=8)], [0.8, 0.2], ["a", "b"], seed=7)
 if sys.argv[2] != "-":
     source.load_state_dict(json.load(open(sys.argv[2])))
 out = open(sys.argv[3], "a")
@@ -158,7 +164,7 @@ if sys.argv[5] == "kill":
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "stream"])
+@pytest.mark.parametrize("kind", ["memory", "stream", "mix of memory", "mix of stream"])
 def test_killed_and_resumed_in_another_process(kind: str, tmp_path: Path) -> None:
     def go(state: str, out: Path, steps: int, end: str) -> int:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,77 @@ def test_a_recipe_given_to_another_command_says_whose_it_is() -> None:
     ):
         result = CliRunner().invoke(app, [command, "--config", name])
         assert result.exit_code == 1 and wanted in result.output
+
+
+def test_the_demo_with_a_real_model_asks_trains_and_asks_again(small: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    words = [
+        f"model.name_or_path={small}",
+        "steps=1",
+        "rollout_batch_size=8",
+        "mini_batch_size=8",
+        "sampling.max_new_tokens=3",
+        "device=cpu",
+    ]
+    result = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(folder), *words])
+    assert result.exit_code == 0, result.output
+    for said in ("1. Before", "step  1 of 1", "3. After", "Ten questions", "before, ", f"{folder}/model"):
+        assert said in result.output
+    found = json.loads((folder / "results.json").read_text())
+    assert found["before"]["asked"] == len(found["answers"]) == 128 and 0 <= found["after"]["share"] <= 1
+    again = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(folder), *words])
+    assert again.exit_code == 0  # an earlier demo is replaced
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("data: {path: mine.jsonl}")
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"type": "step", "step": 1}\n')
+    refused = CliRunner().invoke(app, ["demo", "--real", "--output-dir", str(tmp_path / "mine"), *words])
+    assert refused.exit_code == 1 and "no demo" in refused.output
+    typo = CliRunner().invoke(app, ["demo", "--real", "stepss=3"])
+    assert typo.exit_code == 1 and "Did you mean 'steps'?" in typo.output
+
+
+def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rlhf_nb.app.cost as cost
+
+    words = [
+        f"model.name_or_path={small}",
+        f"output_dir={tmp_path}",
+        "device=cpu",
+        "critic=separate",
+        "num_generations=1",
+    ]
+    words += ["model.lora=null"]
+    said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
+    assert "On this machine" not in said  # a small model's step is no matter
+    monkeypatch.setattr(cost, "LARGE", 1000)
+    said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
+    line = next(line for line in said.splitlines() if line.startswith("On this machine"))
+    assert re.search(r"a step takes about \d+\.\d s .*and \d+\.\d GB\.$", line)
+    assert "num_generations=8" in said or "critic=shared" in said
+    findings = doctor(get("ppo").config.load(SINGLE["smollm2_ppo"], words))
+    assert any("a step takes about" in f.what for f in findings)
+
+
+def test_a_step_with_more_work_costs_more() -> None:
+    from transformers import LlamaConfig
+
+    from rlhf_nb.app.cost import Speed, step_cost
+    from rlhf_nb.scale.topology import Job, shape_of
+
+    shape = shape_of(
+        LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=512)
+    )
+    unit = Speed(1e-4, 3e-4, 1e-5, 3e-5, 1e-4, 1e-5, 0.0)
+
+    def seconds(holds: tuple[Any, ...], group: int, inner: int = 1, method: str = "ppo") -> float:
+        job = Job(
+            method, 64, 16, token_budget=2048, mini_batch=64, rollout_batch=64, group=group, holds=holds, device="cpu"
+        )
+        return step_cost(shape, job, job, unit, inner).seconds
+
+    shared, separate = ("policy", "reference"), ("policy", "critic", "reference")
+    assert seconds(shared, 8) < 0.7 * seconds(shared, 1)
+    assert seconds(shared, 1) < seconds(separate, 1) < seconds(separate, 1, inner=2)
+    assert seconds(("policy",), 8, method="grpo") < seconds(shared, 8)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlhf_nb.app.cli import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
@@ -220,7 +222,7 @@ def test_one_response_alone_is_refused() -> None:
         ({"prompt": "x", "complete": "y"}, "sft", "Did you mean 'completion' by 'complete'? data.columns={complete: completion}"),
         ({"instruction": "x", "completions": [{"text": "a"}, {"text": "b"}]}, "preference", "but the format 'preference' needs chosen+rejected"),
         ({**FILES["helpsteer"][0], "helpfulness": "much"}, "preference", "has one response only"),
-        ({"instruction": ["x"], "output": "y"}, "sft", "row 0, prompt[0] is str ("),
+        ({"instruction": ["x"], "output": "y"}, "sft", "row 0, instruction (prompt)[0] is str ("),
         ({"question": 7, "answer": "y"}, "sft", "prompt: int (7) is no text"),
     ],
 )  # fmt: skip
@@ -304,3 +306,46 @@ def test_the_table_in_the_documentation_is_the_table_in_the_code() -> None:
         assert word in text and word.removeprefix("data.").rstrip("=") in DataConfig.model_fields
     for name, weight in ATTRIBUTES.items():
         assert f"{name} {weight}".replace("-", "−") in text
+
+
+def look(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["data", *words])
+    return result.exit_code, result.output
+
+
+def test_the_command_shows_what_a_method_would_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "orca")
+    held = [FILES["orca"][3], {"system": "", "question": "Who?", "chosen": "x", "rejected": "y"}]
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, held)))
+    code, text = look("orca.jsonl", "--eval", "held.jsonl", "--rows", "1")
+    assert (
+        code == 0 and "question → prompt (system → first message)" in text and "system    → the first message" in text
+    )
+    assert "1 of 2 rows stand here, too (its row 0 is row 3 here)" in text and "data.eval_size=NUMBER" in text
+    assert f"«{A[0]}»\n‹{B[0]}›" in text and "Lengths in words" in text
+    code, text = look("orca.jsonl", "--for", "grpo", "--rows", "1")
+    assert code == 0 and "Shown as prompts" in text and "«" not in text.split("— row 0")[1]
+    write(tmp_path, "kto")
+    code, text = look("kto.jsonl", "--model", "toy", "--rows", "2")
+    assert code == 0 and "rows; tokens" in text and "<eos>»" in text and "<eos>›" in text
+
+
+def test_the_command_names_row_column_and_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [*FILES["alpaca"], {"instruction": "x", "output": 7}, FILES["alpaca"][0]]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, text = look("bad.jsonl", "--rows", "0")
+    assert (
+        code == 1
+        and "1 row is wrong" in text
+        and "row 8, output (completion) is int (7)" in text
+        and "1 row is there before (row 9 is row 0)" in text
+    )
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"query": "Why\u001b[2J?", "reply": "So."}))
+    code, text = look("odd.jsonl", "--for", "sft")
+    assert code == 1 and "data.columns={query: prompt, reply: completion}" in text and "rename_columns" not in text
+    code, text = look("odd.jsonl", "data.columns={query: prompt, reply: completion}")
+    assert code == 0 and "\u001b" not in text and "␛[2J" in text
+    code, text = look("odd.jsonl", "data.colums={query: prompt}")
+    assert code == 1 and "Did you mean 'data.columns'?" in text

@@ -27,8 +27,8 @@ from ..train.registry import get, methods
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
            'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
-           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'watch', 'metrics',
-           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -98,8 +98,8 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     if kind == "run":
         lacking = config.unsaid()
     else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.path}
-        lacking = [key for key, value in named.items() if value is None and (command, key) != ("plan", "data.path")]
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
     if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
         more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
@@ -206,10 +206,19 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
 @app.command()
 def demo(
     overrides: list[str] = Overrides,
-    output_dir: str = typer.Option("runs/demo", help="where everything goes; an earlier demo there is replaced"),
+    real: bool = typer.Option(
+        False, "--real", help="a chat model from the hub (fetched once) learns to answer questions rightly, by GRPO"
+    ),
+    output_dir: str = typer.Option(
+        None, help="where everything goes; default: runs/demo, runs/demo_real. An earlier demo there is replaced"
+    ),
     debug: bool = Debug,
 ) -> None:
     """Watch a tiny model learn to answer, learn what people like, and get better: offline, in minutes."""
+    output_dir = output_dir or ("runs/demo_real" if real else "runs/demo")
+    if real:
+        _demo_real(output_dir, overrides or [], debug)
+        return
     with told(debug, f"{_me()} run --config {output_dir} --resume"):
         import torch
 
@@ -229,6 +238,23 @@ def demo(
         _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #18532422
+def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
+    """The demo with a chat model from the hub."""
+    with told(debug, f"{_me()} grpo --config {output_dir} --resume"):
+        from rlhf_nb.app.real import check_folder_is_ours, fetch_model, real_demo, settings
+
+        def say(text: str) -> None:
+            _tell(text, err=False)
+
+        settings(output_dir, overrides)  # a mistyped setting is told before anything is fetched
+        check_folder_is_ours(Path(output_dir))
+        given = any(word.startswith("model.name_or_path=") for word in overrides)
+        model = [] if given else [f"model.name_or_path={fetch_model(say)}"]
+        real_demo(
+            settings(output_dir, [*model, *overrides]), say, Console(highlight=False, force_jupyter=False).print, _me()
+        )
+
+
 WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
@@ -350,6 +376,37 @@ def doctor_command(
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
 
+# %% ../../nbs/930_app_cli.ipynb #93000d02
+@app.command("data")
+def data_command(
+    file: str = typer.Argument(..., help="a file, a folder or a hub name"),
+    overrides: list[str] = Overrides,
+    model: str = typer.Option(
+        None, "--model", help="whose tokenizer and chat template; without one, lengths are words"
+    ),
+    evaluation: str = typer.Option(None, "--eval", metavar="FILE", help="look for its rows in FILE"),
+    method: str = typer.Option(None, "--for", metavar="METHOD", help="as sft, dpo, kto, grpo, ... would read it"),
+    rows: int = typer.Option(10, min=0, help="how many are shown"),
+    debug: bool = Debug,
+) -> None:
+    """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
+    with told(debug):
+        import warnings
+
+        from rlhf_nb.app.data_look import LookConfig, look_at, show
+        from rlhf_nb.models.load import load_tokenizer
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is left out or cut is part of the picture
+            named = [f"data.path={file}", *(overrides or []), *([f"model.name_or_path={model}"] if model else [])]
+            config = LookConfig.load(None, named)
+            look = look_at(config.data, method, config.seed)
+            other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
+            tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
+            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+        if not ready:
+            raise typer.Exit(1)
+
 # %% ../../nbs/930_app_cli.ipynb #1b4d3d97
 Runs = typer.Argument(..., metavar="RUN...", help="one or more run directories")
 
@@ -440,6 +497,7 @@ def plan_command(
         from rlhf_nb.core import Precision
         from rlhf_nb.data.toy import toy_model_config
         from rlhf_nb.models.load import is_toy
+        from rlhf_nb.models.places import resolve
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
@@ -454,8 +512,13 @@ def plan_command(
         say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        model = toy_model_config() if is_toy(named) else named
+        model = toy_model_config() if is_toy(named) else resolve(named)
         _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        from rlhf_nb.app.doctor import cost_here
+
+        here = cost_here(cfg)
+        if here:
+            _tell("\n" + "\n".join(here), err=False)
 
 
 @config_app.command("accelerate")

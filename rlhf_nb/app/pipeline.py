@@ -121,7 +121,7 @@ class PipelineConfig(StrictConfig):
             labelled = self.made_by("pairs") not in (None, name) and get(name).rows in ("preference", "unpaired")
             if self.source(name) is None and stage.model.name_or_path is None:
                 out.append(f"{name}.model.name_or_path")
-            if self.data is None and stage.data.path is None and not labelled:
+            if self.data is None and not stage.data.named and not labelled:
                 out.append("data")
         return list(dict.fromkeys(out))
 
@@ -343,7 +343,7 @@ class RLHFPipeline:
 
     def labelled(self, stage: str) -> bool:
         """Whether a stage learns from pairs that another one labels here."""
-        learns = get(stage).rows in ("preference", "unpaired") and getattr(self.config, stage).data.path is None
+        learns = get(stage).rows in ("preference", "unpaired") and not getattr(self.config, stage).data.named
         return learns and self.config.made_by("pairs") is not None
 
     def finished(self, stage: str) -> dict[str, Any]:
@@ -373,7 +373,7 @@ class RLHFPipeline:
         own: DataConfig = getattr(self.config, stage).data
         labels = self.config.made_by("pairs") if self.labelled(stage) else None
         shared = str(self.model_dir(labels)) if labels else self.config.data
-        return own if own.path is not None or shared is None else own.replace(path=shared)
+        return own if own.named or shared is None else own.replace(path=shared)
 
     def stage_config(self, stage: str) -> Any:
         """A stage's config with everything filled in that follows from its place."""

@@ -506,12 +506,25 @@ def to_format(row: Row, to: str | None = None, where: str = "row", reading: Read
     return _read(row, to, where, reading)[0]
 
 
+def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) -> Row:
+    """`_normal`; a complaint about a role names the column of the file, too."""
+    try:
+        return _normal(row, fmt, where)
+    except DataError as e:
+        said = str(e)
+        for role, terms in ((shape.columns(given) or {}) if shape is not None else {}).items():
+            column = next((names[0] for names in terms if names), role)
+            if column != role:
+                said = re.sub(rf"^{re.escape(where)}, {role}\b", f"{where}, {column} ({role})", said)
+        raise DataError(said) from e
+
+
 def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, Shape | None]:
     """A row in normal form, and the shape it came in."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is {type(row).__name__} ({row!r:.40}); each row must be a dict of columns.")
     allowed = SFT if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
-    there = set(_present(row))
+    there, given = set(_present(row)), row
     native = {
         f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in allowed if there.issuperset(COLUMNS.get(f, ("",)))
     }
@@ -525,7 +538,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
         }
         row = row if to == "prompt" else {k: v for k, v in row.items() if k not in rivals or k in COLUMNS[allowed[0]]}
     fmt = detect_format(row, allowed, where)
-    found = _normal(row, fmt, where)
+    found = _checked(row, fmt, where, shape, given)
     if to == "sft" and fmt == "preference":
         found = {"prompt": found["prompt"], "completion": found["chosen"]}
     elif to == "prompt":

@@ -404,7 +404,7 @@ def resident_mb() -> float:
 class Meter:
     """Adds up seconds by name, tokens, and generated tokens, between two reports.
 
-    `data` and `save` are stalls: time in which nothing is learnt.
+    `data` and `save` are stalls: time in which nothing is learnt. `perf/mfu` appears where the machine's `peak` is known (notebook 502).
     """
 
     STALLS = ("data", "save")
@@ -412,6 +412,7 @@ class Meter:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.tokens = self.generated = 0
+        self.flops, self.per_generated, self.peak = 0.0, 0.0, None  # type: float, float, float | None
         self._since = time.perf_counter()
 
     @contextmanager
@@ -423,6 +424,10 @@ class Meter:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
+    def add(self, tokens: int, flops: float) -> None:
+        """Tokens that something is learnt from, and the operations that this must take."""
+        self.tokens, self.flops = self.tokens + tokens, self.flops + flops
+
     def exclude(self, seconds: float) -> None:
         """Time that was no part of the run: a pause."""
         self._since += seconds
@@ -432,13 +437,15 @@ class Meter:
         now = time.perf_counter()
         wall = max(now - self._since, 1e-9)
         out = {"perf/step_s": wall, "perf/tokens_per_s": self.tokens / wall, "perf/rss_mb": resident_mb()}
+        if self.peak and self.flops:
+            out["perf/mfu"] = (self.flops + self.generated * self.per_generated) / wall / self.peak
         out |= {f"perf/{name}_s": s for name, s in self.seconds.items()}
         if "generate" in self.seconds:
             out |= self._shares(wall)
         out["perf/stall_s"] = sum(self.seconds.get(name, 0.0) for name in self.STALLS)
         if torch.cuda.is_available():
             out["perf/cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
-        self.seconds, self.tokens, self.generated, self._since = {}, 0, 0, now
+        self.seconds, self.tokens, self.generated, self.flops, self._since = {}, 0, 0, 0.0, now
         return {k: round(v, 6) for k, v in out.items()}
 
     def _shares(self, wall: float) -> dict[str, float]:

@@ -30,6 +30,7 @@ from rlhf_nb.core import (
 from .callbacks import Callback, Callbacks, EarlyStop, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
+from .flops import Costs, costs_of, peak_flops
 from .engine import Engine, StepReport, Terms
 from .hf_callbacks import as_callback
 from .lock import RunLock
@@ -52,6 +53,8 @@ class BaseMethod(ABC):
 
     name: str = "method"
     columns: tuple[str, ...] = ()
+    costs: Costs | None = None  # of a token, counted by the trainer
+    gathers: bool = False  # whether `collect` brings the rows of all ranks together
     asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
@@ -137,6 +140,13 @@ class BaseMethod(ABC):
     def tokens(self, data: Any) -> int:
         """Real tokens in `data`, for tokens per second; 0 when it has none."""
         return sum(p + n for p, *answers in data.lengths() for n in answers) if isinstance(data, Batch) else 0
+
+    def flops(self, data: Any) -> float:
+        """Operations that the updates on `data` must make (notebook 502); 0 where rows hold no tokens."""
+        if self.costs is None or not isinstance(data, Batch):
+            return 0.0
+        ranks = self.engine.world_size if self.gathers else 1
+        return self.costs.learning(data.lengths()) * self.config.num_inner_epochs / ranks
 
     def cost(self, micro: Any) -> float:
         """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 where there are none."""
@@ -236,7 +246,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.method: Any = method
         self.source, self.config = source, config
-        self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        size = sum(p.numel() for p in method.module.parameters())
+        self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
@@ -246,7 +257,7 @@ class Trainer:
         self.total_steps = _planned_steps(source, config)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
-        frozen = method.frozen_modules()
+        frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
         own = [*([Progress()] if config.console else []), Samples()]
         own += [EarlyStop.by(config.stop_on)] if config.stop_on is not None else []
@@ -305,7 +316,7 @@ class Trainer:
         """What this step learns from, made without gradient."""
         with self._saved(), self.meter.time("collect"), self.engine.inference():
             data = self.method.collect(batch, self.step)
-        self.meter.tokens += self.method.tokens(data)
+        self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
 
     def _remember_source(self) -> None:
@@ -367,6 +378,7 @@ class Trainer:
         lr = self.engine.set_lr(self.step)
         self.step += 1
         fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
+        fields |= {f"data/{name}": n for name, n in getattr(self.source, "shares", {}).items()}  # of a mix
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
@@ -404,6 +416,8 @@ class Trainer:
                 self.lock.release()
                 raise
             self.started = True
+            self.meter.peak = peak_flops(str(self.engine.device), self.engine.precision.compute_dtype)
+            self.meter.per_generated = 2.0 * self.method.costs.weights
             self.meter.report()
             self.saves.begin()
 

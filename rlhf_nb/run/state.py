@@ -298,9 +298,10 @@ def _begin(run: Any) -> None:
     if run.step == 0:
         run.history = History(log=run.run_dir.metrics_path)
         seed_everything(seed if engine.is_main else derive_seed(seed, "rank", engine.rank))
+    mixed = {"sources": run.source.described} if hasattr(run.source, "described") else {}
     run.event(
         "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
-        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(),
+        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), **mixed,
     )  # fmt: skip
 
 # %% ../../nbs/547_run_state.ipynb #c5470025

@@ -231,7 +231,7 @@ class OnlineMethod(TextMethod):
 
     columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
     keeps_reference = False  # even where drift has no price
-    asks_outside = True
+    asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 

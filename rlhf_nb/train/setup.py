@@ -19,6 +19,7 @@ from ..core import ConfigError, DataError, Precision, decide_precision, derive_s
 from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import DataWarning, format_of, renamed, to_rows
+from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
@@ -40,8 +41,9 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'Pairs', 'CausalScorer', 'load_policy', 'made_rows',
-           'place_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows', 'held_out_of_stream', 'stream_rows', 'leaked',
-           'toy_presets', 'TextMethod', 'frozen_parts', 'split_pairs', 'TextTrainer']
+           'place_of', 'parts_of', 'names_of', 'weights_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows',
+           'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts',
+           'split_pairs', 'seeds_of', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -130,6 +132,34 @@ def place_of(data: DataConfig) -> str:
     return data.path
 
 
+def parts_of(data: DataConfig) -> list[DataConfig]:
+    """The sources of a config, each with the settings that are its own; one where there is no mix.
+
+    Raises:
+        ConfigError: nobody has said where rows are.
+    """
+    if data.mix is None:
+        place_of(data)
+        return [data]
+    out = []
+    for part in data.mix:
+        own = {k: v for k in ("path", "split", "subset", "columns", "shape") if (v := getattr(part, k)) is not None}
+        out.append(data.replace(mix=None, **own))
+    return out
+
+
+def names_of(data: DataConfig) -> list[str]:
+    """What the sources of a mix are called in logs: their files' names, numbered where two are called the same."""
+    plain = [Path(part.path).name or part.path for part in data.mix or ()]
+    return [name if plain.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(plain)]
+
+
+def weights_of(data: DataConfig) -> list[float] | None:
+    """The shares of a mix; None: by the numbers of rows."""
+    found = [part.weight for part in data.mix or () if part.weight is not None]
+    return found or None
+
+
 def reading_of(data: DataConfig, seed: int = 0) -> Reading:
     """What a config says about the shape of its rows."""
     return Reading(data.shape, seed, data.attributes)
@@ -190,6 +220,35 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     Raises:
         DataError: nothing there, or rows of another format.
     """
+    parts = load_parts(data, kind, seed)
+    return [r for rows, _ in parts for r in rows], [r for _, held in parts for r in held]
+
+
+def load_parts(data: DataConfig, kind: Kind, seed: int = 0) -> list[tuple[list[Row], list[Row]]]:
+    """`load_rows` for each source of a mix; no row occurs in two of them, and none that is held out of one is trained on from another."""
+    parts = parts_of(data)
+    if data.mix is None:
+        return [_load_part(data, kind, seed)]
+    whole = [_load_part(part.replace(eval_size=None), kind, seed) for part in parts]
+    if data.eval_size is not None:
+        sizes = apportion(data.eval_size, weights_of(data) or [len(rows) for rows, _ in whole])
+        cut = [len(rows) - min(n, len(rows) // 2) for (rows, _), n in zip(whole, sizes)]
+        whole = [(rows[:k], rows[k:]) for (rows, _), k in zip(whole, cut)]
+    seen = {row_key(r) for _, held in whole for r in held}
+    out = []
+    for part, (rows, held) in zip(parts, whole):
+        kept = [r for r in rows if row_key(r) not in seen] if data.dedup else rows
+        seen |= {row_key(r) for r in kept}
+        if not kept:
+            raise DataError(
+                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. Leave it out."
+            )
+        out.append((kept, held))
+    return out
+
+
+def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows of one source."""
     made = made_rows(place_of(data), kind, seed)
     if made is not None:
         return made
@@ -209,6 +268,10 @@ def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]
         kind: as in `load_rows`.
         seed: as in `load_rows`.
     """
+    if data.mix is not None:
+        sizes = apportion(data.eval_size or 0, weights_of(data) or [1.0] * len(data.mix))
+        each = [p if p.eval_size is None else p.replace(eval_size=n or None) for p, n in zip(parts_of(data), sizes)]
+        return [row for part in each for row in held_out_of_stream(part, kind, seed)]
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
     return list(islice(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)), n)) if n != 0 else []
@@ -353,6 +416,12 @@ def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: i
     return [mini[sorted({row // 2 for row in rows})] for rows in parts]
 
 # %% ../../nbs/600_train_setup.ipynb #d0c278e1
+def seeds_of(config: Any) -> list[int]:
+    """Seeds of the orders of a run's sources: the run's own, or one for each source of a mix."""
+    mix = config.data.mix
+    return [config.seed] if mix is None else [derive_seed(config.seed, "mix", i) % 2**63 for i in range(len(mix))]
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -385,6 +454,7 @@ class TextTrainer(Trainer):
         parts: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        parts_loaded: list[tuple[list[Row], list[Row]]] = []
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
@@ -395,18 +465,27 @@ class TextTrainer(Trainer):
         if rows is None:
             rows, held = [], held_out_of_stream(config.data, self.kind, config.seed) if streamed else []
             if not streamed:
-                rows, held = load_rows(config.data, self.kind, config.seed)
+                parts_loaded = load_parts(config.data, self.kind, config.seed)
+                rows, held = ([r for both in parts_loaded for r in both[k]] for k in (0, 1))
             eval_rows = held if eval_rows is None else eval_rows
         elif config.data.columns or config.data.shape or config.data.attributes:
             reading = reading_of(config.data, config.seed)
             rows = list(in_kind(renamed(rows, config.data.columns), self.kind, reading))
         method = self.make_method(config, model, tokenizer, rows, **(parts or {}))
+        source: Any
         if streamed:
-            source: Any = stream_rows(
-                config.data, eval_rows or [], self.kind, config.seed, partial(method.tokenize, warn=False)
-            )
+            tokenize = partial(method.tokenize, warn=False)
+            seeds = seeds_of(config)
+            sources: list[Any] = [
+                stream_rows(part, eval_rows or [], self.kind, seed, tokenize)
+                for part, seed in zip(parts_of(config.data), seeds)
+            ]
         else:
-            source = MemorySource(method.tokenize(rows), config.seed)
+            each = [part[0] for part in parts_loaded] if parts_loaded else [rows]
+            sources = [MemorySource(method.tokenize(part), seed) for part, seed in zip(each, seeds_of(config))]
+        source = sources[0] if len(sources) == 1 else MixSource(
+            sources, weights_of(config.data), names_of(config.data), config.seed
+        )  # fmt: skip
         source = self.prepare_source(source, config)
         method.held_out = method.tokenize(eval_rows, warn=False) if eval_rows else []
         known = leaked(getattr(getattr(source, "source", source), "rows", ()), method.held_out)

@@ -3,12 +3,15 @@
 # %% ../../nbs/610_train_sft.ipynb #893dea11
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
+from ..core import derive_seed
 from ..data.sources import collate_completions, tokenize_sft
 from ..losses.sft import sft_loss
 from .registry import register
@@ -16,7 +19,7 @@ from .setup import Row, TextMethod, TextTrainer, toy_presets
 from ..types import Completions, LossSum
 
 # %% auto #0
-__all__ = ['SFTConfig', 'SFT', 'SFTTrainer']
+__all__ = ['SFTConfig', 'noisy_embeddings', 'SFT', 'SFTTrainer']
 
 # %% ../../nbs/610_train_sft.ipynb #9131ff45
 class SFTConfig(TrainConfig):
@@ -30,6 +33,42 @@ class SFTConfig(TrainConfig):
     model: ModelConfig = option(ModelConfig(), "what is fine-tuned")
     data: DataConfig = option(DataConfig(), "demonstrations: text, messages or prompt+completion")
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "the optimizer and its schedule")
+    neftune_alpha: float | None = option(
+        None, "noise on the input's embeddings while training; the paper's is 5; null: none", gt=0
+    )
+
+# %% ../../nbs/610_train_sft.ipynb #22d57310
+@contextmanager
+def noisy_embeddings(model: Any, alpha: float, rows: Completions, seed: int) -> Iterator[None]:
+    """Inside, the embeddings of each row get uniform noise of ±alpha / √(length · width).
+
+    Args:
+        model: a causal language model; each row of its input is one sequence.
+        alpha: scale of the noise.
+        rows: what the model is about to read: what follows them in its input is padding, gets no noise and isn't counted as length.
+        seed: with a row's tokens it decides the row's noise.
+
+    Source: Jain et al., arXiv 2310.05914.
+    """
+
+    prompts = [ids[mask].tolist() for ids, mask in zip(rows.prompt_ids, rows.prompt_mask.bool(), strict=True)]
+    answers = [ids[:n].tolist() for ids, n in zip(rows.completion_ids, rows.completion_lens.tolist(), strict=True)]
+    known = {tuple(p + a) for p, a in zip(prompts, answers, strict=True)}
+
+    def add(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        noise = torch.zeros(out.shape)
+        for row, ids in enumerate(given[0].reshape(-1, given[0].shape[-1]).tolist()):
+            length = next((n for n in range(len(ids), 0, -1) if tuple(ids[:n]) in known), len(ids))
+            g = torch.Generator().manual_seed(derive_seed(seed, *ids[:length]))
+            drawn = torch.rand(length, out.shape[-1], generator=g) * 2 - 1
+            noise.view(-1, *out.shape[-2:])[row, :length] = drawn * alpha / drawn.numel() ** 0.5
+        return out + noise.to(out)
+
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 # %% ../../nbs/610_train_sft.ipynb #b2fa3c1b
 class SFT(TextMethod):
@@ -41,6 +80,7 @@ class SFT(TextMethod):
 
     name = "sft"
     columns = ("loss", "sft/token_prob", "lr", "grad_norm")
+    step = 0
     config: SFTConfig
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
@@ -61,7 +101,23 @@ class SFT(TextMethod):
 
     def loss(self, micro: Completions) -> dict[str, tuple[LossSum, float]]:
         """−log π of the tokens that count."""
-        return {"sft": (sft_loss(self.module(micro).logps, micro.completion_mask), 1.0)}
+        with self.noise(micro):
+            logps = self.module(micro, share_prompts=self.config.neftune_alpha is None).logps
+        return {"sft": (sft_loss(logps, micro.completion_mask), 1.0)}
+
+    def noise(self, micro: Completions) -> Any:
+        """A context in which the embeddings are noisy, if asked for."""
+        alpha, module = self.config.neftune_alpha, self.module
+        if alpha is None:
+            return nullcontext()
+        model = self.engine.unwrap(module).model  # a wrapper's, or this thread's replica
+        seed = derive_seed(self.config.seed, "neftune", self.step)
+        return noisy_embeddings(model, alpha, micro, seed)
+
+    def collect(self, batch: Completions, step: int) -> Completions:
+        """Nothing is collected; the step decides the noise, where there is some."""
+        self.step = step
+        return batch
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
