@@ -458,7 +458,12 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
     if method.online:
         out += check_sampling(config)
         with _found(out, "there is nothing to maximise"):
-            check_entries(config.rewards)
+            for key, entries in (
+                ("rewards", config.rewards),
+                ("watch", config.watch),
+                ("eval.metrics", config.eval.metrics),
+            ):
+                check_entries(entries, key)
         if not rewarded(config):
             fix = (
                 "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"
