@@ -394,6 +394,12 @@ class StrictConfig(BaseModel):
         return place.info is not None and str(place) == key
 
     @classmethod
+    def describe(cls, key: str) -> str:
+        """What a setting is for, as `config init` says it; "" where there is no such setting."""
+        info = _walk(cls, key.split(".")).info
+        return (info.description or "") if info is not None and cls.has(key) else ""
+
+    @classmethod
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         return translate(data, cls.has)
@@ -575,7 +581,9 @@ class LoraSettings(StrictConfig):
 class ModelConfig(StrictConfig):
     """Which model and tokenizer, and how they are loaded."""
 
-    name_or_path: PathText | None = Field(default=None, description="directory, hub name, or 'toy'; null: not said yet")
+    name_or_path: PathText | None = Field(
+        default=None, description="directory, GGUF file, hub name, short name (smollm2) or 'toy'; null: not said yet"
+    )
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
     dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")

@@ -463,7 +463,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     if config.reward is None:
         raise ConfigError(
             "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, rewards=[{verify: number}], "
-            "rewards=[{file: rewards.py, fn: NAME}]. In Python a trainer also takes functions, reward=f."
+            "rewards=[{file: rewards.py, fn: NAME}].",
+            python="In Python a trainer also takes functions, reward=f.",
         )
     if config.reward == "check" and is_sums(config.data.path):
         return Number("answer", name="right"), {}

@@ -127,7 +127,8 @@ def place_of(data: DataConfig) -> str:
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here; in Python a trainer also takes rows=."
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here.",
+            python="In Python a trainer also takes rows=.",
         )
     return data.path
 
