@@ -66,10 +66,17 @@ class RlhfError(Exception):
 
     Args:
         message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more shortened.
+        python: what helps in Python only, a sentence of its own; who types commands never sees it.
     """
 
-    def __init__(self, *message: object) -> None:
-        super().__init__(*(_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message))
+    at_cli: str | None = None  # the message without it
+
+    def __init__(self, *message: object, python: str = "") -> None:
+        shown = [_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message]
+        if python:
+            self.at_cli = str(shown[0])
+            shown[0] = f"{shown[0]} {python}"
+        super().__init__(*shown)
 
 
 class ConfigError(RlhfError):

@@ -79,7 +79,7 @@ def check_tokenizer(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
     out = [_check_pad(tokenizer)]
     if dialogues and not tokenizer.chat_template:
         why = "the data are messages, and without a template nobody can say how a turn is written"
-        fix = "give model.chat_template=FILE, or save the tokenizer after data.templates.set_chat_template(tokenizer)"
+        fix = "give model.chat_template=FILE"
         out.append(Finding("error", "the tokenizer has no chat template", why, fix))
     elif dialogues:
         out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))
@@ -458,7 +458,12 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
     if method.online:
         out += check_sampling(config)
         with _found(out, "there is nothing to maximise"):
-            check_entries(config.rewards)
+            for key, entries in (
+                ("rewards", config.rewards),
+                ("watch", config.watch),
+                ("eval.metrics", config.eval.metrics),
+            ):
+                check_entries(entries, key)
         if not rewarded(config):
             fix = (
                 "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"
