@@ -1,4 +1,4 @@
-"""Export every notebook into the package, from scratch, so that a renamed module leaves nothing behind."""
+"""Export every notebook into the package, from scratch, so that a renamed module leaves nothing behind; first the links in them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ def export(root: Path) -> None:
     import os
 
     os.chdir(root)
+    from links import relink
     from nbdev.doclinks import nbdev_export
 
+    relink(root)
     for path in (root / "rlhf_nb").rglob("*.py"):
         if path.name not in KEEP:
             path.unlink()

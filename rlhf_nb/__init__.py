@@ -1,6 +1,6 @@
 """RLHF you can read, run and ship: the public names, each imported when it is first used."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -21,7 +21,7 @@ from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, par
 # %% auto #0
 __all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'read_config_file', 'merge', 'beside', 'parse_overrides',
            'say_value', 'say_kind', 'explain', 'option', 'StrictConfig', 'LoraSettings', 'ModelConfig', 'MixPart',
-           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'TrainConfig']
+           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig']
 
 # %% ../nbs/010_config.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,6 +101,9 @@ def beside(data: Any, config: str | Path) -> Any:
         return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
     if not isinstance(data, dict):
         return data
+    rows = data.get("data")
+    if "replay" in data and isinstance(rows, dict) and (folder / str(rows.get("path"))).is_file():
+        data = data | {"data": _at(folder, rows, "path")}  # a promoted run brings its rows along
     return {k: beside(v, config) for k, v in _at(folder, data, "replay").items()}
 
 
@@ -391,6 +394,12 @@ class StrictConfig(BaseModel):
         return place.info is not None and str(place) == key
 
     @classmethod
+    def describe(cls, key: str) -> str:
+        """What a setting is for, as `config init` says it; "" where there is no such setting."""
+        info = _walk(cls, key.split(".")).info
+        return (info.description or "") if info is not None and cls.has(key) else ""
+
+    @classmethod
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         return translate(data, cls.has)
@@ -572,7 +581,9 @@ class LoraSettings(StrictConfig):
 class ModelConfig(StrictConfig):
     """Which model and tokenizer, and how they are loaded."""
 
-    name_or_path: PathText | None = Field(default=None, description="directory, hub name, or 'toy'; null: not said yet")
+    name_or_path: PathText | None = Field(
+        default=None, description="directory, GGUF file, hub name, short name (smollm2) or 'toy'; null: not said yet"
+    )
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
     dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")
@@ -742,6 +753,15 @@ class SamplingConfig(StrictConfig):
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 
 
+class StopConfig(StrictConfig):
+    """When a run that gets no better ends early."""
+
+    metric: str = Field(min_length=1, description="of steps or evaluations: eval/loss, reward, ...")
+    patience: int = option(3, "looks without an improvement that are borne", ge=1)
+    min_delta: float = option(0.0, "a change smaller than this is none", ge=0)
+    mode: Literal["min", "max"] | None = option(None, "which way is better; null: min for a loss, max for all else")
+
+
 class TrainConfig(StrictConfig):
     """What every training run has: length, batch sizes, optimizer, precision, what is kept and shown."""
 
@@ -776,9 +796,19 @@ class TrainConfig(StrictConfig):
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
     eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)
+    stop_on: StopConfig | None = Field(default=None, description="end early: {metric, patience, min_delta, mode}")
     trackers: list[Tracker] = Field(default_factory=list, description="dashboards to report to; none by default")
     max_nonfinite: int = option(3, "NaN or Inf steps in a row that are skipped, not fatal", ge=0)
     console: bool = option(True, "show progress")
+
+    @model_validator(mode="after")
+    def _looks(self) -> TrainConfig:
+        """A metric of evaluations needs some."""
+        if self.stop_on is not None and self.stop_on.metric.startswith("eval/") and self.eval_every is None:
+            raise ValueError(
+                f"stop_on.metric is {self.stop_on.metric!r}, but evaluations are made at the end only: set eval_every."
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes(self) -> TrainConfig:

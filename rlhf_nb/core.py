@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
+import os
 import random
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['DTYPES', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
-           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval', 'GPU',
-           'probe_gpu', 'Precision', 'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state',
-           'set_rng_state', 'evaluating']
+__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError',
+           'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval',
+           'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'pick_device', 'decide_precision',
+           'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating']
 
 # %% ../nbs/000_core.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
@@ -62,10 +66,17 @@ class RlhfError(Exception):
 
     Args:
         message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more shortened.
+        python: what helps in Python only, a sentence of its own; who types commands never sees it.
     """
 
-    def __init__(self, *message: object) -> None:
-        super().__init__(*(_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message))
+    at_cli: str | None = None  # the message without it
+
+    def __init__(self, *message: object, python: str = "") -> None:
+        shown = [_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message]
+        if python:
+            self.at_cli = str(shown[0])
+            shown[0] = f"{shown[0]} {python}"
+        super().__init__(*shown)
 
 
 class ConfigError(RlhfError):
@@ -181,6 +192,19 @@ def probe_gpu(device: torch.device) -> GPU:
     )
 
 
+@cache
+def probe_cpu() -> float:
+    """How many times as fast as in fp32 this CPU multiplies matrices in bf16; measured once, in some milliseconds."""
+    x, w = torch.ones(256, 576), torch.ones(1536, 576)
+    best: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16) * 4:  # the first of each warms up
+        a, b = x.to(dtype), w.to(dtype)
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        best[dtype] = min(best.get(dtype, math.inf), time.perf_counter() - start)
+    return best[torch.float32] / best[torch.bfloat16]
+
+
 class Precision(NamedTuple):
     """Where a model is computed and in which number formats, with the reason in one line."""
 
@@ -190,6 +214,7 @@ class Precision(NamedTuple):
     frozen_dtype: torch.dtype  # of parameters nobody updates: as small as the device computes well
     grad_scaler: bool  # float16 gradients underflow without one
     reason: str
+    chosen: bool = True  # False: the format was asked for
 
     @property
     def mixed_precision(self) -> str:
@@ -222,8 +247,12 @@ def _cuda_choice(gpu: GPU, want: str) -> tuple[str, str]:
     return "fp32", f"fp32 on {what}: no tensor cores, half precision would gain nothing"
 
 
-def _other_choice(kind: str, want: str) -> tuple[str, str]:
-    """Format and reason on the CPU, on MPS, and on anything else."""
+BF16_FROM = 20_000_000  # parameters of a model, from which products are most of the work
+BF16_PAYS = 2.0  # bf16 products must be so many times as fast: what surrounds them stays as it is
+
+
+def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
+    """Format and reason on the CPU, on MPS, and on anything else; ratio: of the speed of products in bf16 and fp32, 0 where it isn't asked for."""
     where = "the CPU" if kind == "cpu" else kind
     if want == "fp16" or (want == "bf16" and kind != "cpu"):
         other = "'auto', 'fp32' or 'bf16'" if kind == "cpu" else "'auto' or 'fp32'"
@@ -232,6 +261,11 @@ def _other_choice(kind: str, want: str) -> tuple[str, str]:
         )
     if want != "auto":
         return want, f"{want} on {where}, as asked"
+    if kind == "cpu" and ratio >= BF16_PAYS:
+        return (
+            "bf16",
+            f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32; weights and sums stay in fp32 (precision=fp32 for all)",
+        )
     if kind == "cpu":
         return "fp32", "fp32 on the CPU: the format every CPU computes at full speed, and repeats bit for bit"
     return "fp32", f"fp32 on {kind}: its half-precision training is not dependable"
@@ -270,6 +304,8 @@ def decide_precision(
     device: torch.device | str | None = None,
     want: str = "auto",
     probe: Callable[[torch.device], GPU] = probe_gpu,
+    parameters: int = 0,
+    cpu: Callable[[], float] = probe_cpu,
 ) -> Precision:
     """Decide, in one place, which number formats a run uses, and say why in one line.
 
@@ -277,6 +313,8 @@ def decide_precision(
         device: where to compute; None or "auto" picks one. A `torch.device` is believed without looking.
         want: "auto", or "fp32", "bf16", "fp16": honoured, or refused with the reason.
         probe: how to learn about a CUDA device; a test passes a faked one.
+        parameters: of the model that will be computed; below `BF16_FROM` a CPU computes in fp32 unless asked otherwise.
+        cpu: how to learn how many times as fast a CPU is in bf16.
 
     Raises:
         ConfigError: an unknown format, or one this device can't train in.
@@ -285,9 +323,19 @@ def decide_precision(
         hint = did_you_mean(want, ["auto", *DTYPES], "Use 'auto', 'fp32', 'bf16' or 'fp16'.")
         raise ConfigError(f"precision: {want!r} is no number format known here. {hint}")
     where = device if isinstance(device, torch.device) else pick_device(device or "auto")
-    name, reason = _cuda_choice(probe(where), want) if where.type == "cuda" else _other_choice(where.type, want)
+    if where.type == "cuda":
+        name, reason = _cuda_choice(probe(where), want)
+    else:
+        asks = (
+            want == "auto"
+            and where.type == "cpu"
+            and parameters >= BF16_FROM
+            and os.environ.get("WORLD_SIZE", "1") == "1"
+        )
+        name, reason = _other_choice(where.type, want, cpu() if asks else 0.0)
     dtype = DTYPES[name]
-    return Precision(where, dtype, torch.float32, dtype, name == "fp16", reason)
+    frozen = torch.float32 if where.type == "cpu" and want == "auto" else dtype
+    return Precision(where, dtype, torch.float32, frozen, name == "fp16", reason, want == "auto")
 
 # %% ../nbs/000_core.ipynb #b692ffe0
 def derive_seed(*parts: int | str) -> int:

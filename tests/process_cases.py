@@ -116,7 +116,7 @@ def rloo(lora: bool = False, **over: Any) -> Any:
 
 
 def online_dpo(lora: bool = False, **over: Any) -> Any:
-    return _group("online", "OnlineDPO", lora, **over)
+    return _group("online_dpo", "OnlineDPO", lora, **over)
 
 
 def xpo(**over: Any) -> Any:
@@ -128,7 +128,7 @@ def nash_md(**over: Any) -> Any:
     """A judge compares, the opponent is a mixture: AI feedback while training."""
     from rlhf_nb.train.rlaif import toy_judge
 
-    return _group("online", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
+    return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
 
 
 CASES = {f.__name__: f for f in (sft, reward, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}

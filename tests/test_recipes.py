@@ -170,3 +170,50 @@ def test_the_demo_with_a_real_model_asks_trains_and_asks_again(small: Path, tmp_
     assert refused.exit_code == 1 and "no demo" in refused.output
     typo = CliRunner().invoke(app, ["demo", "--real", "stepss=3"])
     assert typo.exit_code == 1 and "Did you mean 'steps'?" in typo.output
+
+
+def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rlhf_nb.app.cost as cost
+
+    words = [
+        f"model.name_or_path={small}",
+        f"output_dir={tmp_path}",
+        "device=cpu",
+        "critic=separate",
+        "num_generations=1",
+    ]
+    words += ["model.lora=null"]
+    said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
+    assert "On this machine" not in said  # a small model's step is no matter
+    monkeypatch.setattr(cost, "LARGE", 1000)
+    said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
+    line = next(line for line in said.splitlines() if line.startswith("On this machine"))
+    assert re.search(r"a step takes about \d+\.\d s .*and \d+\.\d GB\.$", line)
+    assert "num_generations=8" in said or "critic=shared" in said
+    findings = doctor(get("ppo").config.load(SINGLE["smollm2_ppo"], words))
+    assert any("a step takes about" in f.what for f in findings)
+
+
+def test_a_step_with_more_work_costs_more() -> None:
+    from transformers import LlamaConfig
+
+    from rlhf_nb.app.cost import Speed, step_cost
+    from rlhf_nb.scale.topology import Job, shape_of
+
+    shape = shape_of(
+        LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=512)
+    )
+    unit = Speed(1e-4, 3e-4, 1e-5, 3e-5, 1e-4, 1e-5, 0.0)
+
+    def seconds(holds: tuple[Any, ...], group: int, inner: int = 1, method: str = "ppo") -> float:
+        job = Job(
+            method, 64, 16, token_budget=2048, mini_batch=64, rollout_batch=64, group=group, holds=holds, device="cpu"
+        )
+        return step_cost(shape, job, job, unit, inner).seconds
+
+    shared, separate = ("policy", "reference"), ("policy", "critic", "reference")
+    assert seconds(shared, 8) < 0.7 * seconds(shared, 1)
+    assert seconds(shared, 1) < seconds(separate, 1) < seconds(separate, 1, inner=2)
+    assert seconds(("policy",), 8, method="grpo") < seconds(shared, 8)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import filecmp
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,67 @@ def test_readme_is_generated() -> None:
         [sys.executable, ".ci/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def links() -> Any:
+    """The script that writes the repository's address into notebooks."""
+    spec = importlib.util.spec_from_file_location("links", ROOT / ".ci" / "links.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["links"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_say_where_the_repository_is() -> None:
+    """Badges and install cells come from settings.ini, and nothing is installed by a bare name that a stranger could register."""
+    found = links()
+    where = found.place(ROOT)
+    for path in NOTEBOOKS:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        assert found.relinked(text, name, where) == text, f"{name}: run `make export`"
+        if path.stem != "index":
+            assert f"{where.slug}/blob/{where.ref}/{name})" in text, f"{name} has no badge"
+            assert '%pip install -q \\"rlhf_nb' in text and f"@ git+{where.url}@{where.ref}" in text, (
+                f"{name}: no install cell"
+            )
+    bare = re.compile(r"pip install[^\n]*[ '\"]rlhf[_-]nb(?!.*@ git)")
+    for path in [*NOTEBOOKS, *(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "rlhf_nb").rglob("*.py")]:
+        assert not bare.search(path.read_text(encoding="utf-8")), f"{path} installs a bare name"
+
+
+def test_the_repository_moves_by_one_file(tmp_path: Path) -> None:
+    found = links()
+    settings = (ROOT / "settings.ini").read_text(encoding="utf-8")
+    address = found.place(ROOT).url
+    (tmp_path / "nbs").mkdir()
+    for name in ("330_models_reference.ipynb", "530_run_strategies.ipynb"):
+        shutil.copy(ROOT / "nbs" / name, tmp_path / "nbs")
+    moved = re.sub(r"(?m)^version = .*", "version = 3.1", settings.replace(address, "https://github.com/others/place"))
+    (tmp_path / "settings.ini").write_text(moved, encoding="utf-8")
+    assert len(found.relink(tmp_path)) == 2 and not found.relink(tmp_path)
+    for path in (tmp_path / "nbs").iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert "/others/place/blob/v3.1/nbs/" in text and "git+https://github.com/others/place@v3.1" in text
+        assert address not in text and found.place(ROOT).slug not in text
+    where = "settings.ini", "_modidx.py", "PKG-INFO", "CHANGELOG.md"
+    kept = subprocess.run(
+        ["git", "grep", "-l", found.place(ROOT).slug], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    assert not [p for p in kept.split() if not p.endswith((".ipynb", *where))], (
+        "the address stands in settings.ini only"
+    )
+
+
+def test_versions_agree() -> None:
+    """settings.ini, the package and the newest heading of the changelog."""
+    version = re.search(r"(?m)^version = (\S+)", (ROOT / "settings.ini").read_text(encoding="utf-8"))
+    heading = re.search(r"(?m)^## (\S+)(.*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert version and heading
+    release, _, unreleased = version[1].partition(".dev")
+    assert heading[1] == release and ("unreleased" in heading[2]) == bool(unreleased), (version[1], heading[0])
+    done = subprocess.run([sys.executable, "-m", "rlhf_nb", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["rlhf_nb", version[1]]
 
 
 def test_import_is_silent_fast_and_light() -> None:

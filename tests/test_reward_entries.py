@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.models.heads import RewardModel
-from rlhf_nb.run.log import read_metrics
+from rlhf_nb.run.callbacks import Callback, Flags
+from rlhf_nb.run.log import History, read_metrics
 from rlhf_nb.scale.cluster import kubernetes_manifest
-from rlhf_nb.scale.launch import launch
 from rlhf_nb.train.entries import build_rewards, named_files
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online import load_reward
@@ -107,20 +108,6 @@ def test_every_online_method_takes_the_list(kind: Any, job: Path, tmp_path: Path
     assert -1 < event["rewards/short"] < 0 and "rewards/stop" in event and "rewards/gold_reward" in event
 
 
-def test_two_processes_draw_and_score_as_one(job: Path, tmp_path: Path) -> None:
-    config = GRPOConfig.load(job / "run.yaml")
-    GRPOTrainer(config.replace(output_dir=str(tmp_path / "one"))).fit()
-    done = launch(config, num_processes=2, device="cpu", say=None)
-    first: dict[str, Any] = {}
-    for name in ("one", "run"):  # a stage of the toy world is watched by gold, too
-        rows = [json.loads(x) for x in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
-        rows = [r | {"rewards": {k: v for k, v in r["rewards"].items() if k != "gold"}} for r in rows]
-        first[name] = [[r[k] for k in ("prompt", "tokens", "rewards")] for r in rows if r["step"] == 1]
-    assert first["one"] and first["one"] == first["run"]
-    for a, b in zip(steps(tmp_path / "one"), steps(done.run_dir), strict=True):
-        assert {k: b[k] for k in a} == pytest.approx(a, abs=1e-5)
-
-
 def test_pipeline_with_rewards_of_its_own(job: Path, tmp_path: Path) -> None:
     entries = [{"file": str(job / "rewards.py"), "fn": "short"}]
     base: dict[str, Any] = {
@@ -189,3 +176,88 @@ def test_the_command_line_names_the_line(job: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "rewards[0] (file: rewards.py, fn: short): file" in done.stderr and "line 3: AttributeError" in done.stderr
+
+
+class StopAt(Callback):
+    """Somebody presses stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Any, event: dict[str, Any]) -> Flags | None:
+        return Flags(stop=run.step == self.step)
+
+
+def test_stop_on_ends_at_the_same_step_after_a_resume(job: Path, tmp_path: Path) -> None:
+    over = {"steps": 12, "stop_on": {"metric": "reward", "patience": 3, "min_delta": 5.0}, "optimizer": {"lr": 1e-9}}
+    config = GRPOConfig.load(job / "run.yaml").replace(**over, output_dir=str(tmp_path / "straight"))
+    straight = GRPOTrainer(config).fit()
+    assert len(straight) == 4 and "reward has not improved" in str(straight.stopped)
+    halves = config.replace(output_dir=str(tmp_path / "halves"))
+    assert len(GRPOTrainer(halves, callbacks=[StopAt(2)]).fit()) == 2
+    trainer = GRPOTrainer(halves)
+    trainer.start(resume=True)
+    assert trainer.observers.state_dict()[0]["state"]["waited"] == 1
+    (tmp_path / "halves" / "metrics.jsonl").write_text("")  # the checkpoint knows, not the log
+    trainer.history = History()
+    again = trainer.fit()
+    assert trainer.step == 4 and again.stopped == straight.stopped
+
+
+def test_stop_on_says_when_there_is_nothing_to_look_at(job: Path) -> None:
+    with pytest.raises(ConfigError, match="evaluations are made at the end only: set eval_every"):
+        GRPOConfig.load(job / "run.yaml", ["stop_on.metric=eval/short"])
+    config = GRPOConfig.load(job / "run.yaml", ["stop_on={metric: reward/short, patience: 1}", "steps=2"])
+    with pytest.warns(UserWarning, match="no event has the metric 'reward/short'.*did you mean 'rewards/short'"):
+        assert len(GRPOTrainer(config).fit()) == 2
+
+
+def test_watched_and_judged_by_config(job: Path) -> None:
+    rows = [{"prompt": "Visitor: Where do owls live?\nPip:", "chosen": " In forests."}] * 4
+    config = GRPOConfig.load(
+        job / "run.yaml",
+        ["watch=[{fn: 'rlhf_nb.data.toy:gold_reward', name: gold, weight: 3}]", "rewards=[{file: " + str(job / "rewards.py") + ", fn: short}]",
+         "eval={metrics: [{file: " + str(job / "rewards.py") + ", fn: ends}], judges: [{model: toy, against: chosen}]}", "steps=1"],
+    )  # fmt: skip
+    trainer = GRPOTrainer(config, eval_rows=rows)
+    event = trainer.fit()[-1]
+    assert event["rewards/gold"] < 0 and event["reward"] == pytest.approx(event["rewards/short"], abs=1e-6)
+    found = trainer.history.evals[-1]
+    assert {"eval/short", "eval/gold", "eval/ends", "eval/judge_wins"} <= found.keys() and 0 < found[
+        "eval/judge_wins"
+    ] < 1
+    assert named_files(config) == [str(job / "rewards.py")]
+
+
+def blocks() -> list[str]:
+    """The YAML of docs/rewards.md."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    return re.findall(r"```yaml\n(.*?)```", text, flags=re.S)
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda b: b.split("{")[1].split(",")[0].split("}")[0])
+def test_the_guides_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCORE_KEY", "secret")
+    (tmp_path / "rewards.py").write_text(REWARDS + "\n\npolite = short\n")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(num_generations=4) | yaml.safe_load(block)))
+    config = GRPOConfig.load(tmp_path / "run.yaml")
+    model = RewardModel.from_policy(toy.build_model(0, "tiny"), seed=1)
+    for entry in config.rewards:
+        for folder in [entry.model] if isinstance(entry.model, str) else entry.model or []:
+            model.save(folder, toy.build_tokenizer())
+        if entry.classifier is not None:
+            shape = Qwen2Config(
+                vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+                id2label={0: "negative", 1: "positive"}, label2id={"negative": 0, "positive": 1},
+            )  # fmt: skip
+            Qwen2ForSequenceClassification(shape).save_pretrained(entry.classifier)
+            toy.build_tokenizer().save_pretrained(entry.classifier)
+    found = load_reward(config)[0]
+    assert isinstance(found, RewardModel) or len(found.names) == len(config.rewards)
+    rows = [{"prompt": "Visitor: Where do owls live?\nPip:", "chosen": " In forests."}] * 4
+    if config.watch:
+        trainer = GRPOTrainer(config.replace(eval_every=1), eval_rows=rows)
+        trainer.fit()
+        keys = {"eval/gold", "eval/repetition", "eval/judge", "eval/labellers_wins"}
+        assert keys <= trainer.history.evals[-1].keys()

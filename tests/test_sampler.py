@@ -18,7 +18,7 @@ from rlhf_nb.fast.prompts import SharedPrompts
 from rlhf_nb.fast.slots import Slots
 from rlhf_nb.fast.support import use_fast
 from rlhf_nb.rollout.sampler import as_rollout, draw, sample_tokens
-from rlhf_nb.scoring.scores import completion_logps
+from rlhf_nb.scoring.scores import completion_logps, score
 from rlhf_nb.types import PromptBatch
 
 torch.set_num_threads(1)
@@ -466,3 +466,28 @@ def test_draw_takes_and_gives_lists_of_ids() -> None:
     assert draw(model, given, 6, seed=3, greedy=True)[0] == draw(model, given, 6, seed=4, greedy=True)[0]
     with pytest.raises(DataError, match="empty"):
         draw(model, [[5], []], 6, seed=3)
+
+
+def test_bf16_on_a_cpu_samples_what_it_scores() -> None:
+    """Packed bf16 products over float32 states: near the scorer's numbers in bf16, not far from float32's, and the same twice."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=384, intermediate_size=512, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompts = torch.randint(3, 400, (6, 9)).tolist()
+
+    def drawn() -> tuple[list[list[int]], list[torch.Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return draw(model, prompts, 12, seed=3)
+
+    (ids, said), (again, _) = drawn(), drawn()
+    assert [list(x) for x in ids] == [list(x) for x in again]
+    rows = [list(map(int, x)) for x in ids]
+    with torch.no_grad():
+        exact = torch.cat(score(model, prompts, rows))
+        with torch.autocast("cpu", torch.bfloat16):
+            scored = torch.cat(score(model, prompts, rows))
+    flat = torch.cat(list(said))
+    assert 0 < float((flat - exact).abs().mean()) < 0.02
+    assert float((flat - scored).abs().mean()) < 0.01

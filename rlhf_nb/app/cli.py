@@ -25,10 +25,11 @@ from ..core import ConfigError, RunError, printable, suggest
 from ..train.registry import get, methods
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
-           'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
-           'Commands', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
-           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+__all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
+           'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
+           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
+           'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics',
+           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -131,21 +132,97 @@ class Commands(typer.core.TyperGroup):
                 self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
                 ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
             one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, help=method.about)(_training(method.name))
+            one.command(name, help=method.about, cls=TrainingCommand)(_training(method.name))
             found = typer.main.get_command(one)
-        return found
+        return with_methods(found)
+
+
+class ConfigCommands(typer.core.TyperGroup):
+    """Commands about settings, which name all methods in their help."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A command by its name; None: there is none."""
+        return with_methods(super().get_command(ctx, name))
+
+
+def with_methods(command: Any) -> Any:
+    """A command whose help names the methods of the registry where it asks for one."""
+    for parameter in getattr(command, "params", ()):
+        if parameter.name == "kind":
+            pipeline = "" if command.name in ("plan", "launch") else "; or run, a whole pipeline"
+            try:
+                parameter.help = ", ".join(m.command or m.name for m in methods().values()) + pipeline
+            except ConfigError:  # RLHF_NB_METHODS names what isn't there: the command itself says so
+                break
+    return command
+
+
+SHOWN = (  # settings that `--help` shows, as far as a method has them
+    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef", "critic", "num_generations",
+    "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r", "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
+)  # fmt: skip
+
+
+def settings_help(kind: str, command: str) -> str:
+    """The most important settings of a method with their defaults, and where all of them are; for the end of its help.
+
+    Args:
+        kind: the method.
+        command: that trains with it.
+    """
+    config = get(kind).config
+    values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
+    for key in (k for k in SHOWN if config.has(k)):
+        value, about = values.get(key), config.describe(key).partition(";")[0]
+        lines.append(f"  {key}={'null' if value is None else value}".ljust(38) + f" {about}")
+    mine = [name for name, path in recipes().items() if recipe_kind(path) == kind]
+    lines.append(f"All, with comments: rlhf-nb config init {command} > run.yaml, then --config run.yaml")
+    if mine:
+        first = next((name for name in mine if name.startswith("smollm2")), mine[0])
+        lines.append(f"Recipes: {', '.join(mine)}; for example rlhf-nb {command} --config {first}")
+    return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
+
+
+class TrainingCommand(typer.core.TyperCommand):
+    """A command that trains; its help ends with its settings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, and the most important settings."""
+        super().format_help(ctx, formatter)
+        name = str(self.name)
+        _tell(settings_help(get(name).name, name), err=False)
+
+
+def _version(wanted: bool) -> None:
+    """Print the version and end."""
+    if wanted:
+        from rlhf_nb import __version__
+
+        _tell(f"rlhf_nb {__version__}", err=False)
+        raise typer.Exit()
 
 
 app = typer.Typer(
     help="RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO.",
     cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
 )  # fmt: skip
-config_app = typer.Typer(help="Show or write settings.", no_args_is_help=True)
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="print the version and end"
+    ),
+) -> None:
+    """RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO."""
+
+
+config_app = typer.Typer(help="Show or write settings.", cls=ConfigCommands, no_args_is_help=True)
 app.add_typer(config_app, name="config")
 runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-Kind = typer.Argument(..., metavar="METHOD", help="sft, reward, ppo, ... (see rlhf-nb --help), or run for a pipeline")
+Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
@@ -485,7 +562,7 @@ def plan_command(
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
-    gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", help="how many; may be given several times"),
+    gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
     memory: float = typer.Option(80.0, help="GiB of each GPU"),
     host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
     debug: bool = Debug,
@@ -496,7 +573,10 @@ def plan_command(
 
         from rlhf_nb.core import Precision
         from rlhf_nb.data.toy import toy_model_config
-        from rlhf_nb.models.load import is_toy
+        from transformers import AutoConfig
+
+        from rlhf_nb.models.load import is_toy, pretrained
+        from rlhf_nb.models.places import resolve
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
 
@@ -511,8 +591,16 @@ def plan_command(
         say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        model = toy_model_config() if is_toy(named) else named
+        place = named if is_toy(named) else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
+        model = (
+            toy_model_config() if is_toy(named) else pretrained(AutoConfig, place) if place.endswith(".gguf") else place
+        )
         _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        from rlhf_nb.app.doctor import cost_here
+
+        here = cost_here(cfg)
+        if here:
+            _tell("\n" + "\n".join(here), err=False)
 
 
 @config_app.command("accelerate")

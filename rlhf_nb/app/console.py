@@ -72,7 +72,9 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
 
 def _sentence(error: BaseException) -> str:
     """The message of an error, ended by a full stop unless its last line is one that can be typed."""
-    text = str(error).strip()
+    text = str(
+        getattr(error, "at_cli", None) or error
+    ).strip()  # nobody at a command line can pass an argument in Python
     return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
 
 

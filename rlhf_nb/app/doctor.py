@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .cost import estimate
 from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
@@ -37,7 +38,8 @@ from ..train.setup import Kind, Row, in_kind, made_rows, parts_of, place_of, raw
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory',
-           'check_memory', 'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+           'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'Start', 'load_start',
+           'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/920_app_doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -77,7 +79,7 @@ def check_tokenizer(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
     out = [_check_pad(tokenizer)]
     if dialogues and not tokenizer.chat_template:
         why = "the data are messages, and without a template nobody can say how a turn is written"
-        fix = "give model.chat_template=FILE, or save the tokenizer after data.templates.set_chat_template(tokenizer)"
+        fix = "give model.chat_template=FILE"
         out.append(Finding("error", "the tokenizer has no chat template", why, fix))
     elif dialogues:
         out.append(Finding("ok", "the tokenizer has a chat template", "messages are written as the model expects them"))
@@ -279,6 +281,54 @@ _REMEDIES = {
 }  # fmt: skip
 
 # %% ../../nbs/920_app_doctor.ipynb #92000002
+def check_cost(config: Any, start: Start, rows: list[Row], precision: Precision) -> list[Finding]:
+    """Seconds and gigabytes of a step on this machine, and what would be lighter (notebook 918).
+
+    Args:
+        config: of a training run.
+        start: its model's config, and the tokenizer.
+        rows: of its data; the usual length of the first hundred counts.
+        precision: number formats.
+    """
+    lengths = usual_lengths(rows, start.tokenizer, config) if rows else None
+    found = estimate(config, start.model_config, precision, lengths)
+    if found is None:
+        return []
+    first, *lighter = found.sentences()
+    why = "a few layers of this shape were timed on this machine just now; other programs make it slower"
+    return [
+        Finding(
+            "ok",
+            f"a step takes {first}",
+            why,
+            "\n".join(lighter) and "lighter: " + "\n".join(lighter),
+        )
+    ]
+
+
+def cost_here(config: Any) -> list[str]:
+    """What a step would cost on this machine, in lines; none where that isn't known (see `estimate`).
+
+    Args:
+        config: of a training run; without data, rows count as long as they may be.
+    """
+    precision = decide_precision(config.device, config.precision)
+    try:
+        start = load_start(config.model)
+        rows = some_rows(config.data, of(config).rows, config.seed) if config.data.path is not None else []
+        ensure_pad(start.tokenizer)
+        found = check_cost(config, start, rows, precision)
+    except RlhfError:  # no such model or data on this machine: planned for another one
+        return []
+    return [line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())]
+
+
+def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
+    """Tokens of a usual prompt and a usual answer in the first hundred rows."""
+    _, report, _ = _as_in_training(rows[:100], tokenizer, config, of(config).rows)
+    return max(1, report.prompt[50]), max(1, report.completion[50])
+
+
 BEARABLE = 900.0  # seconds of work that may be lost without a warning
 
 
@@ -402,11 +452,18 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_memory(precision.device))
+            if not any(f.level == "error" for f in out):
+                out += check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
         out += check_sampling(config)
         with _found(out, "there is nothing to maximise"):
-            check_entries(config.rewards)
+            for key, entries in (
+                ("rewards", config.rewards),
+                ("watch", config.watch),
+                ("eval.metrics", config.eval.metrics),
+            ):
+                check_entries(entries, key)
         if not rewarded(config):
             fix = (
                 "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"

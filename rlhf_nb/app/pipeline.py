@@ -129,6 +129,9 @@ class PipelineConfig(StrictConfig):
     def _chain(self) -> PipelineConfig:
         """Stages must fit together before any of them runs."""
         for name in self.stages:
+            if name != "base":  # what is written down names the folders that are used
+                inside = getattr(self, name).replace(output_dir=str(Path(self.output_dir) / name))
+                object.__setattr__(self, name, inside)
             stage, source = getattr(self, name), self.source(name)
             if source and stage.model.name_or_path is not None and not is_toy(stage.model.name_or_path):
                 raise ValueError(
@@ -464,7 +467,8 @@ class RLHFPipeline:
             (self.path / "results.json").unlink(missing_ok=True)
         elif saved and not resume:
             raise RunError(
-                f"{self.path} already holds a pipeline's run: continue it with resume, replace it with overwrite, or choose another output_dir."
+                f"{self.path} already holds a pipeline's run: continue it with --resume, replace it with --overwrite, or choose another output_dir.",
+                python="In Python: resume=True, overwrite=True.",
             )
         for stage in self.stages:
             if not (done := self.finished(stage)):

@@ -154,7 +154,7 @@ class LengthReport:
             advice.append(f"max_length={self.total[99]}")
         if not advice:
             return "nothing to do"
-        return f"set {' and '.join(advice)} to fit 99 % of the rows, or drop long rows with filter_lengths"
+        return f"set {' and '.join(advice)} to fit 99 % of the rows, or leave the long rows out"
 
     def text(self) -> str:
         """A small table and a sentence."""

@@ -143,7 +143,8 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
         return []
     if not tok.chat_template:
         raise DataError(
-            "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE, or call data.templates.set_chat_template(tokenizer)."
+            "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE.",
+            python="In Python: data.templates.set_chat_template(tokenizer).",
         )
     from jinja2 import TemplateError
 
@@ -160,7 +161,8 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             raise DataError(
                 f"The chat template refuses a dialogue ({said}); the turns are {min(roles, key=len)} or alike. "
-                "Change the rows, or give a template that takes them: set_chat_template(tokenizer, make_chat_template())."
+                "Change the rows, or give a template that takes them: model.chat_template=FILE.",
+                python="In Python: set_chat_template(tokenizer, make_chat_template()).",
             ) from e
         unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
         if unseen:
@@ -179,7 +181,8 @@ def _rest(whole: str, start: str, what: str) -> str:
         raise DataError(
             f"The chat template rewrites what came before {what}: it had rendered ...{start[max(0, n - 20) : n + 20]!r}, and now "
             f"...{whole[max(0, n - 20) : n + 20]!r}. So no mask can say which tokens the assistant wrote. Use prompt+completion rows with "
-            "one answer each, or another template: set_chat_template(tokenizer, make_chat_template())."
+            "one answer each, or another template: model.chat_template=FILE.",
+            python="In Python: set_chat_template(tokenizer, make_chat_template()).",
         )
     return whole[len(start) :]
 

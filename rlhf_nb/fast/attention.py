@@ -121,7 +121,8 @@ def branch_attention(q: Tensor, k: Tensor, v: Tensor, branches: Branches, scale:
     Returns:
         [M, heads · D].
     """
-    out: Tensor = _BranchAttention.apply(q, k, v, _blocks(branches), scale)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):
+        out: Tensor = _BranchAttention.apply(q, k, v.to(q.dtype), _blocks(branches), scale)  # type: ignore[no-untyped-call]
     return out.flatten(1)
 
 

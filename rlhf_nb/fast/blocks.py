@@ -19,9 +19,14 @@ __all__ = ['Make', 'Layer', 'Blocks', 'decode_states']
 
 # %% ../../nbs/160_fast_blocks.ipynb #2f84f3a9
 def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    "The norm as one functional call (float32), or the module itself."
+    "The norm as one functional call (of float32 states), or the module itself."
     m: Any = module
-    if dtype == torch.float32 and type(module).__name__.endswith("RMSNorm") and "forward" not in module.__dict__:
+    if (
+        dtype in (torch.float32, torch.bfloat16)
+        and m.weight.dtype == torch.float32
+        and type(module).__name__.endswith("RMSNorm")
+        and "forward" not in module.__dict__
+    ):
         return lambda x: rms_norm(x, m.weight, m.variance_epsilon)
     return module
 

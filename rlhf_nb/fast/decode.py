@@ -31,7 +31,7 @@ class Decoder(Blocks):
 
     Args:
         model: one that `support.can_run` has nothing to say about (LoRA adapters inside are fine).
-        dtype: of projections and cache.
+        dtype: of projections; states, keys and values have the embedding's, except that a GPU keeps the cache in this one, too.
         length: longest row, in tokens.
         max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called.
     """
@@ -41,6 +41,10 @@ class Decoder(Blocks):
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
         super().__init__(body, dtype, sum(p.numel() for p in blocks.parameters()) * dtype.itemsize <= max_bytes)
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
+        on_cpu = (
+            body.device.type == "cpu"
+        )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one
+        self.cached: torch.dtype = body.get_input_embeddings().weight.dtype if on_cpu else dtype
         self.rope: Tensor | None = None  # [length, 2, 1, D]: cos, and sin with rotate_half's sign folded in
         if not self.learned_positions:
             x = body.get_input_embeddings().weight  # its dtype is the residual stream's
@@ -60,7 +64,7 @@ class Decoder(Blocks):
         x = self.embed(ids, positions)
         cos, sin = self.rope.index_select(0, positions).unbind(1) if self.rope is not None else (None, None)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.norm1(x)).view(len(x), heads + 2 * kv_heads, -1)
+            qkv = layer.qkv(layer.norm1(x)).to(self.cached).view(len(x), heads + 2 * kv_heads, -1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
                 qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
@@ -98,7 +102,7 @@ def prefill(decoder: Decoder, prompts: list[Tensor], max_tokens: int = 1024) -> 
         shift = (torch.arange(s, device=device) - (s - lens[:, None])).clamp_(min=0)
         ragged = len(group[0]) != s
         past = torch.empty(
-            len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim, dtype=decoder.dtype, device=device
+            len(decoder.layers), 2, n, decoder.kv_heads, s, decoder.head_dim, dtype=decoder.cached, device=device
         )
 
         def attend(index: int, qkv: Tensor, scale: float) -> Tensor:
@@ -289,7 +293,7 @@ def decode(
     fixed = not on_cpu if fixed is None else fixed
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     decoder = Decoder(model, dtype, len(prompts[-1]) + new_tokens)
-    one_column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * dtype.itemsize
+    one_column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * decoder.cached.itemsize
     spare = max(16, new_tokens // 2)  # columns beyond the longest row: the more, the more seldom rows slide to the left
     size = min(rows, batch_size or rows, max(1, cache_bytes // (one_column * decoder.length)))
     if size < rows:
@@ -297,7 +301,7 @@ def decode(
     parts = workers_for(model) if on_cpu and not fixed else 1
     parts = parts if len(prompts) >= parts else 1  # the rows of a prompt stay together
     again = sum((n - 1) * len(p) for p, n in zip(prompts, repeats)) * size / rows  # keys that are read more than once
-    shares = on_cpu and not fixed and dtype in (torch.float32, torch.float64)
+    shares = on_cpu and not fixed and decoder.cached in (torch.float32, torch.float64)
     shares = shares and again * one_column / len(decoder.layers) >= SHARE_BYTES
     starts = [0, *itertools.accumulate(repeats)]
     every = [torch.arange(a, b) for a, b in itertools.pairwise(starts)]
@@ -310,7 +314,7 @@ def decode(
         width = longest if on_cpu else -(-longest // 32) * 32
         total = width + new_tokens + (spare if most < count else 0)
         shape = (len(decoder.layers), 2, most, decoder.kv_heads, total, decoder.head_dim)
-        cache = torch.zeros(shape, dtype=dtype, device=device)
+        cache = torch.zeros(shape, dtype=decoder.cached, device=device)
         slots = Slots(
             cache, count, new_tokens, width, fixed or most < count or shortest != width, fixed,
             SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:, own_rows[k]].contiguous(),

@@ -77,7 +77,6 @@ def _sha256(path: Path) -> str:
 # %% ../../nbs/305_models_get.ipynb #bd5b96af
 def _settle(aside: Path, folder: Path, origin: dict[str, Any]) -> None:
     """Move a finished folder to its place."""
-    shutil.rmtree(aside / ".cache", ignore_errors=True)  # the hub client's notes
     (aside / COMPLETE).write_text(json.dumps(origin, indent=1), encoding="utf-8")
     if folder.exists():  # there, but never finished, or it would have been taken
         shutil.rmtree(folder)
@@ -134,9 +133,33 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
+def _download(hub: str, commit: str, file: HubFile, folder: Path) -> None:
+    """One file, beginning where an earlier attempt stopped. The hub's client asks again when a connection breaks; what is kept for the next process is ours."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+
+    if _as_told(folder / file.path, file) and file.size is not None:
+        return
+    part = folder / f"{file.path}.part"
+    if part.exists() and file.size is not None and part.stat().st_size > file.size:
+        part.unlink()  # of another commit
+    tools: Any = importlib.import_module("huggingface_hub.utils")
+    hidden = not tools.are_progress_bars_disabled() and (not sys.stderr.isatty() or (file.size or 0) < 10**7)
+    if hidden:  # a bar is for who looks at it, and waits
+        tools.disable_progress_bars()
+    try:
+        with part.open("ab") as f:
+            address = hf_hub_url(hub, file.path, revision=commit, endpoint=_endpoint())
+            http_get(address, f, resume_size=f.tell(), headers=tools.build_hf_headers(), expected_size=file.size)
+    finally:
+        if hidden:
+            tools.enable_progress_bars()
+    os.replace(part, folder / file.path)
+
+
 def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Download a model into a folder, and compare its files with the hub's hashes."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
 
     about = HfApi(endpoint=_endpoint()).model_info(hub, revision=revision, files_metadata=True)
     files = [
@@ -149,20 +172,14 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
         raise ModelError(
             f"{hub!r} holds no safetensors at its top, and other formats are not fetched, because pickles can run code. It holds: {there}."
         )
-    size = sum(f.size or 0 for f in chosen)
-    _room(aside, size, hub)
+    size, keep = sum(f.size or 0 for f in chosen), {f.path for f in chosen}
+    for old in aside.iterdir():  # of an attempt at another commit
+        if old.name.removesuffix(".part") not in keep:
+            old.unlink()
+    _room(aside, size - sum(p.stat().st_size for p in aside.iterdir()), hub)
     say(f"{hub} at {str(about.sha)[:7]}: {len(chosen)} files, {size / 1e9:.2f} GB")
-    bars: Any = importlib.import_module("huggingface_hub.utils")
-    hidden = not bars.are_progress_bars_disabled() and not sys.stderr.isatty()  # a bar is for who looks at it
-    if hidden:
-        bars.disable_progress_bars()
-    try:
-        snapshot_download(
-            hub, revision=about.sha, local_dir=aside, allow_patterns=[f.path for f in chosen], endpoint=_endpoint()
-        )
-    finally:
-        if hidden:
-            bars.enable_progress_bars()
+    for file in chosen:
+        _download(hub, str(about.sha), file, aside)
     wrong = damaged(aside, chosen)
     for path in wrong:
         (aside / path).unlink(missing_ok=True)
@@ -170,10 +187,6 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
         raise ModelError(
             f"{', '.join(wrong[:3])} of {hub!r} arrived damaged and {'is' if len(wrong) == 1 else 'are'} thrown away. Run the same command again: the rest is kept."
         )
-    keep = {f.path for f in chosen}
-    for old in aside.iterdir():  # of an attempt at another commit
-        if old.is_file() and old.name not in keep:
-            old.unlink()
     return {
         "from": "hub",
         "name": hub,

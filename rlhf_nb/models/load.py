@@ -67,7 +67,8 @@ def named(cfg: ModelConfig) -> str:
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a hub name or 'toy', or pass model= and tokenizer=."
+            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or 'toy'.",
+            python="In Python a trainer also takes model= and tokenizer=.",
         )
     return cfg.name_or_path
 

@@ -112,14 +112,14 @@ class ClassifierReward:
         alone = logits.shape[1] == 1 or self.model.config.problem_type == "multi_label_classification"
         return (logits.sigmoid() if alone else logits.softmax(-1))[:, self.label]
 
-# %% ../../nbs/452_rewards_classifier.ipynb #171f75b8
+# %% ../../nbs/452_rewards_classifier.ipynb #9104793f
 def load_classifier(
-    name: str | Path, label: str | int | None = None, *, device: Any = "cpu", trust_remote_code: bool = False, **options: Any
+    folder: str | Path, label: str | int | None = None, *, device: Any = "cpu", trust_remote_code: bool = False, **options: Any
 ) -> ClassifierReward:  # fmt: skip
     """A sequence classifier from a directory or the hub, as a reward; fp32, dropout off.
 
     Args:
-        name: directory or hub name.
+        folder: directory or hub name.
         label: see `ClassifierReward`.
         device: where to.
         trust_remote_code: run Python code that comes with it.
@@ -131,13 +131,13 @@ def load_classifier(
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-    kind, where = find_model(str(name))
+    kind, where = find_model(str(folder))
     if kind == "adapter":
-        raise ModelError(f"{str(name)!r} is an adapter: merge it into its model, and name that folder.")
+        raise ModelError(f"{str(folder)!r} is an adapter: merge it into its model, and name that folder.")
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = pretrained(AutoModelForSequenceClassification, where, "classifier", **how, **trust)
-    check_loaded(model, str(name), {**info, "unexpected_keys": ()})
+    check_loaded(model, str(folder), {**info, "unexpected_keys": ()})
     words: Any = PreTrainedTokenizerFast if _generic_tokenizer(Path(where)) else AutoTokenizer
     tokenizer = pretrained(words, where, "tokenizer", **trust)
     if model.config.pad_token_id is None:

@@ -122,7 +122,13 @@ def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eo
     how = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=eos or None)
     try:
         model.generation_config = how  # the model's own may hold penalties that are not the policy's
-        model.generate(ids, attention_mask=mask, generation_config=how, logits_processor=LogitsProcessorList([choose]))
+        model.generate(  # synced_gpus: each rank has all parameters here, and asks as often as its own rows need
+            ids,
+            attention_mask=mask,
+            generation_config=how,
+            logits_processor=LogitsProcessorList([choose]),
+            synced_gpus=False,
+        )
     finally:
         model.generation_config = before
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -20,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..core import ConfigError, RunError, printable
+from ..core import ConfigError, RunError, printable, suggest
 from .engine import Engine
 from .log import EventLog, History, RunDir
 
@@ -98,6 +99,20 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.active = list(callbacks)
+        self.stateful = [c for c in self.active if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of those that remember something, for a checkpoint: name and state."""
+        return [{"name": type(c).__name__, "state": c.state_dict()} for c in self.stateful]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Give each its state back; one that is new begins with what the log says."""
+        left = list(states)
+        for callback in self.stateful:
+            found = next((s for s in left if s["name"] == type(callback).__name__), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found["state"])
 
     def call(self, name: str, run: RunView, *args: Any) -> Flags:
         """Call `name` on each; returns the joined wishes."""
@@ -129,13 +144,42 @@ class EarlyStop(Callback):
         if mode not in ("min", "max"):
             raise ConfigError(f"EarlyStop mode is {mode!r}; it says which way is better: 'min' or 'max'")
         self.metric, self.patience, self.sign, self.min_delta = metric, patience, 1 if mode == "min" else -1, min_delta
-        self.best, self.waited = math.inf, 0
+        self.best, self.waited, self.seen, self.restored = math.inf, 0, False, False
+
+    @classmethod
+    def by(cls, config: Any) -> EarlyStop:
+        """As `stop_on` of a config says."""
+        mode = config.mode or ("min" if config.metric.endswith("loss") else "max")
+        return cls(config.metric, config.patience, mode, config.min_delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has seen so far, as plain values."""
+        return {"best": None if math.isinf(self.best) else self.best, "waited": self.waited, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.best = math.inf if state["best"] is None else float(state["best"])
+        self.waited, self.seen, self.restored = int(state["waited"]), bool(state["seen"]), True
+
+    def _tell_of(self, run: RunView, event: dict[str, Any]) -> None:
+        """Say once that the metric isn't there, or the run would go on for ever without a word."""
+        if self.seen or self.metric in event:
+            return
+        self.seen = True
+        known = [k for k, v in event.items() if isinstance(v, float)]
+        near = suggest(self.metric, known)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known[:12])}"
+        message = f"stop_on: no event has the metric {self.metric!r}, so this never stops the run; {hint}"
+        run.event("warning", message=message)
+        if run.engine.is_main:
+            warnings.warn(message, stacklevel=2)
 
     def _look(self, event: dict[str, Any]) -> Flags | None:
         """Take one event into account."""
         value = event.get(self.metric)
         if value is None:
             return None
+        self.seen = True
         if self.sign * value < self.best - self.min_delta:
             self.best, self.waited = self.sign * value, 0
             return None
@@ -147,7 +191,10 @@ class EarlyStop(Callback):
         )
 
     def on_start(self, run: RunView) -> Flags | None:
-        self.best, self.waited = math.inf, 0
+        if self.restored:  # the checkpoint knew
+            self.restored = False
+            return None
+        self.best, self.waited, self.seen = math.inf, 0, False
         for event in sorted(
             [*run.history, *run.history.evals], key=lambda e: int(e.get("step", 0))
         ):  # a step before its evaluation
@@ -155,9 +202,13 @@ class EarlyStop(Callback):
         return None
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:
+        if not self.metric.startswith("eval/"):
+            self._tell_of(run, event)
         return self._look(event)
 
     def on_eval(self, run: RunView, metrics: dict[str, Any]) -> Flags | None:
+        if self.metric.startswith("eval/"):
+            self._tell_of(run, metrics)
         return self._look(metrics)
 
 # %% ../../nbs/540_run_callbacks.ipynb #bf638899

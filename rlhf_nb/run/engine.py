@@ -447,6 +447,7 @@ class Engine:
         if self.is_main:
             model |= dict(module.named_buffers())
         meta: dict[str, Any] = {"frozen": self.strategy.fingerprint(), "strategy": self.strategy.name}
+        meta["precision"] = self.precision.mixed_precision
         meta["optimizer"] = self._prepared()[2].name
         if self.world_size > 1:
             meta["slices"] = slices
@@ -476,8 +477,18 @@ class Engine:
         load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})
         trained = {k: tensors["model"][k] for k in tensors["model"] if k not in buffers}
         self.strategy.restore(trained, tensors["optimizer"])
+        self._keep_format(meta.get("precision", "no"))
         if self.scaler and "scaler" in meta:
             self.scaler.load_state_dict(meta["scaler"])
+
+    def _keep_format(self, began: str) -> None:
+        """Go on in the format that a CPU's run began in, where it was chosen by a measurement: another one would be another run."""
+        p = self.precision
+        if self.device.type == "cpu" and p.chosen and began in ("no", "bf16") and began != p.mixed_precision:
+            name = "fp32" if began == "no" else "bf16"
+            self.precision = decide_precision(p.device, name)._replace(
+                frozen_dtype=p.frozen_dtype, reason=f"{name} on the CPU, as the run began", chosen=True
+            )
 
 
 def same_versions() -> None:

@@ -367,7 +367,8 @@ class RunDir:
                 same = f"another configuration ({'; '.join(changes[:3])}{'; ...' if len(changes) > 3 else ''})"
             raise RunError(
                 f"{self.path} already holds a run with {same}, and two runs in one folder would mix their events: continue it with "
-                "resume, replace it with overwrite, or choose another output_dir"
+                "--resume, replace it with --overwrite, or choose another output_dir.",
+                python="In Python: resume=True, overwrite=True.",
             )
         if overwrite and not resume:
             for path in (self.metrics_path, self.samples_path, self.control_path, *self.path.glob("*.rank*.jsonl")):

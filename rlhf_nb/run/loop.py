@@ -27,7 +27,7 @@ from rlhf_nb.core import (
     rng_state,
     set_rng_state,
 )
-from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
+from .callbacks import Callback, Callbacks, EarlyStop, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
@@ -246,7 +246,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.method: Any = method
         self.source, self.config = source, config
-        self.engine = engine or Engine(decide_precision(config.device, config.precision))
+        size = sum(p.numel() for p in method.module.parameters())
+        self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
             raise ConfigError(
@@ -258,7 +259,9 @@ class Trainer:
         method.attach(self.engine, config)
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
-        self.observers = Callbacks([*([Progress()] if config.console else []), Samples(), *map(as_callback, callbacks)])
+        own = [*([Progress()] if config.console else []), Samples()]
+        own += [EarlyStop.by(config.stop_on)] if config.stop_on is not None else []
+        self.observers = Callbacks([*own, *map(as_callback, callbacks)])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0

@@ -48,6 +48,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
+        "observers": run.observers.state_dict(),
     }  # fmt: skip
     return snapshot(tensors), meta
 
@@ -68,6 +69,7 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
     run.control.load_state_dict(control)
     run.saves.best = meta.get("best")
+    run.observers.load_state_dict(meta.get("observers", []))
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0

@@ -151,7 +151,7 @@ def check_insides(owner: Any, names: tuple[str, ...], package: str) -> None:
     if gone:
         raise RunError(
             f"{package} {version(package)} has no {type(owner).__name__}.{gone[0]}, which sharing weights out is built on: install a "
-            f"release that rlhf_nb allows (pip install 'rlhf_nb[deepspeed]'), or use strategy ddp"
+            f"release that rlhf_nb allows (pip install 'deepspeed>=0.17,<0.20'), or use strategy ddp"
         )
 
 # %% ../../nbs/530_run_strategies.ipynb #fdfdf6d9
@@ -601,6 +601,6 @@ def connect(name: str, precision: Precision) -> Strategy:
         return Sharded(precision.device)
     if find_spec("deepspeed") is None:
         raise RunError(
-            f"{name} needs DeepSpeed, which is not installed: pip install 'rlhf_nb[deepspeed]', or choose fsdp2 or ddp"
+            f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20', or choose fsdp2 or ddp"
         )
     return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)

@@ -132,7 +132,7 @@ def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.
     if name in ("adamw_8bit", "paged_adamw_8bit"):
         if find_spec("bitsandbytes") is None:
             raise ConfigError(
-                f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install 'rlhf_nb[qlora]', or use adamw or adafactor."
+                f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or use adamw or adafactor."
             )
         import bitsandbytes
 

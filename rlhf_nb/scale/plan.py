@@ -108,6 +108,12 @@ def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | N
     return None
 
 
+def _check_machine(gpus: int, memory: float) -> None:
+    """Refuse what is no machine."""
+    if gpus < 1 or memory <= 0:
+        raise ConfigError(f"--gpus is {gpus} and --memory {memory:g}: need at least one GPU with some memory.")
+
+
 def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float | None = None) -> Plan:
     """The least splitting that fits, and the largest forward with it.
 
@@ -122,8 +128,7 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
         ConfigError: fewer rows than GPUs; or nothing fits, and then it says what would.
     """
     shape = shape_of(model)
-    if gpus < 1 or memory <= 0:
-        raise ConfigError(f"gpus is {gpus} and memory {memory}: need at least one GPU with some memory.")
+    _check_machine(gpus, memory)
     if min(job.mini_batch, job.rollout_batch or job.mini_batch) < gpus:
         raise ConfigError(
             f"mini_batch is {job.mini_batch} (rollout_batch {job.rollout_batch or job.mini_batch}) for {gpus} GPUs: batches are global, so some "
@@ -228,6 +233,7 @@ def table(
         "|---:|---|---|---|---:|---:|---|---:|---:|",
     ]  # fmt: skip
     for n in gpus:
+        _check_machine(n, memory)
         mini = math.ceil(job.mini_batch / n) * n
         collected = math.ceil((job.rollout_batch or mini) / mini) * mini
         wide = dataclasses.replace(job, mini_batch=mini, rollout_batch=collected)

@@ -17,14 +17,17 @@ from ..core import ConfigError, ModelError
 from ..fast.support import enabled
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps', 'read_head',
-           'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps',
+           'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/170_scoring_head.ipynb #20b01249
 KEEP_LOGITS = (
     1 << 24
 )  # log-probs [N, V] of up to this many numbers are kept for the backward pass, larger ones recomputed
 CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers in one chunk's logits
+CHUNK_GRADIENT = (
+    1 << 26
+)  # numbers of the logits' gradient that wait in half precision on a CPU, to be multiplied at once
 CHUNK_ROWS = 64  # but never fewer rows than this: each chunk reads the whole head
 _TEMPERATURE = "temperature is {}, but logits are divided by it: use a number above 0 (1.0 leaves them alone)."
 
@@ -42,10 +45,13 @@ class HeadOptions(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-def _scores(h: Tensor, w: Tensor, b: Tensor | None, how: HeadOptions) -> tuple[Tensor, Tensor | None]:
-    """Logits at the sampling temperature, in at least fp32; and tanh of the soft-capped ones, if capped."""
+def _scores(
+    h: Tensor, w: Tensor, b: Tensor | None, how: HeadOptions, room: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Logits at the sampling temperature, in at least fp32 (in `room`, if given); and tanh of the soft-capped ones, if capped."""
     z = F.linear(h.to(how.dtype), w, b)
-    z = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+    if z.dtype in (torch.bfloat16, torch.float16):
+        z = z.float() if room is None else room[: len(z)].copy_(z)
     if how.cap is not None:
         t = torch.tanh(z * (how.scale / how.cap))
         return t * (how.cap / how.temperature), t
@@ -77,13 +83,24 @@ def gradients_in_place(allowed: bool = True) -> Iterator[None]:
             _InPlace.allowed -= allowed
 
 
+def _room(h: Tensor, w: Tensor, how: HeadOptions) -> Tensor | None:
+    """float32 memory for one chunk of logits, where products in half precision are widened on a CPU: fresh memory is slow there."""
+    if h.device.type != "cpu" or how.dtype.itemsize >= 4:
+        return None
+    return h.new_empty(min(how.chunk, len(h)), len(w), dtype=torch.float32)
+
+
 def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Tensor:
     """total + gᵀ x; chunks add up in at least fp32, one chunk needs no sum."""
     if total is not None and total.dtype == g.dtype:
         return total.addmm_(g.T, x)
     part = g.T @ x
     if total is not None:
-        return total.add_(part)
+        for rows, more in zip(
+            torch.split(total, 4096), torch.split(part, 4096)
+        ):  # widened a piece at a time, not as a whole matrix
+            rows += more
+        return total
     return part.float() if not whole and part.dtype in (torch.bfloat16, torch.float16) else part
 
 
@@ -96,11 +113,13 @@ class _HeadLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if how.dtype == torch.float64 else torch.float32
         wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
+        room = _room(h, w, how)
         logps, entropy, sum_sq = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(3))
         with torch.autocast(h.device.type, enabled=False):
             for i in range(0, len(h), how.chunk):
                 s = slice(i, i + how.chunk)
-                lp = torch.log_softmax(_scores(h[s], wd, bd, how)[0], -1)
+                z = _scores(h[s], wd, bd, how, room)[0]
+                lp = torch.log_softmax(z, -1, out=z if room is not None and not how.keep else None)
                 logps[s] = lp.gather(1, targets[s, None])[:, 0]
                 if how.entropy:
                     entropy[s] = -(lp.exp() * lp).sum(-1)
@@ -121,16 +140,24 @@ class _HeadLogps(torch.autograd.Function):
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
         in_place = want_w and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
         dw = w.grad if in_place else dw
+        room = _room(h, w, how)  # products in half precision must be widened before they are added: seldom
+        wide = how.chunk if room is None else max(how.chunk, CHUNK_GRADIENT // len(w) // how.chunk * how.chunk)
         with torch.autocast(h.device.type, enabled=False):
-            for i in range(0, len(h), how.chunk):
-                s = slice(i, i + how.chunk)
-                g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], kept, g_logps[s], g_entropy[s], how)
-                if dh is not None:
-                    dh[s] = g @ wd
+            for a in range(0, len(h), wide):
+                part = h[a : a + wide]
+                waiting = (
+                    None if wide == how.chunk or not want_w else part.new_empty(len(part), len(w), dtype=how.dtype)
+                )
+                for i in range(a, a + len(part), how.chunk):
+                    s = slice(i, i + how.chunk)
+                    g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], kept, g_logps[s], g_entropy[s], how, room)
+                    half = g.to(how.dtype) if waiting is None else waiting[i - a : i - a + len(g)].copy_(g)
+                    if dh is not None:
+                        dh[s] = half @ wd
+                    if want_b:
+                        db = half.sum(0, dtype=g_logps.dtype) if db is None else db.add_(half.sum(0))
                 if want_w:
-                    dw = _add_product(dw, g, h[s].to(how.dtype), how.chunk >= len(h))
-                if want_b:
-                    db = g.sum(0, dtype=g_logps.dtype) if db is None else db.add_(g.sum(0))
+                    dw = _add_product(dw, half if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
         if in_place and dw is not None:
             w.grad, dw = dw.to(w.dtype), None  # nothing is left for autograd to add
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
@@ -146,12 +173,13 @@ def _logit_gradient(
     g_logps: Tensor,
     g_entropy: Tensor,
     how: HeadOptions,
+    room: Tensor | None = None,
 ) -> Tensor:
     """∂loss / ∂(W h) of one chunk: ∂logp/∂z = 1[target] − p and ∂H/∂z = −p (log p + H), back through cap and scale."""
     t = None
     g_logps, g_entropy = (x * (how.scale / how.temperature) for x in (g_logps, g_entropy))
     if kept is None:
-        lp, t = _scores(h, w, b, how)
+        lp, t = _scores(h, w, b, how, room)
         lp -= lp.logsumexp(-1, keepdim=True)
     else:
         lp = kept
@@ -162,7 +190,7 @@ def _logit_gradient(
         g = lp.exp() if kept is not None else lp.exp_()
         g *= -g_logps[:, None]
     g.scatter_add_(1, targets[:, None], g_logps[:, None])
-    return (g if t is None else g.mul_(1 - t * t)).to(how.dtype)
+    return g if t is None else g.mul_(1 - t * t)
 
 # %% ../../nbs/170_scoring_head.ipynb #85736859
 def head_logps(

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
 from ..fast.attention import branches_pay
@@ -37,7 +38,7 @@ Found = TypeVar("Found")
 
 # %% auto #0
 __all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'sequence_scores', 'score']
+           'completion_reads', 'sequence_scores', 'score']
 
 # %% ../../nbs/180_scoring_scores.ipynb #769b0853
 def hidden_states(
@@ -86,9 +87,11 @@ def hidden_states(
 def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
     """Notebook 160's forward pass; where much is padding, or attention goes along branches, only real tokens go through the layers."""
     weight = next(decoder.parameters())
-    exact_on_cpu = weight.device.type == "cpu" and weight.dtype.itemsize >= 4 and not torch.is_autocast_enabled("cpu")
+    on_cpu = (
+        weight.device.type == "cpu" and weight.dtype.itemsize >= 4
+    )  # under autocast, too: attention stays in float32
     real = p.token_mask.flatten().nonzero()[:, 0] if wanted is not None else None
-    apart = real is not None and exact_on_cpu and branches_pay(p.branches, width_of(decoder))
+    apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
     if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
@@ -345,6 +348,59 @@ def _mean_states(p: Pack, h: Tensor) -> Tensor:
     total = per_tree[p.tree].index_add(0, p.rows, h[p.places[p.rows, p.cols]])
     counts = (p.branch == 0).sum(1)[p.tree] + torch.bincount(p.rows, minlength=len(p.last))
     return total / counts[:, None]
+
+# %% ../../nbs/180_scoring_scores.ipynb #8fc200b0
+def completion_reads(
+    model: Any,
+    c: Completions,
+    read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    *,
+    temperature: float = 1.0,
+    token_budget: int = TOKEN_BUDGET,
+    share_prompts: Share = True,
+) -> tuple[Tensor, ...]:
+    """What a function makes of the logits before each completion token that counts, without [tokens, V] logits at a time.
+
+    Args:
+        model: causal language model of transformers, with or without PEFT adapters.
+        c: prompts and completions.
+        read: (logits [N, V] in at least fp32, rows [N], columns [N]) to tensors [N, ...] that are worth keeping.
+        temperature: divides the logits.
+        token_budget: tokens of one forward pass at most.
+        share_prompts: as in `completion_logps`.
+
+    Returns:
+        Each of them as [B, C, ...], with 0 where no token counts.
+    """
+    split_head(model)  # refuses what has no head beside a decoder
+    parts = split(unwrapped(model))
+    whole = isinstance(parts, str)
+    net, head = (model, nn.Identity()) if isinstance(parts, str) else parts
+    scale, cap = (1.0, None) if whole else logit_transform(text_config(net))
+    vocabulary = int(getattr(text_config(model), "vocab_size", None) or 1 << 17)
+
+    def one(h: Tensor, rows: Tensor, cols: Tensor) -> tuple[Tensor, ...]:
+        z = head(h)
+        z = (z.float() if z.dtype in (torch.bfloat16, torch.float16) else z) * scale
+        return read((z if cap is None else cap * torch.tanh(z / cap)) / temperature, rows, cols)
+
+    def chunks(index: Tensor, p: Pack, h: Tensor) -> list[tuple[Tensor, ...]]:
+        rows, size, found = index[p.rows], max(CHUNK_LOGITS["cpu"] // vocabulary, 64), []
+        for i in range(0, len(h), size):
+            given = (h[i : i + size], rows[i : i + size], p.cols[i : i + size])
+            grad = torch.is_grad_enabled() and h.requires_grad
+            out = checkpoint(one, *given, use_reentrant=False) if grad else one(*given)
+            found.append((given[1], given[2], *out))
+        return found
+
+    budget = min(token_budget, max(4 * CHUNK_LOGITS["cpu"] // vocabulary, 1)) if whole else token_budget
+    output = "logits" if whole else "last_hidden_state"
+    share = False if whole else share_prompts
+    passes = _forwards(net, c, budget, share, "mask", _sources, chunks, False, output)
+    rows, cols, *values = (list(x) for x in zip(*(x for each in passes for x in each), strict=True))
+    at, (b, width) = (torch.cat(rows), torch.cat(cols)), c.completion_ids.shape
+    joined = [torch.cat(v) for v in values]
+    return tuple(v.new_zeros((b, width, *v.shape[1:])).index_put(at, v) for v in joined)
 
 # %% ../../nbs/180_scoring_scores.ipynb #fb627ac5
 def sequence_scores(

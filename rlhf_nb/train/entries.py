@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from ..config import PathText, StrictConfig, option
-from ..core import ConfigError, RewardError, did_you_mean, suggest
+from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
 from ..judges.endpoint import ask_server, check_address, check_key_name, read_key
 from ..models.heads import RewardModel
 from ..rewards.answers import ExactMatch, MultipleChoice, Number
@@ -30,12 +30,12 @@ from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFor
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of', 'ServerReward',
-           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards']
+           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards', 'from_entries']
 
 # %% ../../nbs/604_train_entries.ipynb #c7172439
 def _length(
     target: int | None = None, width: int | None = None, max_length: int | None = None, cache: int = 0,
-    unit: Literal["tokens", "words", "chars"] = "tokens", name: str = "length",
+    unit: Literal["tokens", "words", "chars"] = "tokens", name: str = "length_score",
 ) -> Length:  # fmt: skip
     """A reward for length: near a target, or not beyond a limit."""
     if (target is None) == (max_length is None):
@@ -364,12 +364,13 @@ def load_models(
 
 # %% ../../nbs/604_train_entries.ipynb #a283731e
 def named_files(config: Any) -> list[str]:
-    """Files with code that a config's entries name: every machine of a job must see them.
+    """Files that a config's entries name, and the record of its replay: every machine of a job must see them.
 
     Args:
         config: of any method.
     """
-    found: list[str] = []
+    replay = getattr(config, "replay", None)
+    found: list[str] = [] if replay is None else [replay]
     for name in type(config).model_fields:
         value = getattr(config, name)
         entries = (
@@ -473,3 +474,20 @@ def build_rewards(
         fns, [e.weight if isinstance(e, RewardEntry) else 1.0 for e in known], [n or o for n, o in zip(names, own)], timeout=timeout,
         timeouts=[timeout if t is None else t for t, _ in waits], retries=[r for _, r in waits],
     )  # fmt: skip
+
+# %% ../../nbs/604_train_entries.ipynb #42319196
+def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
+    """A reward made of entries, or of some, as what they name; any other as it is.
+
+    Args:
+        reward: what a trainer takes, or a list of a config.
+        config: of the run: time limit, trust, token budget, device.
+        key: how a list is called, for messages.
+    """
+    if isinstance(reward, str | Path):
+        reward = {"model": str(reward)}
+    if not has_entries(reward):
+        return reward
+    how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
+    device = decide_precision(config.device, config.precision).device
+    return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)

@@ -55,13 +55,14 @@ class OfflineConfig(TrainConfig):
         return self
 
 # %% ../../nbs/618_train_offline.ipynb #aa59ee7e
-def check_same_tokens(ours: Any, theirs: Any, where: str) -> None:
+def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference_model") -> None:
     """Refuse a reference whose tokenizer gives other ids.
 
     Args:
         ours: the policy's tokenizer.
         theirs: the reference's tokenizer.
         where: name of the reference, for the message.
+        role: the setting that names it.
 
     Raises:
         ModelError: vocabularies differ; the message names a token.
@@ -71,8 +72,8 @@ def check_same_tokens(ours: Any, theirs: Any, where: str) -> None:
         if other.get(token) != index:
             found = f"is {other[token]} there" if token in other else "doesn't exist there"
             raise ModelError(
-                f"reference_model {where!r} has another tokenizer: token {token!r} is {index} here and {found}. Its log-probs would be about other "
-                "words. Use a reference with the policy's tokenizer (usually the SFT model that the policy starts from)."
+                f"{role} {where!r} has another tokenizer: token {token!r} is {index} here and {found}. Its log-probs would be about other "
+                "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
             )
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
-from ..core import ConfigError, decide_precision, derive_seed
+from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.sums import is_sums
@@ -25,7 +25,7 @@ from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
-from .entries import RewardEntry, build_rewards, has_entries, load_models
+from .entries import RewardEntry, from_entries, load_models
 from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.answers import Number
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
@@ -34,11 +34,12 @@ from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..scoring.check import self_check
 from .setup import Row, TextMethod, TextTrainer, frozen_parts, toy_presets
+from .watched import EvalConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod', 'load_reward',
-           'from_entries', 'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
+           'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/628_train_online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -69,6 +70,12 @@ class OnlineConfig(TrainConfig):
         default_factory=list,
         description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
     )
+    watch: list[RewardEntry] = Field(
+        default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
+    )
+    eval: EvalConfig = Field(
+        default_factory=EvalConfig, description="who looks at the answers to held-out prompts, beside rewards and watch"
+    )
     reward_timeout: float | None = Field(
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
@@ -96,6 +103,9 @@ class OnlineConfig(TrainConfig):
         "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32"
     )
     importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
+    replay: PathText | None = Field(
+        default=None, description="record of a notebook's first steps, which must come out again before training starts"
+    )
     samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
 
     @model_validator(mode="after")
@@ -237,8 +247,8 @@ class OnlineMethod(TextMethod):
         module: nn.Module | None = None,
     ) -> None:
         super().__init__(model, tokenizer, config, module)
-        self.rewards, self.reference = rewards, reference
-        self.watch: dict[str, Any] = {}  # rewards, by name, that `evaluate` reports too; set by the trainer
+        self.rewards, self.reference = with_watched(rewards, config), reference
+        self.watch = held_out_rewards(config)  # rewards, by name, that `evaluate` reports too; the trainer may add some
         self.sampler: Sampler = make_sampler(config.sampling)
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
@@ -257,7 +267,7 @@ class OnlineMethod(TextMethod):
 
     def frozen_modules(self) -> list[nn.Module]:
         """The reference, and reward models."""
-        return frozen_parts(self.reference, self.rewards)
+        return frozen_parts(self.reference, [*self.rewards.fns, *self.watch.values()])
 
     @property
     def kl_coef(self) -> float:
@@ -455,7 +465,8 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
     if config.reward is None:
         raise ConfigError(
             "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, rewards=[{verify: number}], "
-            "rewards=[{file: rewards.py, fn: NAME}]. In Python a trainer also takes functions, reward=f."
+            "rewards=[{file: rewards.py, fn: NAME}].",
+            python="In Python a trainer also takes functions, reward=f.",
         )
     if config.reward == "check" and is_sums(config.data.path):
         return Number("answer", name="right"), {}
@@ -463,23 +474,6 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
     trust = {"trust_remote_code": config.model.trust_remote_code}
     return load_models(config.reward, token_budget=config.token_budget, **trust), gold
-
-
-def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
-    """A reward made of entries, or of some, as what they name; any other as it is.
-
-    Args:
-        reward: what a trainer takes, or a list of a config.
-        config: of the run: time limit, trust, token budget, device.
-        key: how a list is called, for messages.
-    """
-    if isinstance(reward, str | Path):
-        reward = {"model": str(reward)}
-    if not has_entries(reward):
-        return reward
-    how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
-    device = decide_precision(config.device, config.precision).device
-    return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)
 
 
 def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
@@ -569,7 +563,8 @@ class OnlineTrainer(TextTrainer):
             raise ConfigError(
                 f"kl_budget is {config.kl_budget:g} nats, but without a price of drift no reference is kept that they could be counted from: set kl_coef above 0."
             )
-        self.method.more_prompts, self.method.watch = self.next_batch, dict(watch or {})
+        self.method.more_prompts = self.next_batch
+        self.method.watch |= watch or {}
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> OnlineMethod:
         """The method with its rewards and reference; dropout is off."""

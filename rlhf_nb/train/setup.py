@@ -27,7 +27,7 @@ from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
-from ..rewards.base import Ensemble, RewardModelFn, Rewards
+from ..rewards.base import Ensemble, RewardModelFn
 from ..rewards.classifier import ClassifierReward
 from ..run.callbacks import Callback
 from ..run.loop import BaseMethod, Trainer
@@ -129,7 +129,8 @@ def place_of(data: DataConfig) -> str:
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here; in Python a trainer also takes rows=."
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here.",
+            python="In Python a trainer also takes rows=.",
         )
     return data.path
 
@@ -388,17 +389,17 @@ class TextMethod(BaseMethod):
         save_model(self.model, self.tokenizer, directory, merge=True)
 
 # %% ../../nbs/600_train_setup.ipynb #c6000001
-def frozen_parts(reference: Reference | None, rewards: Rewards | None = None) -> list[nn.Module]:
+def frozen_parts(reference: Reference | None, rewards: Iterable[Any] = ()) -> list[nn.Module]:
     """Models that a method only looks at: a reference with weights of its own that never move, and reward models.
 
     Args:
         reference: of the method, if it has one.
-        rewards: of the method, if it has any.
+        rewards: functions of the method, models among them.
     """
     found: list[Any] = []
     if reference is not None and not reference.adapters_off and not isinstance(reference, MovingReference):
         found.append(reference.model)
-    for fn in rewards.fns if rewards is not None else ():
+    for fn in rewards:
         members = fn.members if isinstance(fn, Ensemble) else [fn]
         found += [m.model for m in members if isinstance(m, RewardModelFn | ClassifierReward)]
     return [model for model in found if isinstance(model, nn.Module)]

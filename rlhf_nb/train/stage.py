@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from ..core import RunError
 from ..data import toy
 from ..models.load import is_toy
+from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
+from ..run.log import RunDir
 from .registry import MethodInfo, of
+from .replay import replay
 from ..untrusted import json_value
 
 # %% auto #0
@@ -85,7 +88,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 # %% ../../nbs/690_train_stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
     "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every", "chunk",
-    "recompute", "reward_timeout",
+    "recompute", "reward_timeout", "replay",
 }  # fmt: skip
 
 
@@ -124,12 +127,27 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
         return _run_locked(config, method, folder, resume, overwrite, remember or config, begin)
 
 
+def _say_replayed(config: Any, found: dict[str, Any]) -> None:
+    """One line about a comparison that went well."""
+    if config.console and int(os.environ.get("RANK", "0")) == 0:
+        n, same = found["answers"], found["same_answers"]
+        drawn = (
+            f"{same} of {n} answers token for token" if n else "answers aren't compared one by one on another device"
+        )
+        print(
+            f"replay: {found['steps']} steps as in the notebook ({drawn}; rewards differ by {found['worst']:.2g} at most)",
+            flush=True,
+        )
+
+
 def _run_locked(
     config: Any, method: MethodInfo, folder: Path, resume: bool, overwrite: bool, remember: Any, begin: float
 ) -> StageResult:
     """A stage whose folder nobody else has."""
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
+    if method.online and config.replay is not None and not (resume and checkpoints_in(RunDir(folder).checkpoints)):
+        _say_replayed(config, replay(config))
     trainer = make_trainer(config)
     if method.leaves == "pairs":
         found, made, stopped = trainer.run(resume, overwrite), trainer.path, None
