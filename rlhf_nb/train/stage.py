@@ -146,7 +146,8 @@ def _run_locked(
     """A stage whose folder nobody else has."""
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
-    if method.online and config.replay is not None and not (resume and checkpoints_in(RunDir(folder).checkpoints)):
+    asked = getattr(config, "replay", None) is not None
+    if method.online and asked and not (resume and checkpoints_in(RunDir(folder).checkpoints)):
         _say_replayed(config, replay(config))
     trainer = make_trainer(config)
     if method.leaves == "pairs":
