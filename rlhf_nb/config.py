@@ -630,6 +630,9 @@ class DataConfig(StrictConfig):
     attributes: dict[str, float] | None = option(
         None, "HelpSteer2: attribute: weight in the score; null: the published weights"
     )
+    cache: bool | PathText = option(
+        False, "keep tokens on disk for the next start: true, or a folder; false: make them each time"
+    )
     streaming: bool = option(False, "read rows as they are needed, never the whole set")
     shuffle_buffer: int = option(1000, "rows held for shuffling while streaming", ge=1)
 

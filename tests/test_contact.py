@@ -224,6 +224,19 @@ def test_sample_speaks_as_the_makers_say(pip: Path) -> None:
     )
 
 
+def test_doctor_says_when_plain_rows_meet_a_chat_model(pip: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Where do owls live?"}], [{"role": "assistant", "content": "In trees."}]
+    rows = {
+        "plain": ("Where do owls live?", " In trees."),
+        "rendered": ("Visitor: Where do owls live?\nPip:", " In trees."),
+        "messages": turns,
+    }
+    for kind, (prompt, completion) in rows.items():
+        (tmp_path / f"{kind}.jsonl").write_text(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+        shown = call("doctor", "sft", "--toy", f"model.name_or_path={pip}", f"data.path={tmp_path / kind}.jsonl")
+        assert ("speaks in" in shown) == (kind == "plain"), shown
+
+
 def test_chat_from_a_pipe(pip: Path) -> None:
     lines = "Where do owls live?\n/system Be brief.\nAnd otters?\n/sytem x\n/quit\nnobody reads this\n"
     shown = call("chat", "--compare", str(pip), str(pip), "--max-new-tokens", "4", "--greedy", stdin=lines)

@@ -59,6 +59,9 @@ def told(debug: bool = False, again: str = "") -> Iterator[None]:
         raise typer.Exit(130) from (e if debug else None)
     except (typer.Exit, typer.Abort, SystemExit):
         raise
+    except BrokenPipeError:  # whoever read has seen enough: `rlhf-nb ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
     except Exception as e:
         if debug:
             raise

@@ -22,6 +22,7 @@ from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data import toy
 from ..data.formats import DataWarning
+from ..data.templates import as_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
@@ -434,6 +435,14 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
     if start is not None:
         said = [row[k] for row in rows[:20] for k in ("prompt", "messages", "chosen") if row.get(k) is not None]
         out += check_tokenizer(start.tokenizer, any(not isinstance(x, str) for x in said))
+        bare = [x for x in said if isinstance(x, str)]
+        with _found(out, "the chat template can't be used"):
+            if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
+                why = "bare text is continued, not answered: these rows don't go through the chat template, and chat will ask through it"
+                fix = (
+                    'for answers to messages, write the rows as messages: "prompt": [{"role": "user", "content": ...}]'
+                )
+                out.append(Finding("note", "the model speaks in messages, and the rows are plain text", why, fix))
     if method.leaves == "pairs":
         if config.judge.model is None and config.judge.endpoint is None:
             fix = "judge.model=FOLDER, or judge.endpoint.url=... with judge.endpoint.model=NAME"

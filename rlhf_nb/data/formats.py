@@ -3,7 +3,6 @@
 # %% ../../nbs/200_data_formats.ipynb #ac1327da
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -17,7 +16,7 @@ from ..core import DataError, check_choice, suggest
 from rlhf_nb.data.shapes import (
     PLAIN, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
 )  # fmt: skip
-from ..untrusted import mend
+from ..untrusted import json_value, mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
 Text = str | list[Message]  # a prompt or a completion: plain text, or messages
@@ -213,7 +212,7 @@ def _called(message: Mapping[str, Any]) -> Message:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                function["arguments"] = json_value(function["arguments"] or "{}")
             except ValueError:
                 pass  # a template may write it as it is
     return {k: found[k] for k in ("role", "content", *found) if k in found}
@@ -430,7 +429,7 @@ def _tools(row: Row, where: str) -> Row:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = json_value(tools)
         except ValueError:
             tools = str(tools)
     if tools in (None, "", []):

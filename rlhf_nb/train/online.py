@@ -235,6 +235,8 @@ class OnlineMethod(TextMethod):
     adapter: str | None = None  # the policy's own, where one backbone has several
     config: Any
 
+    token_settings = ()  # that `tokenize` reads, besides data
+
     def __init__(
         self,
         model: Any,

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..judges.judge import as_duel
 from ..losses.preference import PairLogps, preference_loss
 from ..scoring.trees import plan
+from ..models.reference import MovingReference
 from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
@@ -81,5 +82,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         self, config: OnlineDPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
     ) -> OnlineMethod:
         """The method that `config.loss` names."""
+        if config.sync_every and parts["reference"] is None:
+            parts["reference"] = MovingReference(model, config.sync_every, 1.0)
         self.method_class = NashMD if config.loss == "nash_md" else OnlineDPO
         return super().make_method(config, model, tokenizer, rows, **parts | {"reward": as_duel(parts["reward"])})

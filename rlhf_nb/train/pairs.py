@@ -13,6 +13,7 @@ from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
+from ..models.reference import MovingReference
 from ..run.control import Control
 from .online import OnlineConfig, OnlineMethod, online_presets
 from ..types import PromptBatch, Rollout
@@ -35,6 +36,9 @@ class OnlineDPOConfig(OnlineConfig):
         description="who writes the second answer (null: the policy; with nash_md the mixture)",
     )
     mixture: float = option(0.125, "share of the reference in the mixture", ge=0, le=1)
+    sync_every: int | None = option(
+        None, "steps after which the policy becomes the reference (1: iterative DPO); null: never", ge=1
+    )
     xpo_alpha: float = option(0.0, "XPO's bonus for leaving the reference's answers; needs opponent=reference", ge=0)
     kl_coef: float = option(0.0, "unused: beta is the price of drift", ge=0, le=0)
 
@@ -45,6 +49,10 @@ class OnlineDPOConfig(OnlineConfig):
             raise ValueError(
                 f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is {self.opponent!r}: "
                 "use a loss for pairs, and opponent=reference."
+            )
+        if self.sync_every and self.model.lora is not None:
+            raise ValueError(
+                "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them out."
             )
         if self.loss == "nash_md":
             return self
@@ -86,6 +94,24 @@ class PairMethod(OnlineMethod):
         n = len(own)
         both = Rollout.cat([own, other], self.tokenizer.pad_token_id)
         return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
+
+    def finish_step(self, step: int) -> None:
+        """A round is over: the reference becomes the policy, if asked for."""
+        super().finish_step(step)
+        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
+            with self.engine.generation_mode():
+                self.reference.follow(self.model, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A moving reference; a frozen one doesn't change."""
+        moving = isinstance(self.reference, MovingReference)
+        return super().state_dict() | ({"reference": self.reference.state_dict()} if moving else {})  # type: ignore[union-attr]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        super().load_state_dict(state)
+        if isinstance(self.reference, MovingReference):
+            self.reference.load_state_dict(state["reference"])
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, with the share of ties."""

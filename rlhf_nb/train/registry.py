@@ -92,7 +92,7 @@ def add_method(method: MethodInfo) -> None:
 
 # %% ../../nbs/605_train_registry.ipynb #f4ca0814
 BUILT_IN = {  # name: module in `train`
-    "sft": "sft", "rlaif": "rlaif", "reward": "reward", "ppo": "ppo", "grpo": "grpo", "rloo": "rloo", "online": "online_dpo", "dpo": "dpo", "kto": "kto", "distill": "distill",
+    "sft": "sft", "rlaif": "rlaif", "reward": "reward", "ppo": "ppo", "grpo": "grpo", "rloo": "rloo", "online": "online_dpo", "dpo": "dpo", "kto": "kto", "distill": "distill", "raft": "raft",
 }  # fmt: skip
 
 

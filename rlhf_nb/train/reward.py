@@ -83,6 +83,8 @@ class Reward(TextMethod):
     columns = ("loss", "rewards/accuracies", "rewards/margins", "lr", "grad_norm")
     config: RewardConfig
 
+    token_settings = ()  # that `tokenize` reads, besides data
+
     def __init__(
         self,
         members: Sequence[RewardModel],
@@ -324,6 +326,8 @@ class RewardTrainer(TextTrainer):
 
     kind, method_class = "preference", Reward
     method: Reward
+
+    reads_rows = True  # for the baselines
 
     def make_method(self, config: RewardConfig, model: Any, tokenizer: Any, rows: list[Row]) -> Reward:
         """Fresh reward models on the model's decoder, and the demonstrations that will be worth 0."""

@@ -3,6 +3,7 @@
 # %% ../../nbs/600_train_setup.ipynb #8fcd2eab
 from __future__ import annotations
 
+import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +20,10 @@ from ..core import ConfigError, DataError, Precision, decide_precision, derive_s
 from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import DataWarning, format_of, renamed, to_rows
+from ..data.cache import cache_key, code_digest, default_folder, files_digest, kept_tokens, tokenizer_digest
 from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
-from ..data.shapes import PLAIN, Reading
+from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
@@ -43,7 +45,7 @@ Kind = Literal["sft", "preference", "unpaired", "prompt"]
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'Pairs', 'CausalScorer', 'load_policy', 'made_rows',
            'place_of', 'parts_of', 'names_of', 'weights_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows',
            'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts',
-           'split_pairs', 'seeds_of', 'TextTrainer']
+           'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -351,6 +353,9 @@ class TextMethod(BaseMethod):
     """
 
     reference: Reference | None = None
+    token_settings: ClassVar[tuple[str, ...] | None] = (
+        None  # settings that `tokenize` reads, besides data; None: all may be
+    )
 
     def __init__(self, model: Any, tokenizer: Any, config: Any, module: nn.Module | None = None) -> None:
         self.module = CausalScorer(model, config.token_budget) if module is None else module
@@ -416,6 +421,72 @@ def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: i
     parts = plan(mini.completions(pad_id), token_budget, limit, unit=2)
     return [mini[sorted({row // 2 for row in rows})] for rows in parts]
 
+# %% ../../nbs/600_train_setup.ipynb #60000c02
+_UNTOLD = {"path", "mix", "cache", "streaming", "shuffle_buffer"}  # of data: contents stand for paths
+
+
+def token_key(config: Any, kind: Kind, tokenizer: Any, method: TextMethod) -> str | None:
+    """The name under which a run's tokens are kept; None where nobody can say what they depend on.
+
+    Args:
+        config: of the run.
+        kind: as in `load_rows`.
+        tokenizer: of the model.
+        method: that tokenizes.
+    """
+    home = next(c for c in type(method).__mro__ if "tokenize" in vars(c))
+    try:
+        file = inspect.getsourcefile(home)
+    except TypeError:
+        return None  # defined in a notebook
+    if file is None or getattr(config, "reference", None) == "cached":  # its rows hold log-probs of a model
+        return None
+    settings = config.to_dict()
+    named = vars(home).get("token_settings")
+    free = {*TrainConfig.model_fields, "model", "optimizer", "sampling", "data"} - {"seed"}
+    parts = parts_of(config.data)
+    return cache_key({
+        "files": None if (hashes := [files_digest(place_of(p)) for p in parts]) and None in hashes else hashes,
+        "parts": [{k: v for k, v in p.to_dict().items() if k not in _UNTOLD} for p in parts], "weights": weights_of(config.data) or [],
+        "settings": {k: v for k, v in settings.items() if (k not in free if named is None else k in named)},
+        "tokenizer": tokenizer_digest(tokenizer), "code": code_digest(file), "method": home.__qualname__, "kind": kind, "seed": config.seed,
+    })  # fmt: skip
+
+
+def tokens_of(
+    config: Any, kind: Kind, tokenizer: Any, method: TextMethod, loaded: list[tuple[list[Row], list[Row]]]
+) -> list[Any]:
+    """A run's tokenized rows, source by source, and at last those held out: from the cache, or made and kept there.
+
+    Args:
+        config: of the run, with `data.cache`.
+        kind: as in `load_rows`.
+        tokenizer: of the model.
+        method: that tokenizes.
+        loaded: the rows, where they were read already.
+    """
+
+    def make() -> tuple[list[Any], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parts = loaded or load_parts(config.data, kind, config.seed)
+            held = [row for _, rest in parts for row in rest]
+            made = [method.tokenize(rows) for rows, _ in parts] + [method.tokenize(held, warn=False) if held else []]
+        return made, [str(w.message) for w in caught if issubclass(w.category, DataWarning | DataNote)]
+
+    key = token_key(config, kind, tokenizer, method)
+    folder = default_folder() if config.data.cache is True else Path(config.data.cache).expanduser()
+    if key is None:
+        made, said = make()
+        how = "not kept: files, tokenizer or code can't be told by their contents"
+    else:
+        made, said, how = kept_tokens(key, folder, make)
+    for sentence in said:
+        warnings.warn(sentence, DataNote if sentence.startswith("read as ") else DataWarning, stacklevel=3)
+    counts = sum(len(rows) for rows in made)
+    warnings.warn(f"tokens of {counts:,} rows {how} ({folder}).", DataNote, stacklevel=3)
+    return made
+
 # %% ../../nbs/600_train_setup.ipynb #d0c278e1
 def seeds_of(config: Any) -> list[int]:
     """Seeds of the orders of a run's sources: the run's own, or one for each source of a mix."""
@@ -441,6 +512,7 @@ class TextTrainer(Trainer):
     """
 
     kind: ClassVar[Kind]  # of the rows
+    reads_rows: ClassVar[bool] = False  # whether `make_method` looks at the rows, and not only at their tokens
     method_class: Callable[..., TextMethod]
 
     def __init__(
@@ -456,6 +528,7 @@ class TextTrainer(Trainer):
         **options: Any,
     ) -> None:
         parts_loaded: list[tuple[list[Row], list[Row]]] = []
+        kept_held: list[Row] = []
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
@@ -463,7 +536,11 @@ class TextTrainer(Trainer):
         streamed = (
             rows is None and config.data.streaming and not (is_toy(config.data.path) or is_sums(config.data.path))
         )
-        if rows is None:
+        keeps = rows is None and eval_rows is None and not streamed and bool(config.data.cache)
+        ours = type(self).make_method.__module__.startswith("rlhf_nb.")
+        if keeps and ours and not self.reads_rows:
+            rows = []
+        elif rows is None:
             rows, held = [], held_out_of_stream(config.data, self.kind, config.seed) if streamed else []
             if not streamed:
                 parts_loaded = load_parts(config.data, self.kind, config.seed)
@@ -482,13 +559,16 @@ class TextTrainer(Trainer):
                 for part, seed in zip(parts_of(config.data), seeds)
             ]
         else:
-            each = [part[0] for part in parts_loaded] if parts_loaded else [rows]
-            sources = [MemorySource(method.tokenize(part), seed) for part, seed in zip(each, seeds_of(config))]
+            if keeps:
+                *each, kept_held = tokens_of(config, self.kind, tokenizer, method, parts_loaded)
+            else:
+                each = [method.tokenize(part[0]) for part in parts_loaded] if parts_loaded else [method.tokenize(rows)]
+            sources = [MemorySource(part, seed) for part, seed in zip(each, seeds_of(config))]
         source = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
         source = self.prepare_source(source, config)
-        method.held_out = method.tokenize(eval_rows, warn=False) if eval_rows else []
+        method.held_out = kept_held if keeps else method.tokenize(eval_rows, warn=False) if eval_rows else []
         known = leaked(getattr(getattr(source, "source", source), "rows", ()), method.held_out)
         if known:
             warnings.warn(

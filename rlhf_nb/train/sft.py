@@ -83,6 +83,8 @@ class SFT(TextMethod):
     step = 0
     config: SFTConfig
 
+    token_settings = ()  # that `tokenize` reads, besides data
+
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Demonstrations as tokens, with the mask of those that count."""
         data = self.config.data
