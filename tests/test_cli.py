@@ -221,7 +221,7 @@ def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "probe_gpu", t4)
     monkeypatch.setattr(
-        module, "decide_precision", lambda device, want: core.decide_precision(torch.device("cuda"), want, t4)
+        module, "decide_precision", lambda device, want, **size: core.decide_precision(torch.device("cuda"), want, t4)
     )
     findings, precision = module.check_precision(SFTConfig(model=ModelConfig()))
     assert precision.compute_dtype == torch.float16 and any("no bf16 units" in f.what for f in findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from rlhf_nb.fast import decode
 from rlhf_nb.fast.prompts import SharedPrompts
 from rlhf_nb.fast.slots import Slots
 from rlhf_nb.fast.support import use_fast
-from rlhf_nb.rollout.sampler import as_rollout, draw, sample_tokens
+from rlhf_nb.models.load import load_model
+from rlhf_nb.rollout.sampler import as_rollout, draw, eos_ids, sample_tokens
 from rlhf_nb.scoring.scores import completion_logps, score
 from rlhf_nb.types import PromptBatch
 
@@ -491,3 +493,17 @@ def test_bf16_on_a_cpu_samples_what_it_scores() -> None:
     flat = torch.cat(list(said))
     assert 0 < float((flat - exact).abs().mean()) < 0.02
     assert float((flat - scored).abs().mean()) < 0.01
+
+
+def test_several_ends_of_an_answer_survive_loading_and_saving(tmp_path: Path) -> None:
+    """Qwen and Llama list more than one token that ends an answer: sampling stops at each, and a saved model still lists them."""
+    model = toy.build_model(0, "tiny")
+    for there, listed, kept in ((tmp_path / "a", [EOS, 7], [EOS, 7]), (tmp_path / "b", [7, 11], [EOS])):
+        model.generation_config.eos_token_id = listed
+        model.save_pretrained(there)
+        tok.save_pretrained(there)
+        loaded, tokenizer = load_model(there)
+        assert eos_ids(loaded, tokenizer) == kept  # a list without the tokenizer's own belongs to another tokenizer
+        loaded.save_pretrained(there / "again")
+        again, _ = load_model(there / "again", tokenizer=str(there))
+        assert eos_ids(again, tokenizer) == kept

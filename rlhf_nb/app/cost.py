@@ -192,7 +192,7 @@ class Cost(NamedTuple):
 KEPT = 1.0  # of a forward's activations, what the C library keeps on top
 
 
-def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1) -> Cost:
+def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
     """Seconds and bytes of a step.
 
     Args:
@@ -201,6 +201,7 @@ def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1)
         limits: the same job with the lengths that they may have, for the memory.
         speed: of this machine, for this kind of training.
         inner: passes over each rollout.
+        again: answers are scored once more after they were drawn, as in half precision.
     """
     n, k = row_tokens(job, shape.hidden)
     answers = (job.rollout_batch or job.mini_batch) * job.sides
@@ -217,7 +218,8 @@ def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1)
     score = sum(look + (targets * speed.target if h == "reference" else 0.0) for h in frozen)
     critics = sum(h in ("critic", "critic adapter") for h in held)
     score += look * critics
-    if job.method == "ppo" and not critics:  # a shared critic: one pass for log-probs and values
+    shared = job.method == "ppo" and not critics  # one pass for log-probs and values
+    if shared or (again and job.info.online):
         score += look + targets * speed.target
     learn = tokens * layers * (speed.learn + (speed.forward if job.recompute else 0.0))
     update = inner * (
@@ -266,12 +268,14 @@ def estimate(
         return None
     speeds: dict[tuple[bool, int], Speed] = {}
     told = _Told(config, model_config, precision, lengths, shape)
-    cost = told.cost(config, speeds)
-    lighter = {}
-    for words, changes in _options(config).items():
-        other = told.cost(config.replace(**changes), speeds)
-        if other.seconds < SAVES * cost.seconds or other.bytes < SAVES * cost.bytes:
-            lighter[words] = other
+    half = precision.compute_dtype != torch.float32
+    with torch.autocast("cpu", precision.compute_dtype if half else torch.bfloat16, enabled=half):
+        cost = told.cost(config, speeds)
+        lighter = {}
+        for words, changes in _options(config).items():
+            other = told.cost(config.replace(**changes), speeds)
+            if other.seconds < SAVES * cost.seconds or other.bytes < SAVES * cost.bytes:
+                lighter[words] = other
     return Estimate(cost, lighter)
 
 
@@ -298,7 +302,8 @@ class _Told(NamedTuple):
             speeds[key] = measure(
                 self.model_config, job, config.model.lora, config.sampling if job.info.online else None
             )
-        return step_cost(self.shape, job, limits, speeds[key], config.num_inner_epochs)
+        half = self.precision.compute_dtype != torch.float32
+        return step_cost(self.shape, job, limits, speeds[key], config.num_inner_epochs, half)
 
 
 def _options(config: Any) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from rlhf_nb.data.sources import (
 from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named, pretrained
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
-from ..scale.topology import Budget, Split, job_of, predict
+from ..scale.topology import Budget, Split, job_of, predict, shape_of
 from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
@@ -203,13 +203,13 @@ def check_sampling(config: Any) -> list[Finding]:
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/920_app_doctor.ipynb #cc1668fb
-def check_precision(config: Any) -> tuple[list[Finding], Precision]:
+def check_precision(config: Any, parameters: int = 0) -> tuple[list[Finding], Precision]:
     """Number format and device, with the case of a GPU that only emulates bf16.
 
     Raises:
         ConfigError: a format that this device can't train in.
     """
-    precision = decide_precision(config.device, config.precision)
+    precision = decide_precision(config.device, config.precision, parameters=parameters)
     out = [Finding("ok", precision.reason, "one place decides formats: trained weights are always fp32")]
     if precision.device.type == "cuda" and not probe_gpu(precision.device).native_bf16:
         why = "torch.cuda.is_bf16_supported() says yes here because of emulation, which is slower than fp32"
@@ -316,6 +316,8 @@ def cost_here(config: Any) -> list[str]:
     precision = decide_precision(config.device, config.precision)
     try:
         start = load_start(config.model)
+        size = shape_of(start.model_config).total
+        precision = decide_precision(config.device, config.precision, parameters=size)
         rows = some_rows(config.data, of(config).rows, config.seed) if config.data.path is not None else []
         ensure_pad(start.tokenizer)
         found = check_cost(config, start, rows, precision)
@@ -456,7 +458,7 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
     with _found(out, "training can't start"):
-        found, precision = check_precision(config)
+        found, precision = check_precision(config, 0 if start is None else shape_of(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)

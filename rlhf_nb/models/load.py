@@ -652,10 +652,15 @@ def load_model(
 
 
 def set_special_tokens(model: Any, tokenizer: Any) -> None:
-    """Write a tokenizer's PAD, EOS and BOS into a model's config and generation config, where plain transformers looks for them."""
+    """Write a tokenizer's PAD, EOS and BOS into a model's config and generation config, where plain transformers looks for them.
+
+    A list of several tokens that end an answer stays as it is where it has the tokenizer's own.
+    """
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
-            config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+            if not (isinstance(config.eos_token_id, (list, tuple)) and tokenizer.eos_token_id in config.eos_token_id):
+                config.eos_token_id = tokenizer.eos_token_id
             if tokenizer.bos_token_id is not None:
                 config.bos_token_id = tokenizer.bos_token_id
 
