@@ -287,6 +287,7 @@ def test_chat_at_a_terminal_obeys_ctrl_c_and_ctrl_d(pip: Path, tmp_path: Path) -
         os.write(parent, b"\x03")
         until("this turn is forgotten")
         until("> ")
+        time.sleep(1.0)  # a signal between the prompt and the reading is seen by Python at the next key only
         os.write(parent, b"\x03")
         until("Ctrl-D or /quit ends")
         until("> ")

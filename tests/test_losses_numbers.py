@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rlhf_nb.losses
 from rlhf_nb.core import ConfigError, decide_precision
-from rlhf_nb.losses import advantages, group, kl, kto, policy, preference, reward, sft
+from rlhf_nb.losses import advantages, distill, group, kl, kto, policy, preference, reward, sft
 from rlhf_nb.losses.group import group_kl, group_surrogate
 from rlhf_nb.losses.kl import kl_loss
 from rlhf_nb.losses.policy import clipped_surrogate
@@ -166,6 +166,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "preference.wpo_weights": (lambda x, y: preference.wpo_weights((x, y, LENS), (y, x, LENS)), TOKENS),
     "preference.desensitize": (lambda x: preference.desensitize(x, LENS, LENS.flip(0), 0.5), (LOGPS,)),
     "preference.preference_loss": of_pair(preference.preference_loss, losses={"sigmoid": 1.0, "sppo_hard": 0.1}),
+    "distill.keep_likeliest": (lambda x: distill.keep_likeliest(x, 4)[0], (LOGPS,)),
+    "distill.divergence": (lambda x, y: distill.divergence(x, *distill.keep_likeliest(y, 4), "js"), TOKENS),
+    "distill.distill_loss": (lambda x, y: distill.distill_loss(-x, -y, MASK), TOKENS),
     **{f"preference.{e.loss.__name__}": of_pair(e.loss, beta=e.beta) for e in preference.LOSSES.values()},
 }  # fmt: skip
 # no tensors go in, or only counts and shapes

@@ -61,7 +61,7 @@ def test_recipe_from_prompts_to_a_better_policy(tmp_path: Path) -> None:
     """The whole of `toy_rlaif`, smaller: SFT, labels by a judge, DPO on them, and gold says that it helped."""
     config = PipelineConfig.load(find_config("toy_rlaif"))
     small = {
-        "output_dir": str(tmp_path), "console": False, "eval_prompts": 96, "sft": {"epochs": 1.0}, "rlaif": {"prompts": 640},
+        "output_dir": str(tmp_path), "console": False, "eval_prompts": 192, "sft": {"epochs": 1.0}, "rlaif": {"prompts": 960},
         "dpo": {"epochs": 2.0},
     }  # fmt: skip
     results = RLHFPipeline(config.replace(**small)).run()

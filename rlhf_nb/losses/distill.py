@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError
-from .kl import check_tokens
+from .kl import check_tokens, wide
 from ..types import LossSum
 
 Divergence = Literal["reverse_kl", "forward_kl", "js"]
@@ -29,7 +29,7 @@ def keep_likeliest(logits: Tensor, k: int | None) -> tuple[Tensor, Tensor]:
     Returns:
         log-probs [N, k + 1], the last of all other tokens together ([N, V] without a rest); ids [N, k] of the tokens.
     """
-    logps = logits.log_softmax(-1)
+    logps = wide(logits).log_softmax(-1)
     if k is None or k >= logps.shape[-1]:
         ids = torch.arange(logps.shape[-1], device=logits.device).expand(logps.shape)
         return logps, ids
@@ -62,9 +62,9 @@ def divergence(
 
     Source: Agarwal et al., arXiv 2306.13649.
     """
-    own = logits.log_softmax(-1)
+    own = wide(logits).log_softmax(-1)
     q = own if teacher_logps.shape[-1] == logits.shape[-1] == teacher_ids.shape[-1] else _with_rest(own, teacher_ids)
-    p = teacher_logps.to(q.dtype)
+    p = wide(teacher_logps).to(q.dtype)
     if kind == "forward_kl":
         return (p.exp() * (p - q)).sum(-1)
     if kind == "reverse_kl":
@@ -89,7 +89,7 @@ def distill_loss(apart: Tensor, agree: Tensor, mask: Tensor) -> LossSum:
         Sum over tokens, number of tokens, and stats: distill/divergence, distill/agreement.
     """
     check_tokens(mask, apart=apart)
-    kept = torch.where(mask, apart, 0.0)
+    kept = torch.where(mask, wide(apart), 0.0)
     count = torch.count_nonzero(mask)
     same = torch.where(mask, agree.detach().to(kept.dtype), 0.0).sum()
     return LossSum(

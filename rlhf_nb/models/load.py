@@ -350,12 +350,14 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
         raise ModelError(
             f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set model.lora.quantize_4bit=false."
         )
-    kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors")}
+    kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
     bar = getattr(reading, "tqdm", None)
     reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
     try:
         found = load_or_explain(
-            what, str(file), lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, **kept)
+            what,
+            str(file),
+            lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept),
         )
     finally:
         reading.tqdm = bar  # type: ignore[attr-defined]

@@ -3,12 +3,12 @@
 # %% ../../nbs/295_models_places.ipynb #5fc65b26
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ..core import ModelError, suggest
+from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_folder', 'read_origin', 'find_copy', 'resolve',
@@ -57,8 +57,8 @@ def read_origin(folder: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        found = json_value(text or "{}")
+    except Unreadable:
         found = {}
     return found if isinstance(found, dict) else {}
 

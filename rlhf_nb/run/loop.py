@@ -377,14 +377,17 @@ class Trainer:
         """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
         lr = self.engine.set_lr(self.step)
         self.step += 1
-        fields = {**stats, **self.method.metrics(), "lr": lr, "epoch": self.source.epoch, **self.meter.report()}
-        fields |= {f"data/{name}": n for name, n in getattr(self.source, "shares", {}).items()}  # of a mix
+        fields = {**stats, **self.method.metrics(), "lr": lr, **self._place(), **self.meter.report()}
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
         if self.failure is not None:
             raise self.failure
         return event
+
+    def _place(self) -> dict[str, Any]:
+        """How far the run is in its data: epochs, and of a mix the rows that each source gave."""
+        return {"epoch": self.source.epoch, **{f"data/{k}": n for k, n in getattr(self.source, "shares", {}).items()}}
 
     def train_step(self) -> dict[str, Any]:
         """One turn of the loop, by hand; returns the step's event (empty when the source has run dry).

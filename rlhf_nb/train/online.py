@@ -233,6 +233,7 @@ class OnlineMethod(TextMethod):
     keeps_reference = False  # even where drift has no price
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
+    _risen = 1.0  # share of the price of a nat while it warms up
     config: Any
 
     token_settings = ()  # that `tokenize` reads, besides data
@@ -253,7 +254,6 @@ class OnlineMethod(TextMethod):
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
         self._warned = False
-        self._risen = 1.0  # share of the price of a nat while it warms up
         self._samples: list[dict[str, Any]] = []
 
     @abstractmethod
