@@ -20,25 +20,30 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['SMALL', 'LARGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
+__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
-SMALL, LARGE = 1_000_000, 64_000_000  # parameters; between them, cores take batches of their own
+SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
+LARGE = 64_000_000  # trained parameters; above, gradients of each core's own would take too much memory
+HUGE = 1_000_000_000  # parameters; above, nothing was measured
 
 
-def workers_for(model: nn.Module, threads: int | None = None) -> int:
+def workers_for(model: nn.Module, threads: int | None = None, learning: bool = False) -> int:
     """How many batches of a model should be computed at the same time on this machine.
 
     Args:
         model: on a CPU; anything else gets 1.
         threads: cores that may be used; None: PyTorch's number of threads.
+        learning: each core will keep gradients of its own.
     """
     threads = torch.get_num_threads() if threads is None else threads
     if threads < 2 or not enabled():
         return 1
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
-    return threads if SMALL <= size <= LARGE and all(p.device.type == "cpu" for p in parameters) else 1
+    kept = sum(p.numel() for p in parameters if p.requires_grad) if learning else 0
+    fits = SMALL <= size <= HUGE and kept <= LARGE
+    return threads if fits and all(p.device.type == "cpu" for p in parameters) else 1
 
 # %% ../../nbs/155_fast_workers.ipynb #ecae4195
 _pool: ThreadPoolExecutor | None = None

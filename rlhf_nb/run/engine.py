@@ -290,7 +290,7 @@ class Engine:
 
     def _replicas_of(self, module: nn.Module) -> Replicas | None:
         """Who shares out micro-batches over the cores of this machine; None where one thread takes them all."""
-        workers = workers_for(module) if self.strategy.name == "single" else 1
+        workers = workers_for(module, learning=True) if self.strategy.name == "single" else 1
         if workers < 2 or draws_numbers(module):
             return None
         if self._replicas is None or self._replicas.workers != workers or not self._replicas.fits(module):
