@@ -132,6 +132,7 @@ def _in_second_kernel(line: str, python: str, folder: Path, root: str) -> str:
     client = manager.client()
     client.start_channels()
     seen: dict[str, Any] = {"out": "", "models": {}, "displayed": {}, "updated": {}}
+    control = folder / "run" / "control.jsonl"
     try:
         client.wait_for_ready(timeout=60)
         client.execute(f"import sys; sys.path.insert(0, {root!r})\n{line}", allow_stdin=True)
@@ -140,12 +141,12 @@ def _in_second_kernel(line: str, python: str, folder: Path, root: str) -> str:
             try:
                 _note(seen, client.get_iopub_msg(timeout=1))
             except Empty:
-                if clicked:
+                if clicked and control.exists():
                     break
             if seen.get("curves", 0) and not clicked:
                 clicked = True
                 _send(client, _model(seen, "Stop"), {"method": "custom", "content": {"event": "click"}}, None)
-                end = time.monotonic() + 5
+                end = time.monotonic() + 20  # the kernel may still be drawing
         return str(seen["out"])
     finally:
         client.stop_channels()
