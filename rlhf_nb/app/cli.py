@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from importlib import resources
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .talk import chat_command, get_command, sample_command
+from ..aliases import known
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
 from ..train.registry import get, methods
@@ -27,9 +29,9 @@ from ..train.registry import get, methods
 # %% auto #0
 __all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
            'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
-           'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics',
-           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'as_settings',
+           'TrainingCommand', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command',
+           'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -183,8 +185,41 @@ def settings_help(kind: str, command: str) -> str:
     return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
 
 
+def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[str]) -> list[str]:
+    """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no setting stays.
+
+    Args:
+        config: of the method.
+        own: options of the command itself.
+        words: as they were typed; an option without a value is true, `--no_KEY` is false, several values are a list.
+    """
+    out, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        off = key.startswith("no_") and not known(key)
+        key = key.removeprefix("no_") if off else key
+        if not word.startswith("--") or f"--{name}" in own or not (config.has(key) or known(key)):
+            out.append(word)
+            continue
+        values = [value] if equals else []
+        while not equals and not off and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+            values.append(rest.pop(0))
+        if not equals and not off and not values and rest and re.fullmatch(r"-[0-9.][-+.0-9e]*", rest[0]):
+            values.append(rest.pop(0))
+        said = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
+        out.append(f"{key}={said}")
+    return out
+
+
 class TrainingCommand(typer.core.TyperCommand):
-    """A command that trains; its help ends with its settings."""
+    """A command that trains; settings may be written as options, and its help ends with them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command line."""
+        own = [name for p in self.params for name in (*p.opts, *p.secondary_opts)] + ["--help"]
+        return super().parse_args(ctx, as_settings(get(str(self.name)).config, own, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, and the most important settings."""
