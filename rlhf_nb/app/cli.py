@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .lab import fork_command, overopt_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -419,6 +420,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871
 for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
+    app.command(_name)(_command)
+for _name, _command in (("overopt", overopt_command), ("fork", fork_command)):  # notebook 929
     app.command(_name)(_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
