@@ -421,8 +421,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
 # %% ../../nbs/930_app_cli.ipynb #aac94871
 for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
     app.command(_name)(_command)
-for _name, _command in (("overopt", overopt_command), ("fork", fork_command)):  # notebook 929
-    app.command(_name)(_command)
+app.command("overopt")(overopt_command)  # notebook 929
+app.command("fork")(fork_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")

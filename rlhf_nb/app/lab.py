@@ -94,7 +94,7 @@ def overopt_picture(kl: Any, gold: Any, fit: GoldFit | None, name: str = "gold")
         return Picture([panel], "Too few points for a fit.")
     far = min(fit.interval[1], 1.3 * fit.reached) if math.isfinite(fit.interval[1]) else fit.reached
     x = np.linspace(0.0, max(far, fit.reached), 120)
-    panel.lines.append(curve("fit", x, fit.value(x), 0))
+    panel.lines.append(curve("fit", x.tolist(), fit.value(x).tolist(), 0))
     if math.isfinite(fit.interval[1]) and fit.peak <= x[-1]:
         panel.marks.append(Mark(fit.peak, f"predicted peak: {fit}", 3))
     left = fit.kl_left(float(np.mean(np.asarray(kl)[-3:])))
