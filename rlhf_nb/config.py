@@ -602,6 +602,7 @@ class MixPart(StrictConfig):
     weight: float | None = option(None, "share of the rows drawn, against the others'; null: its number of rows", gt=0)
     split: str | None = option(None, "null: data.split")
     subset: str | None = option(None, "configuration name of a hub dataset")
+    revision: str | None = option(None, "of a hub dataset: branch, tag or commit")
     columns: dict[str, str | None] | None = option(None, "null: data.columns")
     shape: str | None = option(None, "null: data.shape")
 
@@ -616,6 +617,7 @@ class DataConfig(StrictConfig):
         None, "several sources instead of path, [{path, weight, split}, ...]", min_length=1
     )
     subset: str | None = Field(default=None, description="configuration name of a hub dataset")
+    revision: str | None = option(None, "of a hub dataset: branch, tag or commit; null: the main branch")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
     eval_size: int | None = option(None, "rows of split held out; null: none", ge=1)
