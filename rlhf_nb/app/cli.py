@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .lab import fork_command, overopt_command
 from .talk import chat_command, get_command, sample_command
 from ..aliases import known
 from ..config import StrictConfig, TrainConfig, read_config_file
@@ -455,6 +456,8 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
 # %% ../../nbs/930_app_cli.ipynb #aac94871
 for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
     app.command(_name)(_command)
+app.command("overopt")(overopt_command)  # notebook 929
+app.command("fork")(fork_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")

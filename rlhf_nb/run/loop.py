@@ -27,7 +27,7 @@ from rlhf_nb.core import (
     rng_state,
     set_rng_state,
 )
-from .callbacks import Callback, Callbacks, EarlyStop, Flags, Progress, Samples, Trackers
+from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
@@ -35,6 +35,7 @@ from .engine import Engine, StepReport, Terms
 from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir
+from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..scoring.packing import work
 from ..types import Batch, LossSum
@@ -260,7 +261,7 @@ class Trainer:
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
         own = [*([Progress()] if config.console else []), Samples()]
-        own += [EarlyStop.by(config.stop_on)] if config.stop_on is not None else []
+        own += [stop_by(config.stop_on)] if config.stop_on is not None else []
         self.observers = Callbacks([*own, *map(as_callback, callbacks)])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))

@@ -147,7 +147,11 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
         return [data]
     out = []
     for part in data.mix:
-        own = {k: v for k in ("path", "split", "subset", "columns", "shape") if (v := getattr(part, k)) is not None}
+        own = {
+            k: v
+            for k in ("path", "split", "subset", "revision", "columns", "shape")
+            if (v := getattr(part, k)) is not None
+        }
         out.append(data.replace(mix=None, **own))
     return out
 
@@ -196,9 +200,8 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
     Raises:
         DataError: see `open_rows` and `renamed`.
     """
-    opened = open_rows(
-        place_of(data), split or data.split, data.subset, data.streaming if streaming is None else streaming
-    )
+    streaming = data.streaming if streaming is None else streaming
+    opened = open_rows(place_of(data), split or data.split, data.subset, streaming, data.revision)
     return (lambda: renamed(opened(), data.columns)) if data.columns else opened
 
 # %% ../../nbs/600_train_setup.ipynb #2308f380
