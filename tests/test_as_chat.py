@@ -150,7 +150,9 @@ def test_the_commands_say_so_in_one_line(command: str, chat_model: str, tmp_path
         ],
     }[command]
     said = {
-        setting: " ".join(CliRunner().invoke(app, [*words, f"data.as_chat={setting}"]).output.split())
+        setting: " ".join(
+            CliRunner().invoke(app, [*words, f"data.as_chat={setting}"], env={"COLUMNS": "500"}).output.split()
+        )
         for setting in ("auto", "false")
     }
     if command == "data":  # rows are shown as the model will see them

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from importlib import resources
@@ -19,10 +18,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
 from .talk import chat_command, get_command, sample_command
-from ..aliases import known
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
 from ..train.registry import get, methods
@@ -30,9 +28,9 @@ from ..train.registry import get, methods
 # %% auto #0
 __all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
            'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'as_settings',
-           'TrainingCommand', 'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command',
-           'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
+           'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics',
+           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -184,34 +182,6 @@ def settings_help(kind: str, command: str) -> str:
         first = next((name for name in mine if name.startswith("smollm2")), mine[0])
         lines.append(f"Recipes: {', '.join(mine)}; for example rlhf-nb {command} --config {first}")
     return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
-
-
-def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[str]) -> list[str]:
-    """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no setting stays.
-
-    Args:
-        config: of the method.
-        own: options of the command itself.
-        words: as they were typed; an option without a value is true, `--no_KEY` is false, several values are a list.
-    """
-    out, rest = list[str](), list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        key = name.replace("-", "_")
-        off = key.startswith("no_") and not known(key)
-        key = key.removeprefix("no_") if off else key
-        if not word.startswith("--") or f"--{name}" in own or not (config.has(key) or known(key)):
-            out.append(word)
-            continue
-        values = [value] if equals else []
-        while not equals and not off and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-            values.append(rest.pop(0))
-        if not equals and not off and not values and rest and re.fullmatch(r"-[0-9.][-+.0-9e]*", rest[0]):
-            values.append(rest.pop(0))
-        said = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
-        out.append(f"{key}={said}")
-    return out
 
 
 class TrainingCommand(typer.core.TyperCommand):
