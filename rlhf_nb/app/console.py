@@ -131,4 +131,3 @@ def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[
         said = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
         out.append(f"{key}={said}")
     return out
-
