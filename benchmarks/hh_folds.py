@@ -143,8 +143,9 @@ def logistic_dual(k: Tensor, ridge: float, steps: int = 12) -> Tensor:
 
 
 def least_squares(k: Tensor, ridge: float) -> Tensor:
-    """float64[n], weights of the training pairs whose margins come nearest to 1: a quick stand-in, to choose by."""
-    return torch.linalg.solve(k + ridge * len(k) * torch.eye(len(k), dtype=k.dtype), torch.ones(len(k), dtype=k.dtype))
+    """float[n], weights of the training pairs whose margins come nearest to 1: a quick stand-in, to choose by."""
+    lower = torch.linalg.cholesky(k + ridge * len(k) * torch.eye(len(k), dtype=k.dtype))
+    return torch.cholesky_solve(torch.ones(len(k), 1, dtype=k.dtype), lower)[:, 0]
 
 
 def choose(kernels: dict[str, Tensor], train: Tensor, ridges: Sequence[float] = RIDGES) -> tuple[str, float, float]:
@@ -152,7 +153,7 @@ def choose(kernels: dict[str, Tensor], train: Tensor, ridges: Sequence[float] = 
     part = torch.arange(len(train)) % INNER
     found: dict[tuple[str, float], float] = {}
     for name, k in kernels.items():
-        inner = k[train][:, train]
+        inner = k[train][:, train].float()
         for ridge in ridges:
             miss = 0.0
             for i in range(INNER):
@@ -161,7 +162,7 @@ def choose(kernels: dict[str, Tensor], train: Tensor, ridges: Sequence[float] = 
                 miss += float((1 - inner[kept][:, known] @ a).square().sum())
             found[name, ridge] = miss / len(train)
     best = min(found, key=lambda key: found[key])
-    return *best, found[best]
+    return (*best, found[best])
 
 
 def word_kernel(rows: Sequence[dict[str, Any]]) -> Tensor:
@@ -187,6 +188,8 @@ def folds_of(n: int) -> Tensor:
 
 
 POOLINGS = ("end", "mean", "asked")
+ONE = ("one layer, last token", "one layer, mean of the answer", "one layer, behind a question")
+WORD_RIDGES = (100.0, 30.0, 10.0, 3.0, 1.0)  # those of `rlhf_nb.train.reward.baselines`; stronger ones make it worse
 
 
 def candidates(layers: int) -> dict[str, list[tuple[int, int]]]:
@@ -222,18 +225,22 @@ def five_folds(folder: Path) -> dict[str, Any]:
     )  # [poolings, layers + 1, pairs, H]
     words, fold = word_kernel(rows), folds_of(len(rows))
     which = candidates(difference.shape[1] - 1)
+    last = difference.shape[1] - 1
+    single = {title: [(p, layer) for layer in range(1, last + 1)] for p, title in enumerate(ONE)}
     out: dict[str, Tensor] = {}
     told: list[dict[str, Any]] = []
     for f in range(FOLDS):
         train, test = (fold != f).nonzero()[:, 0], (fold == f).nonzero()[:, 0]
-        kernels = {}
-        for name, parts in which.items():
-            x = torch.cat([difference[p, layer] for p, layer in parts], 1)
-            kernels[name] = kernel(x, train)
-        plain = kernel(difference[0, -1], train)
-        sides = {"head": kernels, "last state": {"last state": plain}, "words": {"words": words}}
+        sides: dict[str, dict[str, Tensor]] = {"words": {"words": words}}
+        sides["several layers"] = {
+            name: kernel(torch.cat([difference[p, layer] for p, layer in parts], 1), train)
+            for name, parts in which.items()
+        }
+        for title, parts in single.items():
+            sides[title] = {f"layer {layer}": kernel(difference[p, layer], train) for p, layer in parts}
+        sides["last layer, last token"] = {"last layer": kernel(difference[0, -1], train)}
         for side, options in sides.items():
-            ridges = [r / len(train) for r in (100.0, 30.0, 10.0, 3.0, 1.0)] if side == "words" else RIDGES
+            ridges = [r / len(train) for r in WORD_RIDGES] if side == "words" else RIDGES
             name, ridge, miss = choose(options, train, ridges)
             k = options[name]
             a = logistic_dual(k[train][:, train], ridge)
@@ -245,6 +252,46 @@ def five_folds(folder: Path) -> dict[str, Any]:
     longer = torch.tensor([len(r["rejected_ids"]) - len(r["chosen_ids"]) for r in rows]).double()
     marks = {side: right(m) for side, m in out.items()} | {"shorter": right(longer)}
     return {
-        "accuracy": {side: float(m.mean()) for side, m in marks.items()}, "against_words": compared(marks["head"], marks["words"]),
+        "accuracy": {side: float(m.mean()) for side, m in marks.items()}, "against_words": {side: compared(m, marks["words"]) for side, m in marks.items() if side != "words"},
         "folds": told, "margins": {side: [round(x, 4) for x in m.tolist()] for side, m in out.items()},
     }  # fmt: skip
+
+
+def save_head(model: str, folder: Path, to: Path) -> dict[str, Any]:
+    """A reward model from all pairs: the body up to the layer that predicts best, and a linear head on its last state.
+
+    Plain `AutoModelForSequenceClassification` loads it, and `reward: FOLDER` in any config.
+
+    Args:
+        model: folder of the chat model whose states these are.
+        folder: of the states.
+        to: where it is saved.
+    """
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.data.sources import collate_preferences
+    from rlhf_nb.models.heads import RewardModel
+    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+
+    rows, found = load_states(folder)
+    ends = (found[:, 0, 0].float() - found[:, 0, 1].float()).permute(1, 0, 2)  # [layers + 1, pairs, H]
+    every, last = torch.arange(len(rows)), len(ends) - 1
+    name, ridge, _ = choose({str(k): kernel(ends[k], every) for k in range(1, last + 1)}, every)
+    layer = int(name)
+    x, scale = ends[layer], ends[layer].square().mean(0).sqrt().clamp_min(1e-8)
+    weight = (logistic_dual(kernel(x, every), ridge).float() @ (x / scale)) / scale / x.shape[1]
+    cfg = ModelConfig(name_or_path=model)
+    tokenizer = load_tokenizer(cfg)
+    net = load_causal_lm(cfg, decide_precision("cpu"), tokenizer=tokenizer)
+    net.model.layers, net.config.num_hidden_layers = net.model.layers[:layer], layer
+    if getattr(net.config, "layer_types", None):
+        net.config.layer_types = net.config.layer_types[:layer]
+    reward = RewardModel.from_policy(net)
+    with torch.no_grad():
+        reward.head.last.weight.copy_(weight[None])
+        if layer < last:
+            reward.decoder.norm.weight.fill_(1.0)  # type: ignore[operator, union-attr]
+    some = collate_preferences(rows[:64], tokenizer.pad_token_id).completions(tokenizer.pad_token_id)
+    reward.calibrate_bias(some[torch.arange(0, len(some), 2)])
+    reward.save(to, tokenizer)
+    return {"layer": layer, "ridge": ridge}

@@ -24,12 +24,12 @@ def runs(out: Path, name: str) -> dict[int, Run]:
     return dict(sorted(found.items()))
 
 
-def share(right: int, asked: int) -> str:
+def share(right: float, asked: int, digits: int = 0) -> str:
     """A share with its 95 % interval."""
     from rlhf_nb.evaluate.policy import wilson_interval
 
     low, high = wilson_interval(right / asked, asked)
-    return f"{right / asked:.0%} [{low:.0%}, {high:.0%}]"
+    return f"{100 * right / asked:.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
 
 def each(values: Sequence[Any], form: str = "{}") -> str:
@@ -48,14 +48,16 @@ def hh_table(out: Path) -> str:
     found = runs(out, "hh").get(0)
     if not found or "accuracy" not in found:
         return ""
-    n, against = found["pairs"], found["against_words"]
-    rows = [[side, share(round(a * n), n)] for side, a in found["accuracy"].items()]
-    more = f"head less words: {100 * against['difference']:+.1f} points [{100 * against['low']:+.1f}, {100 * against['high']:+.1f}]"
-    read = each(sorted({t["reads"] for t in found["folds"] if t["side"] == "head"}))
-    return (
-        table(("which", f"accuracy, {n} pairs"), rows)
-        + f"\n{more}; heads read: {read}; states {found['cpu']:.0f} CPU s\n"
-    )
+    n, against, rows = found["pairs"], found["against_words"], []
+    for side, a in sorted(found["accuracy"].items(), key=lambda item: -item[1]):
+        gap = against.get(side)
+        read = statistics.multimode(t["reads"] for t in found["folds"] if t["side"] == side) or [""]
+        more = (
+            "" if gap is None else f"{100 * gap['difference']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"
+        )
+        rows.append([side, read[0], share(a * n, n, 1), more])
+    heads = ("reads", "most often chosen", f"right, {n} pairs", "points more than the bag of words")
+    return table(heads, rows) + f"\nStates of all layers: {found['cpu']:.0f} CPU seconds, once.\n"
 
 
 def method_table(out: Path) -> str:

@@ -189,7 +189,10 @@ def hh(lab: Lab) -> dict[str, Any]:
     if not data.exists():
         return {"skipped": f"{data.name} isn't there (say where with --hh)"}
     spent = hh_folds.features(lab.model, data, folder, 60 if lab.tiny else None, 20 if lab.tiny else 100)
-    return spent | hh_folds.five_folds(folder)
+    found = spent | hh_folds.five_folds(folder)
+    if lab.args.save is not None:
+        found["saved"] = hh_folds.save_head(lab.model, folder, lab.args.save)
+    return found
 
 
 # --- (b), (c) methods on word problems ---------------------------------------------------------------------------------------
@@ -515,6 +518,9 @@ def main() -> None:
     parser.add_argument("--hh", type=Path, default=harness.HH)
     parser.add_argument("--gsm8k", type=Path, default=SHARED / "gsm8k_train.jsonl.gz")
     parser.add_argument("--plain", type=Path, default=SHARED / "mt_bench_questions.jsonl")
+    parser.add_argument(
+        "--save", type=Path, help="hh: folder for a reward model from all pairs; plain transformers loads it"
+    )
     parser.add_argument("--figure", type=Path, help="report: folder for the figure of over-optimisation")
     parser.add_argument("--tiny", action="store_true", help="one step of each and few questions, to see that all runs")
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "SEED"), help=argparse.SUPPRESS)

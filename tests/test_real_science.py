@@ -66,7 +66,7 @@ def lab_of(science: Any) -> Any:
     module, folder = science
     args = argparse.Namespace(
         model=folder / "model", out=folder / "out", hh=folder / "hh.jsonl.gz", gsm8k=folder / "gsm8k.jsonl.gz",
-        plain=folder / "plain.jsonl", tiny=True,
+        plain=folder / "plain.jsonl", tiny=True, save=folder / "reward",
     )  # fmt: skip
     args.out.mkdir(exist_ok=True)
     return module.Lab(args, 0)
@@ -89,8 +89,39 @@ def test_all_runs_leave_numbers_and_the_report_shows_them(science: Any, capsys: 
 
     real_report.report(lab.out, folder)
     said = capsys.readouterr().out
-    assert "not run" not in said and "head less words" in said and "SFT, then PPO" in said and "gsm8k" in said
+    assert (
+        "not run" not in said
+        and "points more than the bag of words" in said
+        and "SFT, then PPO" in said
+        and "gsm8k" in said
+    )
     assert (folder / "over_optimisation_real.png").stat().st_size > 1000
+
+
+def test_the_saved_reward_model_is_read_by_plain_transformers_and_says_what_the_head_said(science: Any) -> None:
+    import hh_folds
+    from transformers import AutoModelForSequenceClassification
+
+    from rlhf_nb.models.heads import RewardModel
+
+    _, folder = science
+    lab = lab_of(science)
+    if not (lab.out / "states" / "rows.json").exists():
+        hh_folds.features(str(lab.model), folder / "hh.jsonl.gz", lab.out / "states", 40, 20)
+    told = hh_folds.save_head(str(lab.model), lab.out / "states", folder / "again")
+    rows, states = hh_folds.load_states(lab.out / "states")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "again").eval()
+    assert model.config.num_hidden_layers == told["layer"]
+    ends = (states[:, 0, 0] - states[:, 0, 1]).float()[:, told["layer"]]
+    every = torch.arange(len(rows))
+    k = hh_folds.kernel(ends, every)
+    expected = k @ hh_folds.logistic_dual(k, told["ridge"])
+    with torch.no_grad():
+        score = lambda r, side: model(input_ids=torch.tensor([r["prompt_ids"] + r[side]])).logits[0, 0]
+        margins = torch.stack([score(r, "chosen_ids") - score(r, "rejected_ids") for r in rows]).double()
+    size = float(expected.abs().mean())
+    assert float((margins - expected).abs().max()) < 0.05 * size, (margins, expected)  # states are kept in bf16
+    assert RewardModel.load(folder / "again").pooling == "last"
 
 
 def test_heads_find_what_pairs_differ_in(science: Any) -> None:
