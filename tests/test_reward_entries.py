@@ -296,3 +296,14 @@ def test_the_guides_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.M
         trainer.fit()
         keys = {"eval/gold", "eval/repetition", "eval/judge", "eval/labellers_wins"}
         assert keys <= trainer.history.evals[-1].keys()
+
+
+def test_a_reward_called_length_keeps_its_number(tmp_path: Path) -> None:
+    from rlhf_nb.data.shapes import DataNote
+
+    config = settings(num_generations=4, output_dir=str(tmp_path / "run"))
+    config |= {"rewards": [{"verify": "length", "unit": "words", "max_length": 1, "name": "length"}]}
+    with pytest.warns(DataNote, match="the reward 'length' is eval/length_reward in evaluations"):
+        trainer = GRPOTrainer(GRPOConfig(**config), eval_rows=toy.test_prompts(4))
+    found = trainer.evaluate()
+    assert found["eval/length"] > 1 and -1 <= found["eval/length_reward"] <= 0
