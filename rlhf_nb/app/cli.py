@@ -242,18 +242,31 @@ def _training(kind: str) -> Any:
         overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
         debug: bool = Debug,
     ) -> None:  # fmt: skip
-        with told(debug, _again()):
-            found = load_config(kind, config, overrides, toy)
-            say_what_to_train("", kind, found, typed(config, toy, overrides))
-            _train(kind, found, resume, overwrite)
+        _begin(kind, overrides, config, toy, resume, overwrite, debug)
 
     return command
+
+
+def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, overwrite: bool, debug: bool) -> None:
+    """Train by what was typed."""
+    with told(debug, _again()):
+        found = load_config(kind, config, overrides, toy)
+        say_what_to_train("", kind, found, typed(config, toy, overrides))
+        _train(kind, found, resume, overwrite)
+
+
+def _run_pipeline(
+    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
+    gates: str = typer.Option(None, "--gates", help="strict: a stage that is worse than the model before it doesn't hand on its model (notebook 905)"),
+    debug: bool = Debug,
+) -> None:  # fmt: skip
+    _begin("run", [*(overrides or []), *([f"gates={gates}"] if gates else [])], config, toy, resume, overwrite, debug)
 
 
 app.command(
     "run",
     help="Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation.",
-)(_training("run"))
+)(_run_pipeline)
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
@@ -367,6 +380,8 @@ def _story(event: str) -> None:
 # %% ../../nbs/930_app_cli.ipynb #c0ed87b0
 def show_results(results: dict[str, Any], path: Path) -> None:
     """Answers before and after, and a table of all policies."""
+    from rlhf_nb.app.gates import Verdict, verdict_table
+
     console = Console(highlight=False, force_jupyter=False)
     for sample in results["samples"]:
         console.print(_answers(sample))
@@ -376,6 +391,8 @@ def show_results(results: dict[str, Any], path: Path) -> None:
         console.print(
             "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model believes."
         )
+    if results.get("gates"):
+        console.print(verdict_table([Verdict.from_dict(v) for v in results["gates"]], str(results["final"])))
     scores = results["stages"].get("reward", {})
     if "eval/accuracy" in scores:
         other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
