@@ -98,7 +98,7 @@ def beside(data: Any, config: str | Path) -> Any:
     """
     folder = Path(config) if Path(config).is_dir() else Path(config).parent
     if isinstance(data, list):
-        return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
+        return [_at(folder, beside(x, config), "file") if isinstance(x, dict) else x for x in data]
     if not isinstance(data, dict):
         return data
     rows = data.get("data")
@@ -624,6 +624,9 @@ class DataConfig(StrictConfig):
     max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
+    as_chat: bool | Literal["auto"] = option(
+        "auto", "plain prompts go through the chat template: true, false; auto: where the model has one"
+    )
     dedup: bool = option(True, "drop rows that occur twice")
     columns: dict[str, str | None] = option(
         {}, "old name: new name, for columns that are called something else; null drops one"

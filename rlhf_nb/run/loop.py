@@ -459,11 +459,11 @@ class Trainer:
             self.observers.call("on_save", self, folder)
         return folder
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write the trained model for plain `from_pretrained`; every rank must call it, rank 0 writes."""
+    def save_model(self, folder: str | Path | None = None) -> None:
+        """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every rank must call it, rank 0 writes."""
         with self.engine.generation_mode():
             if self.engine.is_main:
-                self.method.save_model(Path(folder))
+                self.method.save_model(Path(self.config.output_dir) / "model" if folder is None else Path(folder))
         self.engine.barrier()
 
     def _mini_batches(self, data: Any) -> Iterator[Any]:
