@@ -23,7 +23,7 @@ from ..train.entries import RewardEntry
 from ..widgets.html import escape
 
 # %% auto #0
-__all__ = ['Z', 'Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_rules', 'verdict_table',
+__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_rules', 'verdict_table',
            'settings_text', 'verdict_page']
 
 # %% ../../nbs/905_app_gates.ipynb #c0900006
@@ -112,7 +112,7 @@ class Verdict:
         return cls(str(data["stage"]), int(data["attempt"]), checks, dict(data.get("settings", {})))
 
 # %% ../../nbs/905_app_gates.ipynb #c0900008
-Z = 1.645  # one-sided 95 %
+_Z = 1.645  # one-sided 95 %
 
 
 def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list[Check]:
@@ -131,7 +131,7 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
                 "there were no held-out pairs, so nothing is known of its accuracy (data.eval_split, data.eval_size)",
             )
         ]
-    low = accuracy - Z * (0.0 if math.isnan(error) else error)
+    low = accuracy - _Z * (0.0 if math.isnan(error) else error)
     out = [
         Check(
             "accuracy",
@@ -147,7 +147,7 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         if math.isnan(other):
             continue
         spread = math.hypot(0.0 if math.isnan(error) else error, metrics.get(f"{key}_stderr", 0.0))
-        beaten = accuracy + Z * spread >= other - gates.margin
+        beaten = accuracy + _Z * spread >= other - gates.margin
         out.append(
             Check(
                 f"against {words}",

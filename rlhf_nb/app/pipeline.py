@@ -26,6 +26,7 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
+from .figures import draw_training, save_figures
 from rlhf_nb.app.gates import (
     Check,
     GatesConfig,
@@ -50,10 +51,9 @@ from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['CLASSIC', 'BLUE', 'ORANGE', 'GREEN', 'Curves', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base',
-           'train_on_labels', 'curves_of', 'draw_training', 'draw_before_after', 'RLHFPipeline', 'held_out_prompts',
-           'judges_for', 'judge_policies', 'trusted_rewards', 'judge_pair', 'collect_results', 'spread_out',
-           'save_figures']
+__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'RLHFPipeline',
+           'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards', 'judge_pair', 'collect_results',
+           'spread_out']
 
 # %% ../../nbs/910_app_pipeline.ipynb #24947408
 class BaseConfig(StrictConfig):
@@ -251,81 +251,6 @@ def train_on_labels(config: Any) -> PipelineConfig:
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}
     none = dict.fromkeys(CLASSIC)
     return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
-
-# %% ../../nbs/910_app_pipeline.ipynb #4e26b295
-BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"  # told apart by colour-blind eyes too
-Curves = dict[str, dict[str, tuple[str, str]]]  # title: {metric: (label, colour)}
-
-
-def curves_of(method: MethodInfo) -> Curves:
-    """What is drawn of a method's run.
-
-    Args:
-        method: of the registry.
-    """
-    if method.leaves == "pairs":
-        return {"pairs": {"position_bias": ("position bias", BLUE), "flips": ("order decides", ORANGE)}}
-    if method.online:
-        scores = {"objective/scores": ("proxy", BLUE), "rewards/gold": ("gold", ORANGE)}
-        return {"reward": scores, "drift": {"objective/kl": ("KL to the reference, nats", GREEN)}}
-    if method.rows == "sft":
-        return {"loss per token": {"loss": ("training", BLUE), "eval/loss": ("held out", ORANGE)}}
-    held_out = "eval/accuracy" if method.leaves == "reward" else "eval/rewards/accuracies"
-    accuracy: Curves = {"accuracy": {"rewards/accuracies": ("training", BLUE), held_out: ("held out", ORANGE)}}
-    if method.leaves == "reward":
-        return accuracy
-    return accuracy | {
-        "implicit rewards": {"rewards/chosen": ("chosen", BLUE), "rewards/rejected": ("rejected", ORANGE)}
-    }
-
-
-def draw_training(path: str | Path) -> Any:
-    """What the stages in a pipeline's folder looked like while they trained; returns the figure."""
-    from matplotlib.figure import Figure
-
-    panels: list[tuple[str, list[tuple[Any, ...]]]] = []
-    for name, method in methods().items():
-        events = read_metrics(Path(path) / name) if (Path(path) / name).is_dir() else []
-        for title, keys in curves_of(method).items():
-            lines = []
-            for key, how in keys.items():
-                points = [(e["step"], e[key]) for e in events if key in e and e["type"] in ("step", "eval")]
-                lines += [(points, "o" if key.startswith("eval/") else None, *how)] if points else []
-            if lines:
-                panels.append((f"{name.upper() if len(name) < 5 else name}: {title}", lines))
-    figure = Figure(figsize=(3 * max(1, len(panels)), 3), dpi=90, layout="constrained")
-    for axis, (title, lines) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
-        for points, marker, label, colour in lines:
-            axis.plot(*zip(*points), label=label, color=colour, lw=1.4, marker=marker, ms=4)
-        axis.set(title=title, xlabel="step")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
-    return figure
-
-# %% ../../nbs/910_app_pipeline.ipynb #8a755b6b
-def draw_before_after(before: PolicyEval, after: PolicyEval, by: str, name: str = "PPO") -> Any:
-    """How the scores of the answers moved; returns the figure.
-
-    Args:
-        before: the SFT model's answers.
-        after: those of the policy trained last.
-        by: the judge.
-        name: of that policy.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), dpi=90, layout="constrained")
-    axis = figure.subplots()
-    both = torch.cat([before.scores[by], after.scores[by]])
-    bins = torch.linspace(float(both.min()) - 0.25, float(both.max()) + 0.25, 24).tolist()
-    for judged, label, colour in ((before, "SFT", ORANGE), (after, name, BLUE)):
-        scores, mean = judged.scores[by].tolist(), float(judged.scores[by].mean())
-        axis.hist(scores, bins=bins, alpha=0.6, color=colour, label=f"{label}, mean {mean:.2f}")
-        axis.axvline(mean, color=colour, lw=1.6)
-    axis.set(title=f"{by} reward of held-out answers, before and after {name}", xlabel=f"{by} reward", ylabel="answers")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    return figure
 
 # %% ../../nbs/910_app_pipeline.ipynb #16305413
 class RLHFPipeline:
@@ -756,19 +681,3 @@ def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
             seen.setdefault(i, i)
     order = ["one", "sum", "about", "home", "young", "food"]
     return [seen[k] for k in sorted(seen, key=lambda k: order.index(k) if k in order else len(order))][:n]
-
-
-def save_figures(path: Path, judged: dict[str, PolicyEval]) -> list[Path]:
-    """Draw what there is to draw into `figures/`; returns the files."""
-    folder, files = path / "figures", {"training.png": draw_training(path)}
-    last = list(judged)[-1] if judged else ""
-    if "sft" in judged and last not in ("base", "sft"):
-        by = next(iter(judged["sft"].scores))
-        files["before_after.png"] = draw_before_after(judged["sft"], judged[last], by, last.upper())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in files.items():
-            figure.savefig(folder / name)
-    except OSError as e:
-        raise RunError(f"cannot write figures to {folder}: {e}; the models and results are saved.") from e
-    return [folder / name for name in files]
