@@ -111,6 +111,7 @@ class Part:
 
             def work() -> None:
                 os.environ.update(env)
+                sys.path.append(job["site"])
                 import gpu_parts
 
                 gpu_parts.main([told])
