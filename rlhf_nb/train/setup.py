@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -25,6 +25,7 @@ from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
+from ..data.templates import speaks_chat
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn
@@ -146,7 +147,11 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
         return [data]
     out = []
     for part in data.mix:
-        own = {k: v for k in ("path", "split", "subset", "columns", "shape") if (v := getattr(part, k)) is not None}
+        own = {
+            k: v
+            for k in ("path", "split", "subset", "revision", "columns", "shape")
+            if (v := getattr(part, k)) is not None
+        }
         out.append(data.replace(mix=None, **own))
     return out
 
@@ -195,9 +200,8 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
     Raises:
         DataError: see `open_rows` and `renamed`.
     """
-    opened = open_rows(
-        place_of(data), split or data.split, data.subset, data.streaming if streaming is None else streaming
-    )
+    streaming = data.streaming if streaming is None else streaming
+    opened = open_rows(place_of(data), split or data.split, data.subset, streaming, data.revision)
     return (lambda: renamed(opened(), data.columns)) if data.columns else opened
 
 # %% ../../nbs/600_train_setup.ipynb #2308f380
@@ -362,6 +366,12 @@ class TextMethod(BaseMethod):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.held_out: list[Row] = []  # tokenized rows that `evaluate` measures; set by the trainer
 
+    @cached_property
+    def chat(self) -> bool:
+        """Whether plain prompts go through the chat template."""
+        config: Any = self.config
+        return speaks_chat(self.tokenizer, config.data.as_chat)
+
     def answers_in(self, batch: Any) -> Completions | None:
         """The completions whose log-probs a batch is about; None where it is about something else."""
         return batch if isinstance(batch, Completions) else None
@@ -482,7 +492,9 @@ def tokens_of(
     else:
         made, said, how = kept_tokens(key, folder, make)
     for sentence in said:
-        warnings.warn(sentence, DataNote if sentence.startswith("read as ") else DataWarning, stacklevel=3)
+        warnings.warn(
+            sentence, DataNote if sentence.startswith(("read as ", "plain prompts: ")) else DataWarning, stacklevel=3
+        )
     counts = sum(len(rows) for rows in made)
     warnings.warn(f"tokens of {counts:,} rows {how} ({folder}).", DataNote, stacklevel=3)
     return made
