@@ -631,7 +631,13 @@ def trl_side(job: Job, gate: harness.Gate, method: str, shape: str, steps: int, 
             wait(job.device)
             gate.step_done(tokens=tokens, gb=peak_gb(job.device))
 
-    model, words_of = model_of(shape, job.device), tokenizer(VOCABULARY[shape])
+    from transformers import AutoModelForCausalLM
+
+    words_of = tokenizer(VOCABULARY[shape])
+    model_of(shape, job.device).save_pretrained(
+        f"{folder}/base"
+    )  # TRL loads its reference from where the policy came from
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32).to(job.device)
     trainer: Any
     if method == "dpo":
         from trl import DPOConfig, DPOTrainer

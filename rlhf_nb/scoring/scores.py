@@ -347,9 +347,7 @@ def _mean_states(p: Pack, h: Tensor) -> Tensor:
     shared = where_true(along(lambda x: x == 0, p.branch))
     per_tree = h.new_zeros(len(p.input_ids), h.shape[1]).index_add(0, shared // p.input_ids.shape[1], h[shared])
     total = per_tree[p.tree].index_add(0, p.rows, h[p.places[p.rows, p.cols]])
-    counts = (p.branch == 0).sum(1)[p.tree] + sent(
-        torch.bincount(host(p.rows), minlength=len(p.last)), h.device
-    )
+    counts = (p.branch == 0).sum(1)[p.tree] + sent(torch.bincount(host(p.rows), minlength=len(p.last)), h.device)
     return total / counts[:, None]
 
 # %% ../../nbs/180_scoring_scores.ipynb #8fc200b0
