@@ -425,9 +425,19 @@ def averages(job: Job, shape: Shape | None = None) -> float:
         shape: of the model; None: as if it were one large hidden matrix.
     """
     width = shape.hidden if shape is not None else 4096
-    hidden = 1.0 if job.lora or shape is None else (shape.decoder - (shape.embedding or shape.vocab * shape.hidden)) / shape.total
+    hidden = (
+        1.0
+        if job.lora or shape is None
+        else (shape.decoder - (shape.embedding or shape.vocab * shape.hidden)) / shape.total
+    )
     eight_bit = 2.0 + 8 / 256  # a scale for each 256 numbers
-    known = {"sgd": 4.0, "adamw_8bit": eight_bit, "paged_adamw_8bit": eight_bit, "adafactor": 8.0 / width, "muon": 8.0 - 4.0 * hidden}
+    known = {
+        "sgd": 4.0,
+        "adamw_8bit": eight_bit,
+        "paged_adamw_8bit": eight_bit,
+        "adafactor": 8.0 / width,
+        "muon": 8.0 - 4.0 * hidden,
+    }
     return known.get(job.optimizer, 8.0)
 
 
