@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .evals import compare_command, eval_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -420,6 +421,9 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
 # %% ../../nbs/930_app_cli.ipynb #aac94871
 for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
     app.command(_name)(_command)
+app.command("eval")(eval_command)  # notebook 926
+app.command("evaluate", hidden=True)(eval_command)
+app.command("compare")(compare_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")
