@@ -18,8 +18,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .evals import compare_command, eval_command
+from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .lab import fork_command, overopt_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -185,7 +186,12 @@ def settings_help(kind: str, command: str) -> str:
 
 
 class TrainingCommand(typer.core.TyperCommand):
-    """A command that trains; its help ends with its settings."""
+    """A command that trains; settings may be written as options, and its help ends with them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command line."""
+        own = [name for p in self.params for name in (*p.opts, *p.secondary_opts)] + ["--help"]
+        return super().parse_args(ctx, as_settings(get(str(self.name)).config, own, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, and the most important settings."""
@@ -424,6 +430,8 @@ for _name, _command in (("sample", sample_command), ("chat", chat_command), ("ge
 app.command("eval")(eval_command)  # notebook 926
 app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
+app.command("overopt")(overopt_command)  # notebook 929
+app.command("fork")(fork_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")

@@ -21,6 +21,7 @@ from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictCo
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data import toy
 from ..data.formats import ASSISTANT, HUMAN
+from ..data.templates import speaks_chat
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
@@ -529,7 +530,8 @@ def held_out_prompts(pipeline: RLHFPipeline, tokenizer: Any) -> PromptBatch:
     train, held = load_rows(config.data, "prompt", seed)
     if is_toy(config.data.path):
         held = toy.test_prompts(n, derive_seed(seed, "pipeline"))
-    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, warn=False)
+    chat = speaks_chat(tokenizer, config.data.as_chat)
+    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, chat=chat, warn=False)
     return collate_prompts(rows, tokenizer.pad_token_id)
 
 

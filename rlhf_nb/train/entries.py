@@ -34,7 +34,7 @@ __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file',
 
 # %% ../../nbs/604_train_entries.ipynb #c7172439
 def _length(
-    target: int | None = None, width: int | None = None, max_length: int | None = None, cache: int = 0,
+    target: int | None = None, width: int | None = None, max_length: int | None = None, cache: int = 1,
     unit: Literal["tokens", "words", "chars"] = "tokens", name: str = "length_score",
 ) -> Length:  # fmt: skip
     """A reward for length: near a target, or not beyond a limit."""

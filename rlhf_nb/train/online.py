@@ -276,7 +276,7 @@ class OnlineMethod(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
-        return tokenize_prompts(rows, self.tokenizer, self.config.data.max_prompt_length, warn=warn)
+        return tokenize_prompts(rows, self.tokenizer, self.config.data.max_prompt_length, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> PromptBatch:
         """Tokenized prompts as one batch."""

@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import RewardError, did_you_mean
@@ -48,6 +48,15 @@ class EvalJudge(JudgeConfig):
     name: str = option("judge", "in the log: eval/NAME, or eval/NAME_wins with against", min_length=1)
     against: str | None = option(None, "column with the answer to beat, such as chosen or completion; null: a rating")
 
+    @model_validator(mode="after")
+    def _duels(self) -> EvalJudge:
+        """Rewards that only rate are metrics."""
+        if self.rewards and self.against is None:
+            raise ValueError(
+                "rewards here compare with a column of the data, and against isn't set: name it, or write the entries under eval.metrics."
+            )
+        return self
+
 
 class EvalConfig(StrictConfig):
     """Who looks at the answers to held-out prompts, beside the rewards."""
@@ -83,7 +92,9 @@ class Against:
             )
         theirs = columns[self.column]
         rows = [i for i, other in enumerate(theirs) if other]
-        won = self.judge.compare([prompts[i] for i in rows], [completions[i] for i in rows], [theirs[i] for i in rows])
+        known = {k: [v[i] for i in rows] for k, v in columns.items()}
+        judge = self.judge.about(known) if hasattr(self.judge, "about") else self.judge
+        won = judge.compare([prompts[i] for i in rows], [completions[i] for i in rows], [theirs[i] for i in rows])
         found = dict(zip(rows, won, strict=True))
         return [found.get(i) for i in range(len(prompts))]
 
