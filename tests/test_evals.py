@@ -23,7 +23,8 @@ from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import set_chat_template
 from rlhf_nb.evaluate.instructions import CHECKS, followed
-from rlhf_nb.evaluate.suites import Results, load_suite, model_asker, run_rows, suites
+from rlhf_nb.evaluate.results import Results
+from rlhf_nb.evaluate.suites import load_suite, model_asker, run_rows, suites
 from rlhf_nb.models.load import save_model
 
 ROOT = Path(__file__).resolve().parent.parent

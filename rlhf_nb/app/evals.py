@@ -26,9 +26,10 @@ from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
+from ..evaluate.results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
 from rlhf_nb.evaluate.suites import (
-    Judged, Pair, Results, Rule, Scores, Suite, answer_work, checks_rule, choice_work, compare_results, dialogue, flip_rule, judge_rule,
-    judged_of, load_suite, model_asker, pair_work, refusal_rule, run_rows, suites, sum_up,
+    Rule, Scores, Suite, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
+    refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
@@ -20,16 +19,11 @@ from pydantic import Field
 
 from ..config import SamplingConfig, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, RunError, did_you_mean
-from ..data.formats import prompt_text
 from ..data.readers import read_rows
 from ..data.sources import prompt_batch
 from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
-from rlhf_nb.evaluate.intervals import (
-    Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled, majority_interval,
-    mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
-)  # fmt: skip
-from .metrics import by_slice, cluster_prompts, describe, is_refusal
+from .metrics import is_refusal
 from ..rewards.answers import extract_choice
 from ..rollout.sampler import eval_mode, sample
 from ..scoring.scores import completion_logps
@@ -42,7 +36,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SuiteConfig', 'suites', 'Suite', 'load_suite', 'checks_rule', 'refusal_rule',
            'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work', 'run_rows',
-           'Metric', 'RowResult', 'Results', 'sum_up', 'Pair', 'compare_results', 'Judged', 'pair_work', 'judged_of']
+           'replace_file']
 
 # %% ../../nbs/496_evaluate_suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -86,7 +80,7 @@ class Suite:
     def save(self, path: str | Path) -> None:
         """Write configuration and rows; `read` gives them back."""
         said = {"config": self.config.model_dump(mode="json", exclude={"rows"}), "rows": self.rows}
-        _replace(Path(path), json.dumps(said, ensure_ascii=False))
+        replace_file(Path(path), json.dumps(said, ensure_ascii=False))
 
     @classmethod
     def read(cls, path: str | Path) -> Suite:
@@ -436,7 +430,7 @@ def run_rows(
                 f"{folder} holds answers with {key}={was:.60}, and now it is {now:.60}: they can't be mixed. Choose another output_dir, or --overwrite."
             )
     else:
-        _replace(head, json.dumps(said, indent=1, ensure_ascii=False))
+        replace_file(head, json.dumps(said, indent=1, ensure_ascii=False))
     chunks = [suite.rows[i : i + chunk] for i in range(0, len(suite.rows), chunk)]
     path = folder / "answers.jsonl"
     lines = _intact(path, [len(c) * samples for c in chunks])
@@ -465,7 +459,7 @@ def run_rows(
     return lines
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file so that it is the old or the new one, never half."""
     aside = path.with_name(path.name + ".tmp")
     with open(aside, "w", encoding="utf-8") as f:
@@ -473,306 +467,3 @@ def _replace(path: Path, text: str) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(aside, path)
-
-# %% ../../nbs/496_evaluate_suites.ipynb #83b24b5b
-class Metric(StrictConfig):
-    """A number of a result."""
-
-    value: float
-    low: float | None = option(None, "of the interval; null: it has none")
-    high: float | None = option(None, "of the interval; null: it has none")
-    n: int = option(0, "independent units it comes from: prompts", ge=0)
-    level: float = option(0.95, "share of such intervals that hold the truth")
-    method: str = option("", "of the interval: wilson, t, ratio, logistic; whole: of all answers together, without one")
-
-    @classmethod
-    def of(cls, e: Estimate) -> Metric:
-        """An estimate; what is not finite becomes null."""
-        low, high = (x if math.isfinite(x) else None for x in (e.low, e.high))
-        return cls(value=float(e.value), low=low, high=high, n=e.n, level=e.level, method=e.method)
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f}" + (
-            f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None and self.high is not None else ""
-        )
-
-
-class RowResult(StrictConfig):
-    """What became of a row."""
-
-    id: str
-    score: float | None = option(None, "mean over its samples; null: no opinion")
-    length: float | None = option(None, "mean tokens of an answer; null: nothing was written")
-    slice: str | None = option(None, "which kind of prompt; null: not asked for")
-    samples: list[float | None] = Field(default_factory=list, description="score of each sample")
-
-
-class Results(StrictConfig):
-    """The results of a suite, format rlhf-nb/eval, version 1."""
-
-    format: Literal["rlhf-nb/eval"] = option("rlhf-nb/eval", "of this file")
-    version: Literal[1] = option(1, "of the format; readers refuse others")
-    model: str = option("", "who was asked, as it was named")
-    suite: str = option("", "what was asked")
-    fingerprint: str = option("", "of rows and rule; results with the same one can be paired")
-    settings: dict[str, Any] = Field(default_factory=dict, description="what else decided the numbers")
-    metrics: dict[str, Metric] = Field(default_factory=dict, description="by name; score is the one that counts")
-    slices: dict[str, Metric] = Field(default_factory=dict, description="score by kind of prompt")
-    notes: list[str] = Field(default_factory=list, description="what a reader should know")
-    rows: list[RowResult] = Field(default_factory=list, description="one for each prompt")
-
-    def save(self, path: str | Path) -> Path:
-        """Write it; the file is the old or the new one, never half."""
-        _replace(Path(path), json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False))
-        return Path(path)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Results:
-        """Results from a file, or from the folder that holds `results.json`.
-
-        Raises:
-            DataError: there are none, or of another format or version.
-        """
-        path = Path(path) / "results.json" if Path(path).is_dir() else Path(path)
-        if not path.is_file():
-            unfinished = (path.parent / "answers.jsonl").exists()
-            more = (
-                "the evaluation there isn't finished: type its command again."
-                if unfinished
-                else "evaluate first: rlhf-nb eval MODEL --suite NAME."
-            )
-            raise DataError(f"there is no {path}; {more}")
-        try:
-            value = json_value(path.read_bytes())
-        except Unreadable as e:
-            raise DataError(f"{path}: {e}.") from e
-        if not isinstance(value, dict) or value.get("format") != "rlhf-nb/eval" or value.get("version") != 1:
-            found = (
-                f"{value.get('format')!r}, version {value.get('version')!r}"
-                if isinstance(value, dict)
-                else "something else"
-            )
-            raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
-        return cls.model_validate(value)
-
-
-def _estimate(values: Sequence[Any], clusters: Sequence[str], level: float) -> Estimate | None:
-    """A mean with the interval that fits: of a share, or Student's; None without a number."""
-    x = np.array([math.nan if v is None else float(v) for v in values])
-    known = x[~np.isnan(x)]
-    if not len(known):
-        return None
-    return (share_interval if known.min() >= 0 and known.max() <= 1 else mean_interval)(x, clusters, level)
-
-
-def sum_up(
-    suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
-    slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
-) -> Results:  # fmt: skip
-    """Results from the lines of a suite.
-
-    Args:
-        suite: what was asked.
-        lines: as `run_rows` returns them.
-        model: named in the results; settings: kept there.
-        slices: a name for each row; None: the suite's own column.
-        level: of all intervals; seed: of draws inside them.
-    """
-    ids, samples = [str(line["id"]) for line in lines], len(lines) // len(suite.rows)
-    names = list(dict.fromkeys(k for line in lines for k, v in line["scores"].items() if not isinstance(v, str)))
-    columns = {k: [line["scores"].get(k) for line in lines] for k in names}
-    metrics: dict[str, Estimate] = {}
-    notes = []
-    for name, values in columns.items():
-        if found := _estimate(values, ids, level):
-            metrics[name] = found
-        silent = sum(v is None for v in values)
-        if silent and name == "score":
-            notes.append(f"{silent} of {len(values)} answers have no score and don't count.")
-    scored = columns.get("score", [])
-    if samples > 1 and "score" in metrics and all(v is None or v in (0.0, 1.0) for v in scored):
-        ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, samples) if k <= samples})
-        metrics |= {
-            f"pass@{k}": pass_interval([math.nan if v is None else v for v in scored], samples, k, level) for k in ks
-        }
-        if all("wanted" in line["scores"] for line in lines):
-            said = [line["scores"].get("read") for line in lines]
-            wanted = [lines[i]["scores"]["wanted"] for i in range(0, len(lines), samples)]
-            odd = samples if samples % 2 else samples - 1
-            metrics[f"majority@{odd}"] = majority_interval(said, wanted, samples, odd, level, seed)
-    if "said" in columns:
-        found_calibration = calibration(columns.pop("said"), columns["score"], level=level, seed=seed)
-        metrics.pop("said")
-        whole = {"ece": found_calibration.ece, "ece_if_perfect": found_calibration.ece_if_perfect}
-        metrics |= {"brier": found_calibration.brier}
-        metrics |= {k: Estimate(v, math.nan, math.nan, len(lines), level, "whole") for k, v in whole.items()}
-    lengths: list[float | None] = [None] * len(lines)
-    if suite.config.task == "answer":
-        lengths = [float(sum(line["tokens"])) for line in lines]
-        flat = [(i, j) for i, line in enumerate(lines) for j in range(len(line["answers"]))]
-        metrics |= describe(
-            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat], [lines[i]["tokens"][j] for i, j in flat],
-            [lines[i]["finished"][j] for i, j in flat], level,
-        )  # fmt: skip
-        cut = 1 - metrics["finished"].value
-        if cut > 0.05:
-            notes.append(f"{cut:.0%} of the answers were cut at max_new_tokens: their scores may be those of the cut.")
-    if slices is None and suite.config.slice is not None:
-        slices = [str(row.get(suite.config.slice)) for row in suite.rows]
-    parts: dict[str, Estimate] = {}
-    if slices is not None and "score" in metrics:
-        each = [s for s in slices for _ in range(samples)]
-        parts = by_slice([math.nan if v is None else v for v in scored], each, ids, level)
-    rows = []
-    for i, row in enumerate(suite.rows):
-        mine = scored[i * samples : (i + 1) * samples]
-        known, long = (
-            [v for v in mine if v is not None],
-            [x for x in lengths[i * samples : (i + 1) * samples] if x is not None],
-        )
-        rows.append(
-            RowResult(
-                id=row["id"], score=sum(known) / len(known) if known else None, length=sum(long) / len(long) if long else None,
-                slice=None if slices is None else str(slices[i]), samples=[None if v is None else float(v) for v in mine],
-            )
-        )  # fmt: skip
-    return Results(
-        model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes, rows=rows,
-        metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
-    )  # fmt: skip
-
-# %% ../../nbs/496_evaluate_suites.ipynb #ac153ba1
-class Pair(NamedTuple):
-    """Two models on the same rows."""
-
-    first: str
-    second: str
-    difference: Estimate  # of mean scores, first − second
-    wins: Comparison
-    p_value: float  # of "no difference", by sign flips
-    p_holm: float  # after correction for all pairs
-    lengths: LengthControlled | None  # None: nothing was written, or too few rows
-    decision: Decision
-
-
-def compare_results(
-    results: Sequence[Results], names: Sequence[str] | None = None, level: float = 0.95, seed: int = 0, *,
-    judged: Mapping[tuple[int, int], Sequence[float | None]] | None = None,
-) -> list[Pair]:  # fmt: skip
-    """All pairs of two or more results.
-
-    Args:
-        results: of the same suite.
-        names: how they are called; None: their models.
-        level: of intervals; seed: of flips, futures and the order in which prompts are thought to be seen.
-        judged: for each pair (i, j), i < j, a judge's probability that i is better, one for each row; None: scores decide.
-            The difference is then that of wins and losses, in [−1, 1].
-
-    Raises:
-        DataError: fewer than two, other rows or rules, or nothing scored in both.
-    """
-    if len(results) < 2:
-        raise DataError("a comparison needs two results or more: rlhf-nb compare A B.")
-    called = list(names or [r.model for r in results])
-    for r, name in zip(results, called):
-        if r.fingerprint != results[0].fingerprint:
-            what = f"suite {r.suite!r}" if r.suite != results[0].suite else "other rows, or another rule or limit,"
-            raise DataError(
-                f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be paired. Evaluate both alike."
-            )
-        if judged is None and r.settings.get("judge") != results[0].settings.get("judge"):
-            raise DataError(
-                f"{name} and {called[0]} were rated by different judges: only scores of one judge can be compared."
-            )
-    pairs = []
-    for i in range(len(results)):
-        for j in range(i + 1, len(results)):
-            if judged is None:
-                a, b = (np.array([math.nan if r.score is None else r.score for r in results[x].rows]) for x in (i, j))
-                gap, points = a - b, points_of(a, b)
-            else:
-                points = np.array([math.nan if p is None else p for p in judged[i, j]])
-                gap = 2 * points - 1
-            if np.isnan(gap).all():
-                raise DataError(f"no row has a score in both {called[i]} and {called[j]}.")
-            order = np.random.default_rng(seed).permutation(len(points))
-            long = [[r.length for r in results[x].rows] for x in (i, j)]
-            enough = int((~np.isnan(points)).sum()) >= 10 and all(x is not None for side in long for x in side)
-            pairs.append(
-                Pair(
-                    called[i], called[j], mean_interval(gap, level=level), compare_paired(points, level=level, seed=seed),
-                    sign_flip_test(gap, seed=seed), 1.0, length_controlled(points, long[0], long[1], level=level) if enough else None,
-                    decide(points[order], level=level, seed=seed),
-                )
-            )  # fmt: skip
-    return [p._replace(p_holm=h) for p, h in zip(pairs, holm([p.p_value for p in pairs]))]
-
-# %% ../../nbs/496_evaluate_suites.ipynb #aea771ab
-class Judged(NamedTuple):
-    """What a judge says of two models' answers."""
-
-    points: list[float | None]  # one for each row, that the first is better: the mean of its turns
-    position_bias: float  # mean probability of what stands first, − ½
-    flips: float  # share of verdicts that turn with the order
-    agreement: float  # share of pairs on which both orders name the same winner
-    kappa: float  # the same, beyond chance; NaN where chance is always right
-    no_opinion: int
-
-    def __str__(self) -> str:
-        kappa = "" if math.isnan(self.kappa) else f" (κ {self.kappa:.2f})"
-        return (
-            f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias {round(self.position_bias, 3) + 0.0:+.3f}, "
-            f"{self.flips:.0%} turn with the order, {self.no_opinion} without opinion"
-        )
-
-
-def _transcript(turns: Sequence[Any], said: Sequence[str]) -> Any:
-    """An answer as a judge sees it: the text itself, or the whole dialogue from the first answer on."""
-    if len(said) == 1:
-        return said[0]
-    last = {"role": "assistant", "content": said[-1] or "(no answer)"}
-    return [*dialogue(turns[: len(said)], said[:-1])[-2 * (len(said) - 1) :], last]
-
-
-def pair_work(
-    first: Mapping[str, Sequence[str]], second: Mapping[str, Sequence[str]], verdicts: Callable[..., Any]
-) -> Work:
-    """Rows on which a judge compares two models, turn by turn; a later turn with the dialogue that led to it, each model's own.
-
-    Args:
-        first, second: the models' answers to each turn, by the row's id.
-        verdicts: `f(prompts, firsts, seconds)` with `.forward` and `.backward`, such as `judges.judge.verdicts_of` for a judge.
-    """
-
-    def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
-        places = [(row, t) for row in rows for t in range(len(row["turns"]))]
-        shown = [[_transcript(row["turns"], side[row["id"]][: t + 1]) for row, t in places] for side in (first, second)]
-        said = verdicts([row["turns"][0] for row, _ in places], *shown)
-        both = {id(row): ([], []) for row in rows}  # type: dict[int, tuple[list[Any], list[Any]]]
-        for (row, _), f, b in zip(places, said.forward, said.backward, strict=True):
-            both[id(row)][0].append(f)
-            both[id(row)][1].append(b)
-        return [[{"forward": both[id(row)][0], "backward": both[id(row)][1]}] for row in rows]
-
-    return work
-
-
-def judged_of(lines: Sequence[Mapping[str, Any]]) -> Judged:
-    """A judge's opinion of two models, from the lines of `pair_work`."""
-    forward, backward = ([x for line in lines for x in line[side]] for side in ("forward", "backward"))
-    both = [(f, b) for f, b in zip(forward, backward) if f is not None and b is not None]
-    points: list[float | None] = []
-    for line in lines:
-        turns = [None if f is None or b is None else (f + b) / 2 for f, b in zip(line["forward"], line["backward"])]
-        known = [x for x in turns if x is not None]
-        points.append(sum(known) / len(known) if len(known) == len(turns) else None)
-    if not both:
-        return Judged(points, math.nan, math.nan, math.nan, math.nan, len(forward))
-    f, b = np.array(both).T
-    winner = np.stack([np.sign(f - 0.5), np.sign(b - 0.5)])
-    same = float((winner[0] == winner[1]).mean())
-    luck = sum(float((winner[0] == s).mean()) * float((winner[1] == s).mean()) for s in (-1.0, 0.0, 1.0))
-    return Judged(
-        points, float((f - b).mean() / 2), float((winner[0] * winner[1] < 0).mean()), same,
-        (same - luck) / (1 - luck) if luck < 1 else math.nan, len(forward) - len(both),
-    )  # fmt: skip
