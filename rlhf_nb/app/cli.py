@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .console import Debug, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .push import push_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -418,7 +419,12 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
     return table
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871
-for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
+for _name, _command in (
+    ("sample", sample_command),
+    ("chat", chat_command),
+    ("get", get_command),
+    ("push", push_command),
+):  # notebooks 928, 917
     app.command(_name)(_command)
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
