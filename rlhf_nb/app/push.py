@@ -97,8 +97,10 @@ _WEIGHTS = re.compile(
 
 
 def _put(source: Path, target: Path) -> None:
-    """A file at another place too: a link, or a copy where there can be none."""
+    """A file at another place too: weights as a link where that can be, all else as a copy, which may be edited."""
     try:
+        if source.suffix != ".safetensors":
+            raise OSError("a copy is wanted")
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
