@@ -1,10 +1,11 @@
 """DPO: pairs per second against TRL's DPOTrainer, on HH-RLHF pairs; and the fixture of a whole run.
 
     python benchmarks/bench_dpo.py [--quick] [--steps 12] [--threads 2] [--token-budget 1024] [--against random cached ...] [--data FILE]
+    python benchmarks/bench_dpo.py --task smollm2 [--precision bf16] --against single grouped    # after `rlhf-nb get smollm2`
     python benchmarks/bench_dpo.py --record     # writes tests/data/dpo_run.json; --check only says whether it still holds
 
-Both sides: the same Qwen2 of 12M parameters (hidden 384, 6 layers, vocabulary 8192), the same tokens of the same 8 pairs in each step,
-fp32, sigmoid loss with β 0.1, AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing, each with its own trainer. TRL runs
+Both sides: the same Qwen2 of 12M parameters (hidden 384, 6 layers, vocabulary 8192) or SmolLM2-135M-Instruct, all weights train, the same
+tokens of the same 8 pairs in each step, fp32 (or bf16 products over fp32 weights on both sides), sigmoid loss with β 0.1, AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing, each with its own trainer. TRL runs
 
     random          8 pairs at random in a forward of 16 sequences, the reference beside it
     grouped         the same with steps grouped by length, which hardly need padding
@@ -14,7 +15,7 @@ fp32, sigmoid loss with β 0.1, AdamW (fused), gradients cut to norm 1, no dropo
     cached-single   `single` with both
 
 What is computed before the first step (the cached reference) isn't timed on either side. Before anything is reported: losses, margins and
-log-probs of the chosen answers in all steps, updates included, are the same.
+log-probs of the chosen answers in all steps, updates included, are the same (in bf16: near each other).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import harness
 import pairs
 
 WAYS = ("random", "grouped", "single", "cached", "cached-grouped", "cached-single")
+LR = {"hh": 1e-4, "smollm2": 1e-6}
 FIXTURE = harness.ROOT / "tests" / "data" / "dpo_run.json"
 READ = {
     "margin": "rewards/margins",
@@ -68,7 +70,7 @@ def run_ours(job: dict[str, Any]) -> None:
     config = DPOConfig(
         output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["batch"], token_budget=job["token_budget"],
         optimizer={"lr": job["lr"], "schedule": "constant", "warmup_steps": 0}, beta=job["beta"], reference="cached" if job["cached"] else "frozen",
-        reference_cache=job["output"] + "-reference", precision="fp32", device="cpu", console=False,
+        reference_cache=job["output"] + "-reference", precision=job["precision"], device="cpu", console=False,
     )  # fmt: skip
     where = ModelConfig(name_or_path=job["model"])
     tokenizer = load_tokenizer(where)
@@ -112,11 +114,11 @@ def run_trl(job: dict[str, Any]) -> None:
     args = DPOConfig(
         output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=job["batch"] // accumulate,
         gradient_accumulation_steps=accumulate, learning_rate=job["lr"], lr_scheduler_type="constant", beta=job["beta"], max_length=None,
-        precompute_ref_log_probs=job["cached"], bf16=False, use_cpu=True, gradient_checkpointing=job["checkpointing"], report_to="none", save_strategy="no",
+        precompute_ref_log_probs=job["cached"], bf16=job["precision"] == "bf16", use_cpu=True, gradient_checkpointing=job["checkpointing"], report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential", dataloader_num_workers=0,
     )  # fmt: skip
     trainer = Recorded(
-        model=AutoModelForCausalLM.from_pretrained(job["model"]), args=args, train_dataset=Dataset.from_list(rows),
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32"), args=args, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(job["model"]), callbacks=[Turns()],
     )  # fmt: skip
     trainer.train()
@@ -125,17 +127,19 @@ def run_trl(job: dict[str, Any]) -> None:
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Speeds and memory in each of TRL's ways."""
     steps = min(args.steps, 5) if args.quick else args.steps
-    orders, total = pairs.prepare(args.data, folder, args.batch), args.warmup + steps + 1
+    orders, total = pairs.prepare(args.data, folder, args.batch, args.task), args.warmup + steps + 1
     for way in args.against or (("random", "cached") if args.quick else WAYS):
         rows = orders["grouped" if "grouped" in way else "random"][: args.batch * total]
         job = pairs.job_of(
             folder, rows, batch=args.batch, steps=total, threads=args.threads, token_budget=args.token_budget,
-            cached="cached" in way, accumulate=args.batch if "single" in way else 1,
+            cached="cached" in way, accumulate=args.batch if "single" in way else 1, precision=args.precision, lr=LR[args.task],
         )  # fmt: skip
-        print(f"TRL {way}, {args.threads} threads, {steps} steps each, in turn, our token budget {args.token_budget}")
+        print(
+            f"TRL {way}, {args.threads} threads, {args.precision}, {steps} steps each, in turn, our token budget {args.token_budget}"
+        )
         with harness.workers(__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
             harness.alternate([ours, trl], args.warmup, steps)
-        pairs.near(ours, trl, ("loss", *READ), 1e-4)
+        pairs.near(ours, trl, ("loss", *READ), 1e-4 if args.precision == "fp32" else 0.5)
         harness.show(ours, trl, args.warmup, "pairs", "pairs")
 
 
@@ -269,6 +273,8 @@ def to_text(stored: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = harness.arguments(__doc__, steps=12)
+    parser.add_argument("--task", choices=tuple(LR), default="hh", help="the model")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
     parser.add_argument("--batch", type=int, default=8, help="pairs a step")
     parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
     parser.add_argument(

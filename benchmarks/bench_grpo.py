@@ -286,10 +286,8 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
     """Write the policy unless it is there; return tokenized prompts in the order of the steps."""
     import torch
 
-    from rlhf_nb.core import decide_precision
     from rlhf_nb.data import toy
     from rlhf_nb.data.sources import tokenize_prompts
-    from rlhf_nb.models.load import load_causal_lm
     from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
@@ -305,16 +303,13 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
             loss = trainer.fit()[-1]["loss"]
             trainer.method.save_model(folder / "policy")
     elif task == "smollm2":
-        from rlhf_nb.config import ModelConfig
         from rlhf_nb.data.sums import sums_prompts
-        from rlhf_nb.models.load import load_tokenizer
 
-        where = ModelConfig(name_or_path="smollm2")
-        tokenizer = load_tokenizer(where)
+        tokenizer, model = harness.smollm2()
+        loss = math.nan
         tokens = tokenize_prompts(sums_prompts(need, 0), tokenizer, 128)
         kept = {tokenizer.decode(r["prompt_ids"]): r["prompt_ids"] for r in tokens}
         if new:
-            model, loss = load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer), math.nan
             model.save_pretrained(folder / "policy")
             tokenizer.save_pretrained(folder / "policy")
     else:

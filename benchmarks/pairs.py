@@ -10,13 +10,23 @@ import harness
 import peers
 
 
-def prepare(data: Path, folder: Path, batch: int) -> dict[str, list[dict[str, Any]]]:
-    """Write the model, and return tokenized pairs at random and grouped by length."""
+def prepare(data: Path, folder: Path, batch: int, task: str = "hh") -> dict[str, list[dict[str, Any]]]:
+    """Write the model, and return tokenized pairs at random and grouped by length.
+
+    Args:
+        data: HH pairs.
+        folder: for the model.
+        batch: pairs a step.
+        task: "hh": a Qwen2 of 12M parameters; "smollm2": SmolLM2-135M-Instruct, as `rlhf-nb get smollm2` left it.
+    """
     import random
 
     pairs = harness.hh_pairs(data)
-    tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
-    model = harness.qwen2(tokenizer)
+    if task == "smollm2":
+        tokenizer, model = harness.smollm2()
+    else:
+        tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
+        model = harness.qwen2(tokenizer)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     columns = {
@@ -65,7 +75,7 @@ def near(ours: harness.Worker, theirs: harness.Worker, keys: tuple[str, ...], to
 def job_of(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """What a worker is told, on both sides alike."""
     usual = {"batch": 8, "lr": 1e-4, "beta": 0.1, "threads": 2, "token_budget": 1024, "cached": False, "accumulate": 1}
-    usual |= {"checkpointing": False}  # of TRL
+    usual |= {"checkpointing": False, "precision": "fp32"}  # the first: of TRL
     return {"model": str(folder / "model"), "rows": rows, **usual, **fields}
 
 

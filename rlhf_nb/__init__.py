@@ -71,6 +71,8 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, and keep it."""
     if name not in _HOME:
+        if not name.startswith("_") and (said := import_module(f"{__name__}.aliases").instead_of(name)):
+            raise ImportError(said)  # an AttributeError would lose the sentence in `from rlhf_nb import NAME`
         raise AttributeError(f"module 'rlhf_nb' has no attribute {name!r}; its public names are: {', '.join(sorted(_HOME))}")
     globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     return value

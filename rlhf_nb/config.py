@@ -98,7 +98,7 @@ def beside(data: Any, config: str | Path) -> Any:
     """
     folder = Path(config) if Path(config).is_dir() else Path(config).parent
     if isinstance(data, list):
-        return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
+        return [_at(folder, beside(x, config), "file") if isinstance(x, dict) else x for x in data]
     if not isinstance(data, dict):
         return data
     rows = data.get("data")
@@ -624,6 +624,9 @@ class DataConfig(StrictConfig):
     max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
+    as_chat: bool | Literal["auto"] = option(
+        "auto", "plain prompts go through the chat template: true, false; auto: where the model has one"
+    )
     dedup: bool = option(True, "drop rows that occur twice")
     columns: dict[str, str | None] = option(
         {}, "old name: new name, for columns that are called something else; null drops one"
@@ -758,10 +761,34 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim"
 class StopConfig(StrictConfig):
     """When a run that gets no better ends early."""
 
-    metric: str = Field(min_length=1, description="of steps or evaluations: eval/loss, reward, ...")
+    metric: str = Field(
+        min_length=1, description="of steps or evaluations: eval/loss, reward, ...; or overoptimised (notebook 543)"
+    )
+    gold: str | None = option(None, "of overoptimised: metric of what is wanted; null: rewards/gold or eval/gold")
     patience: int = option(3, "looks without an improvement that are borne", ge=1)
     min_delta: float = option(0.0, "a change smaller than this is none", ge=0)
     mode: Literal["min", "max"] | None = option(None, "which way is better; null: min for a loss, max for all else")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        """`stop_on: overoptimised` is short for its metric; two looks are enough there."""
+        if value == "overoptimised" or value == {"metric": "overoptimised"}:
+            return {"metric": "overoptimised", "patience": 2}
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> StopConfig:
+        """What belongs to the other rule isn't ignored."""
+        if self.metric == "overoptimised" and (self.mode or self.min_delta):
+            raise ValueError(
+                "stop_on.mode and stop_on.min_delta mean nothing with metric: overoptimised. Leave them out."
+            )
+        if self.metric != "overoptimised" and self.gold:
+            raise ValueError(
+                f"stop_on.gold belongs to metric: overoptimised, and the metric is {self.metric!r}. Leave it out."
+            )
+        return self
 
 
 class TrainConfig(StrictConfig):
@@ -798,7 +825,9 @@ class TrainConfig(StrictConfig):
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
     eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)
-    stop_on: StopConfig | None = Field(default=None, description="end early: {metric, patience, min_delta, mode}")
+    stop_on: StopConfig | None = Field(
+        default=None, description="end early: {metric, patience, min_delta, mode}, or overoptimised"
+    )
     trackers: list[Tracker] = Field(default_factory=list, description="dashboards to report to; none by default")
     max_nonfinite: int = option(3, "NaN or Inf steps in a row that are skipped, not fatal", ge=0)
     console: bool = option(True, "show progress")
@@ -806,9 +835,10 @@ class TrainConfig(StrictConfig):
     @model_validator(mode="after")
     def _looks(self) -> TrainConfig:
         """A metric of evaluations needs some."""
-        if self.stop_on is not None and self.stop_on.metric.startswith("eval/") and self.eval_every is None:
+        looked = "" if self.stop_on is None else (self.stop_on.gold or self.stop_on.metric)
+        if self.stop_on is not None and looked.startswith("eval/") and self.eval_every is None:
             raise ValueError(
-                f"stop_on.metric is {self.stop_on.metric!r}, but evaluations are made at the end only: set eval_every."
+                f"stop_on.{'gold' if self.stop_on.gold else 'metric'} is {looked!r}, but evaluations are made at the end only: set eval_every."
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,5 +149,64 @@ def test_an_error_in_a_thread_reaches_the_caller_and_leaves_no_gradients(two_thr
 
     with pytest.raises(ValueError, match="a bad row"):
         crew.run(work, [0, 1, 2])
-    assert all(p.grad is None for p in crew.replicas[0].parameters())
+    assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
+    assert not any(total.waiting for total, _ in crew._sums)
     assert torch.get_num_threads() == 2
+
+
+class Some(torch.nn.Module):
+    """Not every piece reaches every weight, and one weight is reached twice, once past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.table = torch.nn.Embedding(5, 3)
+
+    def forward(self, x: int) -> torch.Tensor:
+        h = torch.nn.functional.embedding(torch.tensor([x % 5]), self.table.weight, sparse=True)
+        return ((self.odd if x % 2 else self.even)(h) @ self.table.weight.T).logsumexp(-1).sum()
+
+
+def summed(slow: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Gradients of seven pieces on two cores, of which one takes the first piece and the other all else; some start late."""
+    torch.manual_seed(0)
+    net = Some()
+
+    def work(module: torch.nn.Module, x: int) -> None:
+        time.sleep(0.05 * (x in slow))
+        module(x).backward()
+
+    workers.Replicas(net, 2).run(work, range(7), [5.0, 1, 1, 1, 1, 1, 1])
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def test_the_sum_of_gradients_is_the_same_whoever_is_late(two_threads: None) -> None:
+    torch.manual_seed(0)
+    net = Some()
+    for x in range(7):
+        net(x).backward()
+    expected = [p.grad for p in net.parameters()]
+    found = summed()
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for slow in ((0,), (1, 2), (5,)):
+        assert all(torch.equal(a, b) for a, b in zip(found, summed(slow), strict=True)), slow
+
+
+def test_gradients_of_all_cores_take_the_memory_of_one(two_threads: None) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+    crew, waiting, meet = workers.Replicas(net, 2), [], threading.Barrier(2, timeout=60)
+
+    def look(gradient: torch.Tensor) -> None:
+        meet.wait()  # both cores are at this layer: what waits are at most the gradients of a layer or two
+        waiting.append(sum(len(total.waiting) for total, _ in crew._sums))
+        meet.wait()
+
+    for replica in crew.replicas:
+        for layer in replica:
+            layer.weight.register_hook(look)
+    crew.run(lambda module, x: module(torch.ones(1, 8)).sum().backward(), [0, 1])
+    assert len(waiting) == 40 and max(waiting) <= 4
+    assert all(p.grad is None for replica in crew.replicas for p in replica.parameters())
+    assert all(p.grad is not None for p in net.parameters())

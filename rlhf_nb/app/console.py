@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from ..aliases import known
+from ..config import StrictConfig
 from ..core import RlhfError, printable
 
 # %% auto #0
-__all__ = ['Debug', 'tell', 'rank', 'told', 'note', 'me', 'again']
+__all__ = ['Debug', 'tell', 'rank', 'told', 'note', 'me', 'again', 'as_settings']
 
 # %% ../../nbs/925_app_console.ipynb #2612888a
 def tell(text: str, err: bool = True, end: str = "\n") -> None:
@@ -100,3 +103,31 @@ def again() -> str:
     """This command, with --resume."""
     words = [w for w in sys.argv[1:] if w not in ("--resume", "--overwrite")]
     return shlex.join([me(), *words, "--resume"])
+
+# %% ../../nbs/925_app_console.ipynb #a925c002
+def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[str]) -> list[str]:
+    """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no setting stays.
+
+    Args:
+        config: of the method.
+        own: options of the command itself.
+        words: as they were typed; an option without a value is true, `--no_KEY` is false, several values are a list.
+    """
+    out, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        off = key.startswith("no_") and not known(key)
+        key = key.removeprefix("no_") if off else key
+        if not word.startswith("--") or f"--{name}" in own or not (config.has(key) or known(key)):
+            out.append(word)
+            continue
+        values = [value] if equals else []
+        while not equals and not off and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+            values.append(rest.pop(0))
+        if not equals and not off and not values and rest and re.fullmatch(r"-[0-9.][-+.0-9e]*", rest[0]):
+            values.append(rest.pop(0))
+        said = f"[{', '.join(values)}]" if len(values) > 1 else values[0] if values else "false" if off else "true"
+        out.append(f"{key}={said}")
+    return out

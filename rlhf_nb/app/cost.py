@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..config import LoraSettings, SamplingConfig
 from ..core import Precision
-from ..fast.workers import LARGE
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
@@ -25,7 +24,8 @@ from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure', 'Cost', 'step_cost', 'Estimate', 'estimate']
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'Cost', 'step_cost', 'Estimate',
+           'estimate']
 
 # %% ../../nbs/918_app_cost.ipynb #156544a2
 class Speed(NamedTuple):
@@ -232,6 +232,7 @@ def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1,
     return Cost(generate, score, update, need.peak + kept)
 
 # %% ../../nbs/918_app_cost.ipynb #b8d2c096
+LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word
 LAYER = 100_000_000  # parameters; a larger layer is not tried
 SAVES = 0.875  # of seconds or bytes; who saves less isn't worth a word
 

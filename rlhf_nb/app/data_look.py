@@ -18,6 +18,7 @@ from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
+from ..data.templates import as_chat, speaks_chat
 from ..train.kto import tokenize_labelled
 from ..train.registry import get
 from ..train.setup import Kind, Row, made_rows, raw_rows, reading_of
@@ -193,7 +194,8 @@ def leaks(look: Look, other: Look) -> tuple[list[tuple[int, int]], int]:
 # %% ../../nbs/923_app_data_look.ipynb #4784acad
 def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
     """A file's rows as training tokenizes them."""
-    limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "warn": False}
+    chat = speaks_chat(tokenizer, data.as_chat)
+    limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": False}
     if look.kind == "prompt":
         return tokenize_prompts(look.rows, tokenizer, **limits)
     if look.kind == "unpaired":
@@ -322,6 +324,15 @@ def show(
     for name, holds, role in table:
         say(f"  {name:{wide}}  → {role}  ({holds})")
     _complain(look, say)
+    plain = [r["prompt"] for r in look.rows[:20] if isinstance(r.get("prompt"), str)]
+    if tokenizer is not None and plain and as_chat(tokenizer, plain) != plain:
+        spoken = speaks_chat(tokenizer, config.data.as_chat)
+        how = (
+            ("go through it as a user's message", "false takes") if spoken else ("are taken as they are", "true sends")
+        )
+        say(
+            f"\nThe model has a chat template: plain prompts {how[0]} (data.as_chat={how[1]} them {'as they are' if spoken else 'through it'})."
+        )
     ok = not look.wrong and bool(look.rows)
     if look.rows:
         _lengths(look, config.data, tokenizer, say)

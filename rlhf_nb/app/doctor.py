@@ -22,7 +22,7 @@ from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data import toy
 from ..data.formats import DataWarning
-from ..data.templates import as_chat
+from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
@@ -37,10 +37,10 @@ from ..train.registry import of
 from ..train.setup import Kind, Row, in_kind, made_rows, parts_of, place_of, raw_rows, reading_of
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'check_data',
-           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory', 'free_memory',
-           'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'Start', 'load_start',
-           'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
+           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory',
+           'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'Start',
+           'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/920_app_doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -105,17 +105,39 @@ def _check_pad(tokenizer: Any) -> Finding:
     return Finding("note", what, why, fix)
 
 # %% ../../nbs/920_app_doctor.ipynb #cfc322b6
+def plain_rows(chat: bool) -> Finding:
+    """What becomes of plain rows where the model speaks in messages.
+
+    Args:
+        chat: they go through the chat template.
+    """
+    what = "the model speaks in messages, and the prompts are plain text"
+    if chat:
+        return Finding(
+            "ok",
+            what,
+            "they go through the chat template as a user's message, like what is typed to the model later (data.as_chat)",
+        )
+    why = "bare text is continued, not answered: these rows don't go through the chat template, and chat will ask through it"
+    fix = "data.as_chat=true sends them through it (auto does where the template leaves an answer as it is)"
+    return Finding("note", what, why, fix)
+
+
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: Kind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
     limits: tuple[int | None, int] = (data.max_length, data.max_prompt_length)
+    chat = speaks_chat(tokenizer, data.as_chat)
     if kind == "prompt":
-        tokens, limits = tokenize_prompts(rows, tokenizer, data.max_prompt_length, warn=False), (None, limits[1])
+        tokens, limits = (
+            tokenize_prompts(rows, tokenizer, data.max_prompt_length, chat=chat, warn=False),
+            (None, limits[1]),
+        )
     elif kind == "unpaired":
         tokens = tokenize_labelled(rows, tokenizer, data, warn=False)
     else:
         make: Callable[..., list[Row]] = tokenize_sft if kind == "sft" else tokenize_preferences
-        tokens = make(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, warn=False)
+        tokens = make(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, chat=chat, warn=False)
     if not tokens:
         raise DataError(
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."
@@ -440,14 +462,10 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
         bare = [x for x in said if isinstance(x, str)]
         with _found(out, "the chat template can't be used"):
             if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
-                why = "bare text is continued, not answered: these rows don't go through the chat template, and chat will ask through it"
-                fix = (
-                    'for answers to messages, write the rows as messages: "prompt": [{"role": "user", "content": ...}]'
-                )
-                out.append(Finding("note", "the model speaks in messages, and the rows are plain text", why, fix))
+                out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
     if method.leaves == "pairs":
-        if config.judge.model is None and config.judge.endpoint is None:
-            fix = "judge.model=FOLDER, or judge.endpoint.url=... with judge.endpoint.model=NAME"
+        if not config.judge.named:
+            fix = "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}]"
             out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
         return out + check_folder(config.output_dir)
     if start is not None:

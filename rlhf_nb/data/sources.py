@@ -20,6 +20,7 @@ import torch
 from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
+from .shapes import DataNote
 from rlhf_nb.data.templates import (
     as_chat,
     encode_continuations,
@@ -27,6 +28,7 @@ from rlhf_nb.data.templates import (
     encode_pairs,
     encode_prompts,
     is_blank,
+    pairs_as_chat,
 )
 from ..types import Completions, PreferenceBatch, PromptBatch
 
@@ -257,7 +259,26 @@ def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], li
     return ids[:1], ids[1:], [True] * (len(ids) - 1)
 
 
-def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[list[int], list[int], list[bool]]]:
+def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool) -> None:
+    """One note on what is done with plain prompts where a model has a chat template; None: nobody has decided, so nothing is said."""
+    if not warn or chat is None or not getattr(tok, "chat_template", None):
+        return
+    words = [p for p in prompts if isinstance(p, str) and p]
+    plain = sum(not isinstance(p, str) for p in as_chat(tok, words))
+    if not plain:
+        return
+    which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
+    how = (
+        "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them as they are"
+        if chat
+        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
+    )
+    warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
+
+
+def _sft_tokens(
+    rows: list[Row], tok: Any, completion_only: bool, chat: bool | None
+) -> list[tuple[list[int], list[int], list[bool]]]:
     """Prompt ids, completion ids and mask of normal demonstrations."""
     start = encode_prompts(tok, [""])[0]
     out: list[tuple[list[int], list[int], list[bool]]] = [([], [], [])] * len(rows)
@@ -274,6 +295,7 @@ def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool) -> list[tuple[
             out[i] = _all_tokens([], row.ids)
     pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
     asked, said = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
+    asked, said = pairs_as_chat(tok, asked, said) if chat else (asked, said)
     for i, found in zip(pairs, encode_pairs(tok, asked, said, _tools(rows, pairs))):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
     return out
@@ -302,7 +324,7 @@ def _silent(row: Row) -> bool:
 # %% ../../nbs/220_data_sources.ipynb #8794c2fe
 def tokenize_sft(
     rows: Iterable[Row], tok: Any, max_length: int | None = None, *,
-    max_prompt_length: int | None = None, completion_only: bool = True, warn: bool = True,
+    max_prompt_length: int | None = None, completion_only: bool = True, chat: bool | None = None, warn: bool = True,
 ) -> list[Row]:  # fmt: skip
     """Demonstrations as tokens.
 
@@ -312,6 +334,7 @@ def tokenize_sft(
         max_length: most tokens of prompt and completion; see `truncate`.
         max_prompt_length: most tokens of the prompt (what comes before the first answer).
         completion_only: only completions, or what the assistant says in messages, count in the loss. In a plain text every token counts.
+        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
 
     Returns:
@@ -328,7 +351,8 @@ def tokenize_sft(
         else:
             normal.append(row)
     out = []
-    for prompt, completion, mask in _sft_tokens(normal, tok, completion_only):
+    _say_plain([r["prompt"] for r in normal if "prompt" in r], tok, chat, warn)
+    for prompt, completion, mask in _sft_tokens(normal, tok, completion_only, chat):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):
             lost["no answer inside max_length"] += 1
@@ -346,6 +370,7 @@ def tokenize_preferences(
     max_length: int | None = None,
     *,
     max_prompt_length: int | None = None,
+    chat: bool | None = None,
     warn: bool = True,
 ) -> list[Row]:
     """Preference pairs as tokens. Pairs that say nothing (identical sides, an empty side) are dropped and counted.
@@ -355,6 +380,7 @@ def tokenize_preferences(
         tok: tokenizer; messages need its chat template.
         max_length: most tokens of the prompt and the longer completion; see `truncate`.
         max_prompt_length: most tokens of the prompt.
+        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
 
     Returns:
@@ -380,7 +406,10 @@ def tokenize_preferences(
         )
     prompts: list[Text] = [r["prompt"] for r in kept]
     answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
-    sides = encode_pairs(tok, [*prompts, *prompts], answers, _tools([*kept, *kept], range(len(answers))))
+    _say_plain(prompts, tok, chat, warn)
+    asked = [*prompts, *prompts]
+    asked, answers = pairs_as_chat(tok, asked, answers) if chat else (asked, answers)
+    sides = encode_pairs(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
     out = []
     for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
@@ -397,7 +426,7 @@ def tokenize_preferences(
 
 # %% ../../nbs/220_data_sources.ipynb #7d081084
 def tokenize_prompts(
-    rows: Iterable[Row], tok: Any, max_prompt_length: int | None = None, *, warn: bool = True
+    rows: Iterable[Row], tok: Any, max_prompt_length: int | None = None, *, chat: bool | None = None, warn: bool = True
 ) -> list[Row]:
     """Prompts as tokens, ready to be answered.
 
@@ -405,6 +434,7 @@ def tokenize_prompts(
         rows: any format with a prompt (of dialogues: up to the last answer).
         tok: tokenizer; messages need its chat template.
         max_prompt_length: most tokens; a longer prompt loses its beginning.
+        chat: plain prompts go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
 
     Returns:
@@ -415,8 +445,11 @@ def tokenize_prompts(
     """
     normal = list(to_rows(rows, "prompt"))
     kept = [r for r in normal if not (is_blank(r["prompt"]))]
-    out = []
-    for row, ids in zip(kept, encode_prompts(tok, [r["prompt"] for r in kept], _tools(kept, range(len(kept))))):
+    out, asked = [], [r["prompt"] for r in kept]
+    _say_plain(asked, tok, chat, warn)
+    for row, ids in zip(
+        kept, encode_prompts(tok, as_chat(tok, asked) if chat else asked, _tools(kept, range(len(kept))))
+    ):
         head, _ = truncate(ids, [], None, max_prompt_length, tok.bos_token_id)
         columns = {k: v for k, v in row.items() if k not in ("prompt", "prompts", "completions")}
         out.append({"prompt_ids": head, "prompt": row["prompt"], "columns": columns, "lengths": [len(ids), 0]})

@@ -15,7 +15,7 @@ from .formats import ASSISTANT, HUMAN, Message, Text
 __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'train_bpe', 'make_chat_template',
            'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts', 'encode_continuations', 'Encoded',
            'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank', 'opens_answer', 'as_chat',
-           'encode_chat', 'encode_pairs', 'encode_prompt', 'encode_pair']
+           'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_pairs', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/210_data_templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -421,6 +421,46 @@ def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
         DataError: the template refuses the dialogue.
     """
     return _encode(tok, _render(tok, [messages], True, [None]), [False])[0]
+
+# %% ../../nbs/210_data_templates.ipynb #a210c002
+def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:
+    """Whether plain prompts of a data set are sent through the chat template.
+
+    Args:
+        tok: a tokenizer.
+        setting: true; false; "auto": where the tokenizer has a template that leaves an answer as it is.
+
+    Raises:
+        DataError: asked for, and there is no template.
+    """
+    there = bool(getattr(tok, "chat_template", None))
+    if setting is True and not there:
+        raise DataError(
+            "data.as_chat is true, but the tokenizer has no chat template that plain prompts could go through: give model.chat_template=FILE, or leave it out."
+        )
+    if setting != "auto" or not there:
+        return bool(setting) and there
+    try:
+        dialogue_pieces(tok, [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
+    except DataError:
+        return False
+    return True
+
+
+def pairs_as_chat(tok: Any, prompts: Sequence[Text], completions: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """Plain prompts and their answers as messages; what are messages already, has no prompt, or ends in the template's mark of an answer stays.
+
+    Args:
+        tok: a tokenizer with a chat template.
+        prompts: B strings or messages.
+        completions: B answers.
+    """
+    asked, said = list(prompts), list(completions)
+    for i, (prompt, spoken) in enumerate(zip(prompts, as_chat(tok, prompts), strict=True)):
+        if isinstance(prompt, str) and prompt and isinstance(spoken, list) and isinstance(said[i], str):
+            words = str(said[i]).strip().removesuffix(tok.eos_token or "").strip()
+            asked[i], said[i] = spoken, [{"role": "assistant", "content": words}]
+    return asked, said
 
 # %% ../../nbs/210_data_templates.ipynb #5f14a699
 def encode_pairs(

@@ -42,11 +42,11 @@ class WinRate(NamedTuple):
         return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] ({self.wins} wins, {self.ties} ties, {self.losses} losses)"
 
 
-def wilson_interval(rate: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(rate: float, n: float, z: float = 1.959964) -> tuple[float, float]:
     """Interval of true rates that make the observed one unsurprising.
 
     Args:
-        rate: observed share in [0, 1]; n: number of independent comparisons; z: 1.96 for 95 %.
+        rate: observed share in [0, 1]; n: number of independent comparisons (an effective number needn't be whole); z: 1.96 for 95 %.
 
     Source: Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ __all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'spread', 'replica_of', 'bal
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
 SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
-LARGE = 64_000_000  # trained parameters; above, gradients of each core's own would take too much memory
+LARGE = 256_000_000  # trained parameters; above, training was not measured
 HUGE = 1_000_000_000  # parameters; above, nothing was measured
 
 
@@ -34,7 +36,7 @@ def workers_for(model: nn.Module, threads: int | None = None, learning: bool = F
     Args:
         model: on a CPU; anything else gets 1.
         threads: cores that may be used; None: PyTorch's number of threads.
-        learning: each core will keep gradients of its own.
+        learning: whether it is to train.
     """
     threads = torch.get_num_threads() if threads is None else threads
     if threads < 2 or not enabled():
@@ -115,6 +117,58 @@ def replica_of(module: nn.Module) -> nn.Module:
     memo |= {id(b): b for b in module.buffers()}
     return copy.deepcopy(module, memo)
 
+
+class _Sum:
+    """Adds the cores' gradients of one parameter to its `.grad`, in an order that doesn't depend on who is faster.
+
+    Args:
+        parameter: of the module that is trained.
+        ended: for each core, how many of its pieces it has ended; others write it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, ended: list[float]) -> None:
+        self.parameter, self.ended, self.lock = parameter, ended, threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self.waiting: dict[tuple[float, int], dict[int, Tensor]] = {}  # (piece, arrival within it) → gradient by core
+        self.arrived: dict[tuple[int, float], int] = {}  # (core, piece) → arrivals
+
+    def take(self, core: int, replica: nn.Parameter) -> None:
+        """A gradient that has just arisen: it leaves the replica at once."""
+        gradient, replica.grad = replica.grad, None
+        if gradient is None:
+            return
+        with self.lock:
+            piece = self.ended[core]
+            n = self.arrived.get((core, piece), 0)
+            self.arrived[core, piece] = n + 1
+            self.waiting.setdefault((piece, n), {})[core] = gradient
+            self._add()
+
+    def look(self) -> None:
+        """Some core has ended a piece: what waited for it may be added."""
+        with self.lock:
+            self._add()
+
+    def _add(self) -> None:
+        """Add what nobody can add to any more: first pieces first, and of these the cores in their order."""
+        for at in sorted(self.waiting):
+            found = self.waiting[at]
+            if any(core not in found and ended <= at[0] for core, ended in enumerate(self.ended)):
+                return
+            for core in sorted(found):
+                self.parameter.grad = _plus(self.parameter.grad, found[core])
+            del self.waiting[at]
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    """total + more, in place where that is possible."""
+    if total is None:
+        return more
+    return more.add_(total) if total.is_sparse and not more.is_sparse else total.add_(more)
+
 # %% ../../nbs/155_fast_workers.ipynb #6a21c45e
 def balance(costs: Sequence[float], workers: int) -> list[list[int]]:
     """Which pieces each of several workers takes so that all end at about the same time: the largest first, to whoever has least.
@@ -147,8 +201,13 @@ class Replicas:
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         self.module, self.workers = module, workers
-        self.replicas = [replica_of(module) for _ in range(workers - 1)]
+        self.replicas = [replica_of(module) for _ in range(workers)]
         self.pairs = [list(zip(module.parameters(), replica.parameters(), strict=True)) for replica in self.replicas]
+        self._ended = [0.0] * workers
+        self._sums = [(_Sum(p, self._ended), i) for i, p in enumerate(module.parameters()) if p.requires_grad]
+        for core, pairs in enumerate(self.pairs):
+            for total, i in self._sums:
+                pairs[i][1].register_post_accumulate_grad_hook(partial(total.take, core))  # type: ignore[no-untyped-call]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether these are still replicas of the module: the same weights are trained, where they were in memory."""
@@ -168,34 +227,32 @@ class Replicas:
             pieces: shared out as `balance` says.
             costs: of each, say its tokens; None: all the same.
         """
-        members = [self.module, *self.replicas]
         for replica in self.replicas:
             for mine, theirs in zip(self.module.modules(), replica.modules(), strict=True):
                 theirs.training = mine.training
-        shares = balance(costs or [1.0] * len(pieces), self.workers)
+        costs = costs or [1.0] * len(pieces)
+        shares = [sorted(share, key=lambda k: (-costs[k], k)) for share in balance(costs, self.workers)]
+        self._ended[:] = [0.0 if share else math.inf for share in shares]
+
+        def learn(core: int) -> list[tuple[int, _Result]]:
+            done = []
+            for n, k in enumerate(shares[core], 1):
+                done.append((k, work(self.replicas[core], pieces[k])))
+                for total, i in self._sums:  # what reached a gradient past autograd
+                    total.take(core, self.pairs[core][i][1])
+                self._ended[core] = n if n < len(shares[core]) else math.inf
+                for total, _ in self._sums:
+                    total.look()
+            return done
+
         try:
-            done = spread(
-                lambda i: [(k, work(members[i], pieces[k])) for k in shares[i]], range(self.workers), self.workers
-            )
-            for pairs in self.pairs:
-                _add_gradients(pairs)
+            done = spread(learn, range(self.workers), self.workers)
         finally:
-            for pairs in self.pairs:
-                for _, q in pairs:
-                    q.grad = None
+            for total, i in self._sums:
+                total.clear()
+                for pairs in self.pairs:
+                    pairs[i][1].grad = None
         return [result for _, result in sorted((x for share in done for x in share), key=lambda x: x[0])]
-
-
-def _add_gradients(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Add a replica's gradients to the module's."""
-    both: list[tuple[Tensor, Tensor]] = []
-    for p, q in pairs:
-        if q.grad is not None and p.grad is not None:
-            both.append((p.grad, q.grad))
-        elif q.grad is not None:
-            p.grad = q.grad
-    if both:
-        torch._foreach_add_([p for p, _ in both], [q for _, q in both])
 
 # %% ../../nbs/155_fast_workers.ipynb #fd792941
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

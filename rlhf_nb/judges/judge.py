@@ -492,7 +492,7 @@ class Labelled(NamedTuple):
 # %% ../../nbs/470_judges_judge.ipynb #3d4a46c0
 def label_pairs(
     judge: Judge, prompts: Texts, answers_a: Texts, answers_b: Texts, *, criteria: Criteria = None, min_confidence: float = 0.5,
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None, known: Mapping[str, Sequence[Any]] | None = None,
 ) -> Labelled:  # fmt: skip
     """Let a judge say which of two answers is better.
 
@@ -502,6 +502,7 @@ def label_pairs(
         criteria: [B], by what to judge; None leaves it to the judge.
         min_confidence: in [0.5, 1): a pair is kept if the winner's probability is above it.
         columns: further columns, [B] each, that the rows keep.
+        known: what the data knows of each prompt, [B] each; told to a judge that asks for it (`about`).
 
     Returns:
         Rows in the "preference" format, and stats: pairs, labelled, same, unsure, no_opinion, position_bias, flips.
@@ -523,6 +524,8 @@ def label_pairs(
     keep = [i for i in range(len(prompts)) if plain(answers_a[i]).strip() != plain(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
     by = None if criteria is None else [criteria[i] for i in keep]
+    if known and hasattr(judge, "about"):
+        judge = judge.about({name: [column[i] for i in keep] for name, column in known.items()})
     verdicts = verdicts_of(judge, p, a, b, by)
     rows = []
     for i, prob in zip(keep, verdicts.probabilities, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -110,6 +110,7 @@ class RunControl:
         self.values: dict[str, float] = {}  # what was set, by key
         self.again: list[dict[str, Any]] = []  # set after the checkpoint: to be set again at their steps
         self._new: list[dict[str, Any]] = []
+        self._changed: set[str] = set()
 
     def controls(self) -> dict[str, Control]:
         """The method's, and the learning rate."""
@@ -138,6 +139,23 @@ class RunControl:
             if key in self.values:
                 control.set(self.values[key])
 
+    def take_config(self, changed: Iterable[str]) -> None:
+        """A setting that somebody has changed since the checkpoint counts, not what the checkpoint remembers of it.
+
+        Args:
+            changed: dotted keys of the configuration.
+        """
+        controls = self.run.method.controls()
+        for name in changed:
+            key = "lr" if name == "optimizer.lr" else name if name in controls else name.rpartition(".")[2]
+            value = self.run.config.flat().get(name)
+            self.values.pop(key, None)
+            self._changed.add(key)
+            if key == "lr":
+                self.run.engine.lr_scale = 1.0
+            elif key in controls and isinstance(value, int | float):
+                controls[key].set(float(value))
+
     def listen(self, served: int | None = None) -> None:
         """Begin: what was asked before is not obeyed any more.
 
@@ -148,7 +166,8 @@ class RunControl:
         for late in self.requests.unserved() if self.run.engine.is_main else []:
             self._report(late, ok=False, why="it was made while the run was not running")
         if served is not None:
-            later = [r for r in list(self.requests.served.values())[served:] if r["request"] == "set" and r["ok"]]
+            later = list(self.requests.served.values())[served:]
+            later = [r for r in later if r["request"] == "set" and r["ok"] and r.get("key") not in self._changed]
             self.again = self.run.engine.gather_object(later)[0]
             self._set_again()
 

@@ -27,7 +27,7 @@ from rlhf_nb.core import (
     rng_state,
     set_rng_state,
 )
-from .callbacks import Callback, Callbacks, EarlyStop, Flags, Progress, Samples, Trackers
+from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
@@ -35,6 +35,7 @@ from .engine import Engine, StepReport, Terms
 from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir
+from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..scoring.packing import work
 from ..types import Batch, LossSum
@@ -260,7 +261,7 @@ class Trainer:
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
         own = [*([Progress()] if config.console else []), Samples()]
-        own += [EarlyStop.by(config.stop_on)] if config.stop_on is not None else []
+        own += [stop_by(config.stop_on)] if config.stop_on is not None else []
         self.observers = Callbacks([*own, *map(as_callback, callbacks)])
         if config.trackers:
             self.observers.active.append(Trackers(config.trackers))
@@ -458,11 +459,11 @@ class Trainer:
             self.observers.call("on_save", self, folder)
         return folder
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write the trained model for plain `from_pretrained`; every rank must call it, rank 0 writes."""
+    def save_model(self, folder: str | Path | None = None) -> None:
+        """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every rank must call it, rank 0 writes."""
         with self.engine.generation_mode():
             if self.engine.is_main:
-                self.method.save_model(Path(folder))
+                self.method.save_model(Path(self.config.output_dir) / "model" if folder is None else Path(folder))
         self.engine.barrier()
 
     def _mini_batches(self, data: Any) -> Iterator[Any]:

@@ -24,11 +24,11 @@ from rlhf_nb.run.checkpoint import (
     save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from .lock import RunLock
-from .log import FORMAT, EventLog, History, Requests, RunDir, machine_here, read_metrics
+from .log import FORMAT, EventLog, History, Requests, RunDir, config_changes, machine_here, plain, read_metrics
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
-           'checkpoints_told', 'roll_back']
+           'checkpoints_told', 'roll_back', 'keep_served']
 
 # %% ../../nbs/547_run_state.ipynb #c5470006
 def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -48,7 +48,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
-        "observers": run.observers.state_dict(),
+        "observers": run.observers.state_dict(), "config": plain(run.config.to_dict()),
     }  # fmt: skip
     return snapshot(tensors), meta
 
@@ -72,6 +72,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     run.observers.load_state_dict(meta.get("observers", []))
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
+    changes = config_changes(meta.get("config", {}), plain(run.config.to_dict())) if "config" in meta else []
+    run.control.take_config(change.partition(": ")[0] for change in changes)
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0
     own = tensors.get(f"rng-{engine.rank}")
     if own is None:
@@ -382,7 +384,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
             os.replace(target, run_dir.checkpoints / f"step-{step:010d}")
         for path in logs:
             EventLog(path).truncate_after(step)
-        _keep_served(run_dir.control_path, step)
+        keep_served(run_dir.control_path, step)
         log = EventLog(run_dir.metrics_path)
         log.append(
             "warning",
@@ -394,7 +396,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
     return aside
 
 
-def _keep_served(path: Path, step: int) -> None:
+def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
     requests = Requests(path)
     requests.unserved()

@@ -125,7 +125,7 @@ class _HeadLogps(torch.autograd.Function):
                     entropy[s] = -(lp.exp() * lp).sum(-1)
                 if how.sum_sq:
                     sum_sq[s] = (2 * lp).logsumexp(-1)
-        ctx.how = how
+        ctx.how, ctx.own = how, w
         ctx.mark_non_differentiable(sum_sq)
         ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else None)
         return logps, entropy, sum_sq
@@ -138,7 +138,8 @@ class _HeadLogps(torch.autograd.Function):
         wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
         dh = torch.empty_like(h) if want_h else None
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
-        in_place = want_w and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
+        own = w is ctx.own  # else somebody's hooks on saved tensors gave a copy, whose gradient nobody would find
+        in_place = want_w and own and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
         dw = w.grad if in_place else dw
         room = _room(h, w, how)  # products in half precision must be widened before they are added: seldom
         wide = how.chunk if room is None else max(how.chunk, CHUNK_GRADIENT // len(w) // how.chunk * how.chunk)

@@ -120,9 +120,10 @@ class Distill(TextMethod):
         """Prompts as tokens, off-policy with their answers."""
         data = self.config.data
         if self.config.on_policy:
-            return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, warn=warn)
+            return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, chat=self.chat, warn=warn)
         return tokenize_sft(
-            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, completion_only=data.completion_only, warn=warn
+            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, completion_only=data.completion_only,
+            chat=self.chat, warn=warn,
         )  # fmt: skip
 
     def collate(self, rows: list[Row]) -> Any:

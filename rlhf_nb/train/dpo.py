@@ -127,7 +127,7 @@ class DPO(OfflineMethod):
         """Pairs as tokens, with the reference's log-probs where these are cached."""
         data = self.config.data
         limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
-        return self.cache_reference(tokenize_preferences(rows, self.tokenizer, **limits, warn=warn))
+        return self.cache_reference(tokenize_preferences(rows, self.tokenizer, **limits, chat=self.chat, warn=warn))
 
     def collate(self, rows: list[Row]) -> ReferencedPairs:
         """Tokenized pairs as one batch, with cached log-probs of the reference where rows carry them."""

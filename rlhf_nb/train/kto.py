@@ -17,6 +17,7 @@ from ..config import DataConfig, PathText, option
 from ..core import DataError, evaluating
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
+from ..data.templates import speaks_chat
 from ..scoring.trees import plan
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
@@ -113,16 +114,17 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
     Args:
         rows: prompt, completion, label.
         tokenizer: messages need its chat template.
-        data: limits on lengths.
+        data: limits on lengths, and whether plain prompts go through the chat template.
         warn: about dropped and cut rows.
     """
     out: list[Row] = []
     limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+    chat = speaks_chat(tokenizer, data.as_chat)
     for label in (True, False):
         part: list[Row] = [
             {k: r[k] for k in ("prompt", "completion", "tools") if k in r} for r in rows if bool(r["label"]) is label
         ]
-        tokens = tokenize_sft(part, tokenizer, **limits, warn=warn) if part else []
+        tokens = tokenize_sft(part, tokenizer, **limits, chat=chat, warn=warn) if part else []
         out += [t | {"label": label} for t in tokens]
     return out
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import derive_seed, evaluating
+from ..data.templates import speaks_chat
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
@@ -100,7 +101,7 @@ class Reward(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
-        return tokenize_preferences(rows, self.tokenizer, **_limits(self.config), warn=warn)
+        return tokenize_preferences(rows, self.tokenizer, **_limits(self.config), chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> PreferenceBatch:
         """Tokenized pairs as one batch."""
@@ -335,7 +336,8 @@ class RewardTrainer(TextTrainer):
         seeds = [derive_seed(config.seed, "head", i) for i in range(config.ensemble_size)]
         self.members = [RewardModel.from_policy(model, head=config.head, seed=seed, **how) for seed in seeds]
         first = rows[: config.calibrate_rows]
-        demonstrations = tokenize_sft(first, tokenizer, **_limits(config), warn=False) if first else ()
+        chat = speaks_chat(tokenizer, config.data.as_chat)
+        demonstrations = tokenize_sft(first, tokenizer, **_limits(config), chat=chat, warn=False) if first else ()
         examples = rows[: config.baseline_pairs]
         return Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
 

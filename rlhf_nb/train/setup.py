@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -25,6 +25,7 @@ from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
+from ..data.templates import speaks_chat
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn
@@ -365,6 +366,12 @@ class TextMethod(BaseMethod):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.held_out: list[Row] = []  # tokenized rows that `evaluate` measures; set by the trainer
 
+    @cached_property
+    def chat(self) -> bool:
+        """Whether plain prompts go through the chat template."""
+        config: Any = self.config
+        return speaks_chat(self.tokenizer, config.data.as_chat)
+
     def answers_in(self, batch: Any) -> Completions | None:
         """The completions whose log-probs a batch is about; None where it is about something else."""
         return batch if isinstance(batch, Completions) else None
@@ -485,7 +492,9 @@ def tokens_of(
     else:
         made, said, how = kept_tokens(key, folder, make)
     for sentence in said:
-        warnings.warn(sentence, DataNote if sentence.startswith("read as ") else DataWarning, stacklevel=3)
+        warnings.warn(
+            sentence, DataNote if sentence.startswith(("read as ", "plain prompts: ")) else DataWarning, stacklevel=3
+        )
     counts = sum(len(rows) for rows in made)
     warnings.warn(f"tokens of {counts:,} rows {how} ({folder}).", DataNote, stacklevel=3)
     return made
@@ -580,6 +589,10 @@ class TextTrainer(Trainer):
                 stacklevel=3,
             )
         super().__init__(method, source, config, callbacks=callbacks, **options)
+        reference = method.reference
+        if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
+            if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
+                reference.model.to(self.engine.device)
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""

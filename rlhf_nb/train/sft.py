@@ -90,7 +90,7 @@ class SFT(TextMethod):
         data = self.config.data
         return tokenize_sft(
             rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
-            completion_only=data.completion_only, warn=warn,
+            completion_only=data.completion_only, chat=self.chat, warn=warn,
         )  # fmt: skip
 
     def collate(self, rows: list[Row]) -> Completions:

@@ -28,6 +28,7 @@ __all__ = ['RENAMED', 'NOT_HERE', 'ELSEWHERE', 'rows_of', 'lora_settings', 'our_
 RENAMED = {
     "args": "config", "processing_class": "tokenizer", "train_dataset": "rows", "eval_dataset": "eval_rows",
     "ref_model": "reference", "reward_funcs": "reward", "reward_model": "reward",
+    "teacher_model": "teacher",
 }  # fmt: skip
 NOT_HERE = {
     "data_collator": "batches are made by the method; rows may have any format of data.formats",
@@ -42,6 +43,13 @@ NOT_HERE = {
     "value_model": "set critic=separate, shared or hydra in the config; it starts from the reward model",
     "reward_processing_classes": "a reward model has its tokenizer in its folder: reward=FOLDER",
     "judge": "give reward=FunctionJudge(f) or another judge of rlhf_nb.judges",
+    "tools": "an answer is written in one go, so no tool is called while it is; rows may have a column tools for the chat template",
+    "rollout_func": "sampling.sampler says who draws answers; rollout(prompts) of a method of your own draws them otherwise",
+    "environment_factory": "an answer is written in one go, without an environment; a reward function may run one on the finished answer",
+    "dataset_text_field": "the text stands in the column text; data.columns={OLD: text} renames one",
+    "max_seq_length": "set data.max_length in the config",
+    "packing": "rows of like length share a forward, which changes no number",
+    "tokenizer_name_or_path": "set model.tokenizer in the config",
     "quantization_config": "set model.lora.quantize_4bit=true in the config",
 }
 
@@ -171,6 +179,8 @@ def our_arguments(
     out: dict[str, Any] = {}
     for name, value in {**_positional(takes, args), **given}.items():
         ours = RENAMED.get(name, name)
+        if name == "judge" and kind.has("opponent") and all(hasattr(value, k) for k in ("compare", "rate")):
+            name = ours = "reward"  # a judge of ours, where pairs are compared
         if name in NOT_HERE and name not in takes:
             if value is not None and value != (None, None):
                 raise ConfigError(f"{trainer} takes no {name}: {NOT_HERE[name]}.")
@@ -237,6 +247,18 @@ ELSEWHERE = {
     "train_dataset": "rows come from trainer.source",
     "push_to_hub": "rlhf_nb.push_to_hub(output_dir, 'owner/name') sends the model with a card, after fit and save_model (`rlhf-nb push RUN owner/name`)",
     "log": "trainer.event('name', key=value) writes into the run's log",
+    "tokenizer": "the tokenizer is trainer.method.tokenizer",
+    "eval_dataset": "held-out rows, tokenized, are in trainer.method.held_out",
+    "ref_model": "the reference is trainer.method.reference",
+    "accelerator": "trainer.engine has rank, world_size and is_main",
+    "optimizer": "it is trainer.engine.optimizer",
+    "create_optimizer": "the group optimizer of the config says which one is made",
+    "save_state": "checkpoints are written by themselves (save_every), and by trainer.save()",
+    "save_metrics": "metrics.jsonl in output_dir has every step",
+    "log_metrics": "metrics.jsonl in output_dir has every step",
+    "get_train_dataloader": "rows come from trainer.source: next_batch(n) gives the next n",
+    "create_model_card": "the command `rlhf-nb report RUN` writes a report of a run",
+    "remove_callback": "give the callbacks that shall see the run, callbacks=[...]",
     "predict": "rlhf_nb.score gives log-probs of answers, trainer.evaluate() the method's metrics",
 }  # TRL's attributes that a trainer hasn't: what to use
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ..run.overopt import LEAST, SURE, GoldFit, fit_gold
 from .charts import Floats
 from .reader import RunReader
 
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'health', 'health_of']
+__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'gold_fit', 'health',
+           'health_of']
 
 # %% ../../nbs/813_widgets_health.ipynb #775c19db
 @dataclass(frozen=True)
@@ -152,6 +154,39 @@ def _kl(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch" if now > 0.8 * limit else "ok", text
 
 
+def gold_fit(known: Known) -> tuple[Floats, Floats, Floats, GoldFit] | None:
+    """Steps, KL and gold of a run, and Gao's form fitted to them (notebook 543); None where there is too little.
+
+    Args:
+        known: steps and values by metric.
+    """
+    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=LEAST)
+    _, steps, kl = _first(known, "objective/kl", least=LEAST)
+    if not len(gold) or not len(kl):
+        return None
+    there = np.interp(at, steps, kl)
+    if len(np.unique(np.maximum(there, 0.0))) < 4:
+        return None
+    return at, there, gold, fit_gold(there, gold)
+
+
+def _left(known: Known, config: Mapping[str, Any]) -> Found:
+    """How much KL is left before gold peaks, as far as the curve so far tells?"""
+    found = gold_fit(known)
+    if found is None:
+        return None
+    _, kl, _, fit = found
+    now, (_, high) = float(kl[-3:].mean()), fit.interval
+    if not math.isfinite(high) or not math.isfinite(fit.peak):
+        return "off", str(fit)
+    left = fit.kl_left(now)
+    if left > 0:
+        return "ok" if left > 0.2 * fit.peak**2 else "watch", f"{fit}: {left:.2g} nats left"
+    sure = fit.falling(math.sqrt(max(now, 0.0))) > SURE
+    back = f". Stop here{_way_back(float(found[0][np.abs(kl - fit.peak**2).argmin()]), config.get('checkpoints'))}"
+    return "watch", f"{fit}, and the KL is {now:.2g}" + (back if sure else "")
+
+
 def _estimators(known: Known, config: Mapping[str, Any]) -> Found:
     """Were the tokens sampled from the policy that scored them?"""
     keys = ("objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr")
@@ -232,7 +267,7 @@ def _stall(known: Known, config: Mapping[str, Any]) -> Found:
 
 # %% ../../nbs/813_widgets_health.ipynb #07bfee79
 CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Found]] = {
-    "reward": _gold, "KL": _kl, "estimators": _estimators, "entropy": _entropy, "value": _value,
+    "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "entropy": _entropy, "value": _value,
     "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)", "prompts are too easy or too hard; choose others, or resample"),
     "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit", "raise max_new_tokens, or punish the missing end"),
     "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped", "steps are too large: lower lr, or fewer inner epochs"),

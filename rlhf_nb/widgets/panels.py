@@ -3,6 +3,7 @@
 # %% ../../nbs/816_widgets_panels.ipynb #647acce0
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..run.callbacks import short_number
 from .charts import Band, Line, Mark, Panel, line_chart, smooth, to_png
-from .health import Light, health_of
+from .health import Light, gold_fit, health_of
 from .html import escape
 from .reader import RunReader, open_runs
 
@@ -121,9 +122,23 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
         panel.bands.append(Band(0.0, float(config["kl_budget"]), f"budget: {config['kl_budget']:g} nats"))
     if len(readers) == 1:
         panel.marks = marks_of(readers[0])
+        if spec.title in (_REWARD.title, _KL.title) and panel.lines:
+            panel.marks += _peak_mark(readers[0])
     return panel
 
 # %% ../../nbs/816_widgets_panels.ipynb #2a211e2d
+def _peak_mark(reader: RunReader) -> list[Mark]:
+    """Where the run reached the KL at which gold is predicted to peak; empty where it hasn't, or nothing is sure."""
+    keys = set(reader.keys)
+    found = gold_fit({k: reader.means(k) for k in ("eval/gold", "rewards/gold", "gold", "objective/kl") if k in keys})
+    if found is None:
+        return []
+    at, kl, _, fit = found
+    if not math.isfinite(fit.interval[1]) or kl.max() < fit.peak**2:
+        return []
+    return [Mark(float(at[int((kl >= fit.peak**2).argmax())]), f"stop here: {fit}", 3)]
+
+
 def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, kind: str) -> Line:
     """One curve with its smoothed version and its error."""
     steps, values = reader.series(key)

@@ -1,0 +1,72 @@
+"""What do common random numbers save? The difference that a setting makes, by forks and by independent runs.
+
+One PPO run of the toy world is forked at a step, once for each of several seeds of the time after it: with nothing else changed, and with the setting changed. A pair that
+shares its seed shares all random numbers. Independent pairs are made by comparing a changed fork with the unchanged fork of another seed. Counted is the
+variance of the difference of the proxy reward, over the last steps.
+
+    python benchmarks/forks.py                  # about two minutes of CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.run.log import read_metrics
+from rlhf_nb.train.fork import prepare_fork, run_fork
+from rlhf_nb.train.stage import run_stage
+
+
+def late(folder: Path, key: str, last: int) -> float:
+    """Mean of a metric over the last steps of a run."""
+    return statistics.fmean(float(e[key]) for e in [e for e in read_metrics(folder) if e["type"] == "step"][-last:])
+
+
+def main() -> None:
+    """Print the variances and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=8, help="of the time after the fork")
+    parser.add_argument("--at", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--last", type=int, default=5, help="steps that are averaged")
+    parser.add_argument("--change", default="kl_coef=0.05")
+    parser.add_argument("--key", default="objective/scores")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        pipeline = RLHFPipeline(
+            PipelineConfig.preset("toy", output_dir=name, console=False, sft={"epochs": 2.0}, reward={"epochs": 0.5})
+        )
+        for stage in (pipeline.base, pipeline.sft, pipeline.reward):
+            stage()
+        config = pipeline.stage_config("ppo").replace(
+            steps=args.steps, save_every=10, keep_checkpoints=9, output_dir=f"{name}/run"
+        )
+        run_stage(config)
+        plain, changed = [], []
+        for seed in range(1, args.seeds + 1):
+            for out, more in ((plain, []), (changed, [args.change])):
+                made = prepare_fork(f"{name}/run", args.at, [f"seed={seed}", *more], f"{name}/fork{seed}-{len(more)}")
+                run_fork(made)
+                out.append(late(made.folder, args.key, args.last))
+    shared = [b - a for a, b in zip(plain, changed, strict=True)]
+    apart = [b - a for i, a in enumerate(plain) for j, b in enumerate(changed) if i != j]
+    ratio = statistics.pvariance(shared, statistics.fmean(shared)) / statistics.pvariance(
+        apart, statistics.fmean(apart)
+    )
+    print(
+        f"{args.change} at step {args.at} of {args.steps}, {args.key}, mean of the last {args.last} steps, {args.seeds} seeds"
+    )
+    print(
+        f"difference: {statistics.fmean(shared):+.4f}; standard deviation {statistics.stdev(shared):.4f} with common random numbers, {statistics.pstdev(apart):.4f} without"
+    )
+    print(f"variance with common random numbers / without: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

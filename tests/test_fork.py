@@ -1,0 +1,129 @@
+"""A fork shares bits and random numbers with its parent; a setting that was changed counts, whatever the checkpoint remembers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_nb.core import RunError
+from rlhf_nb.run.log import RunDir, read_metrics
+from rlhf_nb.train.dpo import DPOConfig
+from rlhf_nb.train.fork import family, prepare_fork, run_fork, settings_of
+from rlhf_nb.train.grpo import GRPOConfig
+from rlhf_nb.train.ppo import PPOConfig
+from rlhf_nb.train.stage import run_stage
+
+SMALL: dict[str, Any] = {"epochs": None, "console": False, "mini_batch_size": 8}
+DRAWN = {"sampling": {"max_new_tokens": 8}, "rollout_batch_size": 16, "reward": "gold"}
+KINDS: dict[str, Any] = {
+    "ppo": (PPOConfig, DRAWN | {"kl_target": 1.0, "kl_horizon": 400}),
+    "grpo": (GRPOConfig, {**DRAWN, "num_generations": 4, "kl_coef": 0.1}),
+    "dpo": (DPOConfig, {}),
+}
+
+
+def steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Numbers of each step but those of the clock and the machine."""
+    found = [e for e in read_metrics(folder) if e["type"] == "step"]
+    return {e["step"]: {k: v for k, v in e.items() if not k.startswith(("perf/", "time"))} for e in found}
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def parent(folder: Path, kind: str = "ppo", **over: Any) -> Path:
+    config, how = KINDS[kind]
+    run_stage(
+        config.preset(
+            "toy",
+            output_dir=str(folder),
+            **{**SMALL, "steps": 6, "save_every": 2, "keep_checkpoints": 9, **how, **over},
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parent(tmp_path_factory.mktemp("fork") / "run", kl_target=None, kl_coef=0.2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_changed_is_the_same_future(kind: str, tmp_path: Path) -> None:
+    """From a checkpoint, and from a step between two; with a controller, a reference and a position in the data."""
+    run = parent(tmp_path / "run", kind)
+    for at in (4, 3) if kind == "ppo" else (3,):
+        made = prepare_fork(run, at)
+        assert made.replayed == at % 2 and not made.differs and not made.changes
+        run_fork(made)
+        assert steps(made.folder) == steps(run) and weights(made.folder) == weights(run)
+        assert (
+            [r["completion"] for r in read_metrics(made.folder / "samples.jsonl")]
+            == [r["completion"] for r in read_metrics(run / "samples.jsonl")]
+            if (run / "samples.jsonl").exists()
+            else True
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "metric", "value"), [("kl_coef=0.05", "objective/kl_coef", 0.05), ("optimizer.lr=1e-5", "lr", 1e-5)]
+)
+def test_a_changed_setting_counts(run: Path, tmp_path: Path, change: str, metric: str, value: float) -> None:
+    made = prepare_fork(run, 4, [change], tmp_path / "fork")
+    run_fork(made)
+    ours, theirs = steps(made.folder), steps(run)
+    assert (
+        ours[4] == theirs[4] and ours[5][metric] == pytest.approx(value) and theirs[5][metric] != pytest.approx(value)
+    )
+    assert ours[5]["objective/scores"] == theirs[5]["objective/scores"], "the first answers after the fork are the same"
+    assert weights(made.folder) != weights(run) and RunDir(made.folder).config() | {"output_dir": 0} != RunDir(
+        run
+    ).config() | {"output_dir": 0}
+
+
+def test_a_setting_changed_on_resume_counts_too(run: Path, tmp_path: Path) -> None:
+    """The checkpoint remembers the price of drift of its run; the config of the resumed one wins, also in a second try."""
+    folder = tmp_path / "again"
+    shutil.copytree(run, folder)
+    for left in ("stage.json",):
+        (folder / left).unlink()
+    for later in (folder / "checkpoints").glob("step-*6"):
+        shutil.rmtree(later)
+    config = settings_of(folder)[1].replace(output_dir=str(folder), kl_coef=0.5)
+    config.save(folder / "config.yaml")  # as if a first try had been killed before it saved anything
+    run_stage(config, resume=True)
+    assert [steps(folder)[s]["objective/kl_coef"] for s in (4, 5, 6)] == [0.2, 0.5, 0.5]
+
+
+def test_refusals(run: Path, tmp_path: Path) -> None:
+    before = sorted(p.name for p in run.parent.iterdir())
+    for at, changes, words in (
+        (9, [], "choose a step from 1 to 6"), (0, [], "choose a step from 1 to 6"), (4, ["model.lora.r=8"], "Begin a new run"), (4, ["kl_coeff=1"], "kl_coef"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=words):
+            prepare_fork(run, at, changes)
+    with pytest.raises(RunError, match="--to"):
+        prepare_fork(run, 4, [], run)
+    assert sorted(p.name for p in run.parent.iterdir()) == before, "a refused fork leaves nothing"
+
+
+def test_a_fork_that_was_killed_while_it_was_made_is_no_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rlhf_nb.train.fork as module
+
+    def dies(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_first_difference", dies)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_fork(run, 3, [], tmp_path / "fork")
+    assert not RunDir(tmp_path / "fork").holds_run()
+    monkeypatch.undo()
+    made = prepare_fork(run, 3, [], tmp_path / "fork")
+    run_fork(made)
+    assert weights(made.folder) == weights(run) and family(made.folder)[-1].at == 3
