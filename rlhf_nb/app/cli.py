@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
 from .push import push_command
@@ -392,6 +393,9 @@ for _name, _command in (
     ("push", push_command),
 ):  # notebooks 928, 917
     app.command(_name)(_command)
+app.command("eval")(eval_command)  # notebook 926
+app.command("evaluate", hidden=True)(eval_command)
+app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
 

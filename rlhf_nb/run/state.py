@@ -24,7 +24,17 @@ from rlhf_nb.run.checkpoint import (
     save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from .lock import RunLock
-from .log import FORMAT, EventLog, History, Requests, RunDir, config_changes, machine_here, plain, read_metrics
+from rlhf_nb.run.log import (
+    FORMAT,
+    EventLog,
+    History,
+    Requests,
+    RunDir,
+    config_changes,
+    machine_here,
+    plain,
+    read_metrics,
+)
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
