@@ -387,7 +387,7 @@ def _story(event: str) -> None:
 # %% ../../nbs/930_app_cli.ipynb #aac94871
 for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
     app.command(_name)(_command)
-app.command("eval")(eval_command)  # notebook 926
+app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
