@@ -393,7 +393,7 @@ for _name, _command in (
     ("push", push_command),
 ):  # notebooks 928, 917
     app.command(_name)(_command)
-app.command("eval")(eval_command)  # notebook 926
+app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
