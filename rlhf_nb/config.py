@@ -772,9 +772,9 @@ class StopConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, value: Any) -> Any:
-        """`stop_on: overoptimised` is short for its metric; two looks are enough there."""
+        """`stop_on: overoptimised` is short for its metric; one look is enough there."""
         if value == "overoptimised" or value == {"metric": "overoptimised"}:
-            return {"metric": "overoptimised", "patience": 2}
+            return {"metric": "overoptimised", "patience": 1}
         return value
 
     @model_validator(mode="after")

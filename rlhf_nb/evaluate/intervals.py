@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import ConfigError, DataError, derive_seed
+from ..core import ConfigError, DataError, derive_seed, t_quantile
 from .policy import wilson_interval
 from ..rewards.answers import pass_at_k
 
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Estimate', 'cluster_means', 't_quantile', 'mean_interval', 'share_interval', 'bootstrap_interval', 'sign_flip_test',
-           'Comparison', 'points_of', 'compare_paired', 'confidence_sequence', 'Decision', 'decide', 'LengthControlled',
+__all__ = ['Estimate', 'cluster_means', 'mean_interval', 'share_interval', 'bootstrap_interval', 'sign_flip_test', 'Comparison',
+           'points_of', 'compare_paired', 'confidence_sequence', 'Decision', 'decide', 'LengthControlled',
            'length_controlled', 'pass_interval', 'majority_interval', 'holm', 'several_note', 'Calibration',
            'reliability_bins', 'calibration']
 
@@ -79,24 +79,6 @@ def cluster_means(values: Any, clusters: Sequence[Hashable] | None = None) -> _F
     return np.asarray(np.bincount(index, weights=x[known]) / np.bincount(index), dtype=np.float64)
 
 # %% ../../nbs/492_evaluate_intervals.ipynb #9f5a2efb
-@lru_cache(maxsize=512)
-def t_quantile(level: float, df: int) -> float:
-    """The t with P(|T| ≤ t) = level for Student's distribution.
-
-    Args:
-        level: in (0, 1).
-        df: degrees of freedom, ≥ 1.
-
-    Source: Student, "The probable error of a mean" (1908); the substitution is elementary.
-    """
-    if df > 10_000:
-        return NormalDist().inv_cdf(0.5 + level / 2)
-    theta = np.linspace(0.0, np.pi / 2, 200_001)
-    density = np.cos(theta) ** (df - 1)
-    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(df) * math.tan(float(np.interp(level, mass / mass[-1], theta)))
-
-
 def mean_interval(values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95) -> Estimate:
     """A mean with Student's interval over clusters.
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..core import ConfigError, DataError, derive_seed
+from ..core import ConfigError, DataError, derive_seed, t_quantile
 from ..data.templates import encode_texts
-from .intervals import Calibration, Estimate, calibration, mean_interval, share_interval, t_quantile
+from .intervals import Calibration, Estimate, calibration, mean_interval, share_interval
 from ..rewards.answers import after_thinking
 from ..rewards.formats import repetition
 from ..rollout.sampler import eval_mode

@@ -6,50 +6,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import ConfigError
+from ..core import ConfigError, t_quantile
 from .callbacks import Callback, EarlyStop, Flags, RunView
 
 Floats = NDArray[np.float64]
 Form = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'Form', 'SURE', 'GOLD', 'LEAST', 'student', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
+__all__ = ['Floats', 'Form', 'SURE', 'GOLD', 'LEAST', 'MEMORY', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
            'stop_by']
 
 # %% ../../nbs/543_run_overopt.ipynb #a0540006
-@lru_cache(maxsize=512)
-def student(level: float, df: int) -> float:
-    """The t that encloses this share of Student's distribution between −t and t.
-
-    Args:
-        level: 0 to 1, such as 0.95.
-        df: degrees of freedom, at least 1.
-    """
-
-    def inside(t: float) -> float:  # Abramowitz and Stegun 26.7.3 and 26.7.4
-        angle = math.atan(t / math.sqrt(df))
-        sine, cosine = math.sin(angle), math.cos(angle)
-        term = total = cosine if df % 2 else 1.0
-        for k in range(2 if df % 2 else 1, df - 1, 2):
-            term *= k / (k + 1) * cosine**2
-            total += term
-        return sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
-
-    low, high = 0.0, 1.0
-    while inside(high) < level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < level else (low, middle)
-    return high
-
-
 def _columns(d: Floats, form: Form) -> Floats:
     """What R₀, α and β are multiplied by, float64[n, 3]."""
     bent = np.where(d > 0, d * np.log(np.maximum(d, 1e-300)), 0.0) if form == "rl" else d * d
@@ -106,7 +78,7 @@ class GoldFit:
     def interval(self) -> tuple[float, float]:
         """Fieller's interval of the peak; its upper end is infinite where β can't be told from zero."""
         _, a, b = (float(x) for x in self.theta)
-        t = student(self.level, self.df) ** 2
+        t = t_quantile(self.level, self.df) ** 2
         square, cross, rest = b * b - t * self.cov[2, 2], a * b - t * self.cov[1, 2], a * a - t * self.cov[1, 1]
         root = cross * cross - square * rest
         if square > 0 and b > 0:
@@ -186,9 +158,10 @@ def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float
     return chosen
 
 # %% ../../nbs/543_run_overopt.ipynb #a0540015
-SURE = 1.3  # standard errors; benchmarks/overopt.py: what a stop by it loses
+SURE = 1.7  # standard errors; benchmarks/overopt.py: what a stop by it loses
 GOLD = ("rewards/gold", "eval/gold")
 LEAST = 10  # points before it says anything
+MEMORY = 12  # points in which the weight of an old one falls to 1/e, where the present slope is asked for
 
 
 class GoldCurve:
@@ -215,12 +188,18 @@ class GoldCurve:
         self.points.append((self.kl, float(value)))
         return True
 
-    def fit(self, level: float = 0.95) -> GoldFit | None:
-        """The fit so far; None while there are too few points."""
+    def fit(self, level: float = 0.95, memory: float | None = None) -> GoldFit | None:
+        """The fit so far; None while there are too few points.
+
+        Args:
+            level: of the intervals.
+            memory: points in which the weight of an old one falls to 1/e; None: all count alike.
+        """
         if len(self.points) < LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
             return None
         kl, gold = zip(*self.points)
-        return fit_gold(kl, gold, level=level)
+        error = None if memory is None else np.exp(np.arange(len(kl))[::-1] / (2 * memory))
+        return fit_gold(kl, gold, error=error, level=level)
 
 
 class StopAtPeak(Callback):
@@ -231,7 +210,7 @@ class StopAtPeak(Callback):
         patience: how many looks in a row must say so.
     """
 
-    def __init__(self, gold: str | None = None, patience: int = 2) -> None:
+    def __init__(self, gold: str | None = None, patience: int = 1) -> None:
         self.wanted, self.patience = gold, patience
         self._begin()
 
@@ -242,14 +221,14 @@ class StopAtPeak(Callback):
         self.looks += 1
         if not self.curve.take(event):
             return None
-        fit = self.curve.fit()
-        if fit is None:
+        fit, whole = self.curve.fit(memory=MEMORY), self.curve.fit()
+        if fit is None or whole is None:
             return None
         now = math.sqrt(max(float(np.mean([kl for kl, _ in self.curve.points[-3:]])), 0.0))
         self.said = self.said + 1 if fit.theta[2] > 0 and fit.falling(now) > SURE else 0
         if self.said < self.patience:
             return None
-        return Flags(stop=True, reason=f"overoptimised: {fit}, and the KL is {now**2:.2g} ({self.curve.gold} falls)")
+        return Flags(stop=True, reason=f"overoptimised: {whole}, and the KL is {now**2:.2g} ({self.curve.gold} falls)")
 
     def on_start(self, run: RunView) -> Flags | None:
         self._begin()
