@@ -200,6 +200,34 @@ def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[fl
     return [float(len(str(text)) % 17) / 17 for text in completions]
 
 
+def settings_of(
+    method: str, sizes: tuple[int, int, int], folder: str, steps: int, device: str, precision: str, tiny: bool = False, lora: int | None = None,
+    **over: Any,
+) -> Any:  # fmt: skip
+    """A method's config.
+
+    Args:
+        sizes: tokens of a prompt, of an answer, rows of a step.
+        over: what differs from what is measured by default.
+    """
+    from rlhf_nb.train.registry import get
+
+    info, (prompt, answer, rows) = get(method), sizes
+    settings: dict[str, Any] = {
+        "output_dir": f"{folder}/run", "steps": steps, "epochs": None, "mini_batch_size": rows, "device": device, "console": False, "save_every": None,
+        "precision": precision, "token_budget": 64 if tiny else 16_384, "model": {"lora": {"r": lora} if lora else None},
+        "data": {"max_prompt_length": max(prompt, 4), "max_length": max(prompt, 4) + answer, "dedup": False},
+    }  # fmt: skip
+    if info.online:
+        settings |= {"rollout_batch_size": rows, "sampling": {"max_new_tokens": answer, "min_new_tokens": answer}}
+        settings |= {"num_generations": 4 if tiny else 8}
+    if method == "ppo":
+        settings |= {"num_generations": 1, "num_inner_epochs": 1}
+    if method == "reward":
+        settings |= {"calibrate_rows": 0, "baseline_pairs": 0}
+    return info.config(**(settings | over))
+
+
 def trainer_of(
     job: Job, method: str, shape: str, folder: str, steps: int, sizes: tuple[int, int, int] | None = None, lora: int | None = None,
     precision: str = "", reward: Any = score, **over: Any,
@@ -210,24 +238,9 @@ def trainer_of(
     from rlhf_nb.models.adapters import add_lora
     from rlhf_nb.train.registry import get
 
-    prompt, answer, rows = sizes or job.sizes[method]
-    settings: dict[str, Any] = {
-        "output_dir": f"{folder}/run", "steps": steps, "epochs": None, "mini_batch_size": rows, "device": job.device.type, "console": False, "save_every": None,
-        "precision": precision or job.precision, "token_budget": 64 if job.tiny else 16_384, "data": {"max_prompt_length": max(prompt, 4), "max_length": max(prompt, 4) + answer, "dedup": False},
-        "model": {"lora": {"r": lora} if lora else None},
-    }  # fmt: skip
-    info = get(method)
-    if info.online:
-        settings |= {
-            "rollout_batch_size": rows,
-            "sampling": {"max_new_tokens": answer, "min_new_tokens": answer},
-            "num_generations": 4 if job.tiny else 8,
-        }
-    if method == "ppo":
-        settings |= {"num_generations": 1, "num_inner_epochs": 1}
-    if method == "reward":
-        settings |= {"calibrate_rows": 0, "baseline_pairs": 0}
-    config = info.config(**(settings | over))
+    info, (prompt, answer, rows) = get(method), sizes or job.sizes[method]
+    asked = precision or job.precision
+    config = settings_of(method, (prompt, answer, rows), folder, steps, job.device.type, asked, job.tiny, lora, **over)
     chosen = decide_precision(config.device, config.precision)
     model = model_of(shape, job.device, chosen.frozen_dtype if lora else torch.float32)
     if lora and over.get("critic") != "hydra":
@@ -238,22 +251,28 @@ def trainer_of(
     return trainer(config, model, tokenizer(VOCABULARY[shape]), rows=rows_, eval_rows=[], **given)
 
 
-def predicted_gb(trainer: Any) -> float:
-    """What the planner says that a step of this run holds at its peak."""
-    from rlhf_nb.scale.topology import Split, job_of, predict
+def foreseen_gb(config: Any, model: Any, precision: Any) -> float:
+    """What the planner says that a step holds at its peak, in GB; rewards are functions here.
 
-    config = next(m.config for m in trainer.method.module.modules() if hasattr(m, "config"))
-    asked = job_of(trainer.config, trainer.engine.precision)
-    held = tuple(h for h in asked.models if not h.startswith("reward")) if asked.info.online else asked.models
+    Args:
+        config: of the run.
+        model: its configuration.
+        precision: where and in which formats it computes.
+    """
     import dataclasses
 
-    return predict(config, dataclasses.replace(asked, holds=held), Split()).peak / GB
+    from rlhf_nb.scale.topology import Split, job_of, predict
+
+    asked = job_of(config, precision)
+    held = tuple(h for h in asked.models if not h.startswith("reward")) if asked.info.online else asked.models
+    return predict(model, dataclasses.replace(asked, holds=held), Split()).peak / GB
 
 
 def steps_of(job: Job, trainer: Any, steps: int, warm: int = 1) -> Row:
     """Steps of a run: tokens a second, MFU, peak beside what was predicted, host syncs of the last step."""
     trainer.start()
-    foreseen = predicted_gb(trainer)
+    shape = next(m.config for m in trainer.method.module.modules() if hasattr(m, "config"))
+    foreseen = foreseen_gb(trainer.config, shape, trainer.engine.precision)
     events, syncs = list[Row](), None
     for i in range(warm + steps):
         if i == warm:
@@ -793,11 +812,12 @@ def card(job: Job, gigabytes: float) -> Iterator[None]:
 
 
 CARDS: dict[str, dict[str, Any]] = {  # what is run under which limit; docs/gpu.md has the same lines
-    "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 2048, "steps": 20},
+    "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "steps": 20},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 15 GB": {"gb": 15, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 6},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 4},
     "GRPO 0.5B, LoRA, 8 × 256 tokens, 8 GB": {"gb": 8, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 2048, "steps": 4},
-    "GRPO 0.5B, LoRA, recompute, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},
+    "PPO 1.5B, LoRA Hydra, recomputed, 8 GB": {"gb": 8, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "recompute": True, "steps": 3},
+    "GRPO 0.5B, LoRA, recomputed, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},
 }  # fmt: skip
 
 
