@@ -290,7 +290,7 @@ def steps_of(job: Job, trainer: Any, steps: int, warm: int = 1) -> Row:
     peak = peak_gb(job.device)
     return {
         "tokens/s": tokens / seconds, "MFU": work / seconds if work else None, "s a step": seconds / len(done), "peak GB": peak, "predicted GB": foreseen,
-        "predicted ÷ peak": foreseen / peak, "syncs a step": syncs, "finite": all(math.isfinite(e["loss"]) for e in events),
+        "predicted ÷ peak": foreseen / peak, "reserved ÷ peak": torch.cuda.max_memory_reserved() / GB / peak if job.device.type == "cuda" else None, "syncs a step": syncs, "finite": all(math.isfinite(e["loss"]) for e in events),
     }  # fmt: skip
 
 
@@ -510,10 +510,28 @@ def part_correct(job: Job) -> Iterator[Row]:
     for name in formats[:1] if job.tiny else formats:
         for family in ("qwen2",) if job.tiny else ("qwen2", "gpt2"):
             yield tried(job, f"sampler, {family}, {name}", lambda f=family, n=name: sampled(job, f, n))
+    if not job.tiny:
+        for name in ("fp32", "bf16"):
+            yield tried(
+                job,
+                f"scorer, qwen2, {name}, flex_attention",
+                lambda n=name: with_flex(lambda: compared(job, "qwen2", n)),
+            )
     for method in () if job.tiny else ("sft", "dpo", "ppo", "grpo"):
         yield tried(job, f"host syncs, {method}", lambda m=method: syncs_of(job, m))
     if not job.tiny:
         yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=15)
+
+
+def with_flex(measure: Callable[[], Row]) -> Row:
+    """A measurement with attention by a compiled rule; whether it was computed that way."""
+    from rlhf_nb.fast import attention
+
+    os.environ["RLHF_NB_ATTENTION"] = "flex"
+    try:
+        return measure() | {"flex failed": attention._Flex.failed or "no"}
+    finally:
+        del os.environ["RLHF_NB_ATTENTION"]
 
 
 def syncs_of(job: Job, method: str) -> Row:
@@ -875,9 +893,58 @@ def part_t4(job: Job) -> Iterator[Row]:
 # --- 5. memory -----------------------------------------------------------------------------------------------------------------
 
 
+def heads_loss(job: Job, whose: str) -> Row:
+    """Forward and backward pass from states to the mean loss."""
+    import torch.nn.functional as F
+
+    from rlhf_nb.scoring.head import head_logps
+
+    shape, n = job.shape("0.5B"), 64 if job.tiny else 8192
+    hidden, vocabulary = SHAPES[shape]["hidden_size"], VOCABULARY[shape]
+    half = torch.float32 if job.device.type == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    w = torch.randn(vocabulary, hidden, device=job.device, dtype=half).mul_(0.02).requires_grad_(True)
+    x = torch.randn(n, hidden, device=job.device, dtype=half).requires_grad_(True)
+    targets = torch.randint(0, vocabulary, (n,), device=job.device)
+    if whose == "Liger":
+        if find_spec("liger_kernel") is None or job.device.type != "cuda":
+            return {
+                "reason": "liger-kernel is not installed here, or there is no GPU"
+                if job.device.type == "cuda"
+                else "Liger is not installed here"
+            }
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+
+    def work() -> torch.Tensor:
+        if whose == "ours":
+            loss = -head_logps(x, w, None, targets)[0].mean()
+        elif whose == "Liger":
+            loss = fused(w, x, targets)
+        else:
+            loss = F.cross_entropy(F.linear(x, w).float(), targets)
+        torch.autograd.backward(loss)
+        w.grad = x.grad = None
+        return loss.detach()
+
+    seconds = timed(job, work, most=1.0)
+    forget(job.device)
+    before = peak_gb(job.device)
+    loss = float(work())
+    return {"ms": 1e3 * seconds, "peak GB above weights": peak_gb(job.device) - before, "loss": loss}
+
+
 def part_memory(job: Job) -> Iterator[Row]:
     """What costs memory, and what saves it."""
+    from rlhf_nb.core import growing_segments
     from rlhf_nb.scoring import head
+
+    growing_segments()
+    if job.device.type == "cuda":
+        held = torch.ones(1 << 20, device=job.device)
+        seen = any(s.get("is_expandable") for s in torch.cuda.memory_snapshot())
+        yield {"what": "memory in segments that grow", "in use": seen, "numbers": float(held.sum())}
 
     shape = job.shape("0.5B")
     budgets = (32, 64) if job.tiny else (2048, 4096, 8192, 16_384)
@@ -897,6 +964,9 @@ def part_memory(job: Job) -> Iterator[Row]:
             job, f"sft {shape}, 2^{power} logits in a chunk", lambda: run_of(job, "sft", shape, 1 if job.tiny else 2)
         )
     head.CHUNK_LOGITS[kind] = before
+
+    for whose in ("ours", "PyTorch, whole logits", "Liger"):
+        yield tried(job, f"head and loss of one forward, {whose}", lambda w=whose: heads_loss(job, w))
 
     def on_host() -> Row:
         with torch.autograd.graph.save_on_cpu(pin_memory=job.device.type == "cuda"):
