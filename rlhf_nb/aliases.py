@@ -226,7 +226,7 @@ EXPLAINED: dict[str, str] = {
     "stop_token": "where answers end: here at the tokenizer's EOS; set tokenizer.eos_token",
     "exp_name": "the name of the run: here output_dir, the run's folder",
     "alpha": "XPO's weight of its bonus: here xpo_alpha in online-dpo, with opponent=reference; a LoRA's alpha is model.lora.alpha",
-    "lmbda": "GKD's share of batches with the student's own answers: here on_policy=true (all of them) or on_policy=false (none) in distill",
+    "lmbda": "GKD's share of batches with the student's own answers: here lmbda in distill",
     "seq_kd": "teach on the teacher's own answers: here let the teacher write them first, and distill with on_policy=false and that file as data.path",
     "f_alpha_divergence_coef": "the α of alpha_divergence: here alpha",
     "generate_during_eval": "answers in an evaluation: here `rlhf-nb sample RUN/model PROMPT` afterwards",

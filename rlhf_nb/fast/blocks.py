@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Branches, branch_attention, flat_attention, row_attention
-from .linear import Projection, rms_norm, rotary_table, rotate
+from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
 __all__ = ['Make', 'Layer', 'Blocks', 'decode_states']
@@ -59,6 +59,8 @@ class Layer:
     def mlp(self, x: Tensor) -> Tensor:
         "x plus the feed-forward block of x."
         h = self.up.parts(self.norm2(x))
+        if self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation") and h[0].device.type == "cpu":
+            return self.down.add_to(x, gated_silu(h[0], h[1]))
         return self.down.add_to(x, self.act(h[0]) * h[1] if self.gated else self.act(h[0]))
 
 # %% ../../nbs/160_fast_blocks.ipynb #84a1adfa

@@ -27,7 +27,7 @@ Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it
 # %% auto #0
 __all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of', 'FunctionJudge',
            'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel',
-           'as_duel', 'Labelled', 'label_pairs']
+           'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/470_judges_judge.ipynb #46b74760
 class Judge(Protocol):
@@ -481,6 +481,12 @@ def as_duel(reward: Any) -> Any:
     if isinstance(reward, JudgeReward) and reward.mode == "pairwise":
         return Duel(reward.judge)
     return Duel(reward) if hasattr(reward, "compare") and hasattr(reward, "rate") else reward
+
+
+def among_siblings(reward: Any) -> Any:
+    """A judge, or a `Duel`, as a reward that compares all answers to a prompt with each other; any other reward as it is."""
+    judge = reward.judge if isinstance(reward, Duel) else reward
+    return JudgeReward(judge, mode="pairwise") if hasattr(judge, "compare") and hasattr(judge, "rate") else reward
 
 # %% ../../nbs/470_judges_judge.ipynb #2e92f80b
 class Labelled(NamedTuple):

@@ -488,6 +488,9 @@ def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
         reward = {"model": str(reward)}
     if not has_entries(reward):
         return reward
-    how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
+    how: dict[str, Any] = {
+        "timeout": getattr(config, "reward_timeout", 3600.0),
+        "trust_remote_code": config.model.trust_remote_code,
+    }
     device = decide_precision(config.device, config.precision).device
     return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)

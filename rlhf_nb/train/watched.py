@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from .entries import RewardEntry, from_entries
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'Against', 'held_out_rewards']
+__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'Against', 'entries_by_name', 'held_out_rewards']
 
 # %% ../../nbs/606_train_watched.ipynb #b0bc1254
 def with_watched(rewards: Rewards, config: Any) -> Rewards:
@@ -99,6 +100,21 @@ class Against:
         return [found.get(i) for i in range(len(prompts))]
 
 
+def entries_by_name(entries: Sequence[RewardEntry], config: Any, key: str) -> dict[str, Any]:
+    """Reward functions by the names that logs have for them.
+
+    Args:
+        entries: at least one.
+        config: of the run: time limit, trust, token budget, device.
+        key: how the list is called, for messages.
+    """
+    found = from_entries(list(entries), config, key)
+    if isinstance(found, Rewards):
+        return dict(zip(found.names, found.fns))
+    fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
+    return {entries[0].name or fn.name: fn}
+
+
 def held_out_rewards(config: Any) -> dict[str, Any]:
     """What evaluations report beside the rewards, by name.
 
@@ -107,10 +123,7 @@ def held_out_rewards(config: Any) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     if config.eval.metrics:
-        found = from_entries(list(config.eval.metrics), config, "eval.metrics")
-        single = not isinstance(found, Rewards)
-        fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
-        out |= {config.eval.metrics[0].name or fn.name: fn} if single else dict(zip(found.names, found.fns))
+        out |= entries_by_name(config.eval.metrics, config, "eval.metrics")
     for entry in config.eval.judges:
         place = {k: getattr(config, k) for k in ("output_dir", "data", "seed", "model", "device", "precision")}
         asked: Any = SimpleNamespace(judge=entry, **place)
