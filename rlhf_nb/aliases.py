@@ -167,7 +167,7 @@ EXPLAINED: dict[str, str] = {
     "metric_for_best_model": "what early stopping looks at: here stop_on={metric: eval/loss, patience: 3}",
     "resume_from_checkpoint": "go on with a run: here trainer.fit(resume=True)",
     "overwrite_output_dir": "begin anew in the same folder: here trainer.fit(overwrite=True)",
-    "push_to_hub": "upload: here trainer.save_model(folder), and upload the folder",
+    "push_to_hub": "upload: here `rlhf-nb push RUN owner/name` (in Python rlhf_nb.push_to_hub) after the run",
     "deepspeed": "a DeepSpeed configuration: here `rlhf-nb launch --strategy zero2` (or zero1, zero3)",
     "fsdp": "sharding by torch: here `rlhf-nb launch --strategy fsdp2`",
     "packing": "rows joined to fill a length: here rows of like length share a forward of token_budget tokens, which does the same and changes no number; leave it out",
