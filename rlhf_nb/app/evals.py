@@ -446,6 +446,10 @@ def compare_folders(
     notes += [f"{p.first} and {p.second}: {p.decision}." for p in pairs if not p.decision.better]
     for (i, j), opinion in (judged or {}).items():
         notes.append(f"Judge on {names[i]} and {names[j]}: {opinion}.")
+        if opinion.flips > 0.5:
+            notes.append(
+                "Most of its verdicts turn with the order: they tell where an answer stood, and nothing of the models."
+            )
     said = [
         {
             "first": p.first, "second": p.second, "difference": p.difference._asdict(), "win_rate": p.wins.rate._asdict(),
@@ -527,7 +531,7 @@ def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
     by = "by the judge" if compared.judge else "by score"
     second = Table(title=f"Pairs on the same prompts, {by}", title_justify="left", title_style="bold")
     for name in ("pair", "difference", "interval", "wins", "at equal length", "p", "p, Holm"):
-        second.add_column(name, justify="left" if name == "pair" else "right")
+        second.add_column(name, justify="left" if name == "pair" else "right", no_wrap=name == "interval")
     for p in pairs:
         d = p.difference
         long = "–" if p.lengths is None else f"{p.lengths.rate.value:.0%}"
