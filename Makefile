@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-plain test-all mutants compat lock export lint setup clean
+.PHONY: demo test test-plain test-all mutants compat lock export lint setup gpu-luggage clean
 
 setup: $(STAMP)
 
@@ -65,6 +65,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check rlhf_nb nbs tests benchmarks .ci
 	$(BIN)/ruff format --check nbs tests benchmarks .ci
 	$(BIN)/mypy
+
+gpu-luggage: $(STAMP)  ## what a machine with a GPU and no network may lack for benchmarks/gpu.py, within 60 MB
+	$(BIN)/python benchmarks/gpu.py --luggage build/gpu-luggage --model $${XDG_CACHE_HOME:-$$HOME/.cache}/rlhf_nb/smollm2-135m-instruct
 
 clean:
 	rm -rf build dist *.egg-info runs

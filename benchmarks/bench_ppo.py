@@ -1,6 +1,7 @@
 """PPO: episodes per second against TRL 1.12.0's `trl.experimental.ppo`, the last one there was.
 
     python benchmarks/bench_ppo.py [--quick] [--steps 12] [--threads 1] [--size small] [--fixed-length]
+    python benchmarks/bench_ppo.py --task smollm2 --threads 2 [--precision bf16] [--train all adapters] --steps 2    # after `rlhf-nb get smollm2`
 
 Both sides: the same toy policy (fine-tuned for a moment, so that answers end where they should), critic and reward model of the
 same shape with the same weights, the same 128 prompts in each rollout, at most 32 new tokens, 2 passes over a rollout in mini-batches
@@ -10,6 +11,12 @@ The samplers draw different random numbers, so losses can't simply be compared. 
 functions: log-probs of policy and reference, values, scores, advantages, and both losses of the first mini-batch. One definition
 differs: TRL pays the score one position after the end-of-text token (where there is room), and so has one more
 value per answer; ours pays it at that token. The comparison uses TRL's layout, the timing each side's own.
+
+`--task smollm2`: SmolLM2-135M-Instruct on the package's word problems, 8 prompts × 8 answers of at most 24 tokens in a rollout, two passes with one
+update each, a critic on a body of its own, a reference, and for a reward a function of the text (what a verifier costs), fp32 or bf16 products over
+fp32 weights. TRL takes 16 answers in a forward pass of its update (`--micro`): the logits of 64 answers don't fit beside two trained models. With `--train adapters` each
+side trains as lightly as it can: ours adapters and a value head on one backbone (recipe `smollm2_ppo`), TRL adapters in the policy, whose reference is the
+policy without them, and all weights of the critic.
 """
 
 from __future__ import annotations
@@ -22,20 +29,27 @@ from typing import Any
 import harness
 import peers
 
+GROUP = {"toy": 1, "smollm2": 8}
 KL_COEF, GAMMA, LAM, CLIP, VF_COEF = 0.1, 1.0, 0.95, 0.2, 0.1
+
+
+def verify(texts: list[str]) -> list[float]:
+    """A cheap, deterministic score: different letters, less a little for each repeated word."""
+    return [len(set(t)) / 10 - 0.05 * (len(t.split()) - len(set(t.split()))) for t in texts]
 
 
 def run_ours(job: dict[str, Any]) -> None:
     """PPO with rlhf_nb, a rollout and its updates at each turn."""
-    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.config import LoraSettings, ModelConfig
     from rlhf_nb.core import decide_precision
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.models.adapters import separate
+    from rlhf_nb.models.adapters import add_lora, separate, shared
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.models.load import load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import RewardModelFn, Rewards
     from rlhf_nb.run.callbacks import Callback
     from rlhf_nb.run.loop import Trainer
+    from rlhf_nb.train.online import PromptsOf
     from rlhf_nb.train.ppo import PPO, PPOConfig
 
     gate = harness.Gate()
@@ -51,17 +65,24 @@ def run_ours(job: dict[str, Any]) -> None:
 
     config = PPOConfig(
         output_dir=job["output"], steps=job["steps"], epochs=None, rollout_batch_size=job["rollout"], mini_batch_size=job["mini"],
-        num_inner_epochs=job["epochs"], token_budget=job["token_budget"], device="cpu", precision="fp32", console=False,
+        num_inner_epochs=job["epochs"], token_budget=job["token_budget"], device="cpu", precision=job["precision"], console=False, num_generations=GROUP[job["task"]],
         sampling={"max_new_tokens": job["new_tokens"], "min_new_tokens": job["new_tokens"] if job["fixed"] else 0},
         optimizer={"lr": job["lr"], "eps": 1e-5, "schedule": "constant", "max_grad_norm": None},
         kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, clip_eps_low=CLIP, clip_eps_high=CLIP, value_clip_eps=CLIP, vf_coef=VF_COEF, missing_eos=None,
     )  # fmt: skip
     where = ModelConfig(name_or_path=job["policy"])
     tokenizer, precision = load_tokenizer(where), decide_precision("cpu", "fp32")
-    policy, reward = load_causal_lm(where, precision, tokenizer=tokenizer), RewardModel.load(job["reward"])
-    net = separate(policy, reward)
-    method = PPO(net, tokenizer, Rewards(RewardModelFn(reward, token_budget=job["token_budget"])), config)
-    Trainer(method, MemorySource(job["rows"], shuffle=False), config, callbacks=[Turns()]).fit()
+    policy, group = load_causal_lm(where, precision, tokenizer=tokenizer), GROUP[job["task"]]
+    if job["train"] == "adapters":
+        net = shared(add_lora(policy, LoraSettings(r=16, alpha=32)), None)
+    else:
+        reward = RewardModel.load(job["reward"])
+        net = separate(policy, reward)
+    judged: Any = lambda prompts, completions, **columns: verify(completions)
+    if job["task"] == "toy":
+        judged = RewardModelFn(reward, token_budget=job["token_budget"])
+    source = PromptsOf(MemorySource(job["rows"][::group], shuffle=False), group)
+    Trainer(PPO(net, tokenizer, Rewards(judged), config), source, config, callbacks=[Turns()]).fit()
 
 
 def record_first_rollout(module: Any, numpy: Any, path: str) -> None:
@@ -137,6 +158,7 @@ def record_first_rollout(module: Any, numpy: Any, path: str) -> None:
 def run_trl(job: dict[str, Any]) -> None:
     """PPO with TRL, a rollout and its updates at each turn."""
     import numpy
+    import torch
     from datasets import Dataset
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
@@ -170,29 +192,55 @@ def run_trl(job: dict[str, Any]) -> None:
     if job["fixed"]:
         last_lengths.append(job["new_tokens"])
     tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(job["policy"])
+    policy = AutoModelForCausalLM.from_pretrained(job["policy"], dtype="float32")
+    policy.generation_config.eos_token_id = tokenizer.eos_token_id
     if job["fixed"]:
         policy.generation_config.eos_token_id = None
-    reward, value = (AutoModelForSequenceClassification.from_pretrained(job["reward"], num_labels=1) for _ in range(2))
+    reward, value = (
+        AutoModelForSequenceClassification.from_pretrained(job["reward"], num_labels=1, dtype="float32")
+        for _ in range(2)
+    )
+    if job["task"] != "toy":
+        reward = torch.nn.Identity()
+        by_model = ppo_trainer.get_reward
+
+        def by_text(model: Any, tokens: Any, pad: int, context: int) -> Any:
+            if model is not reward:
+                return by_model(model, tokens, pad, context)
+            texts = tokenizer.batch_decode(tokens[:, context:], skip_special_tokens=True)
+            return tokens, torch.tensor(verify(texts)), tokens
+
+        ppo_trainer.get_reward = by_text
+    adapters = None
+    if job["train"] == "adapters":
+        from peft import LoraConfig
+
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules=job["targets"], task_type="CAUSAL_LM")
     rows = Dataset.from_list([{"input_ids": r["prompt_ids"]} for r in job["rows"]])
     args = PPOConfig(
-        output_dir=job["output"], total_episodes=job["rollout"] * job["steps"], per_device_train_batch_size=job["rollout"],
-        gradient_accumulation_steps=1, num_mini_batches=job["rollout"] // job["mini"], num_ppo_epochs=job["epochs"],
+        output_dir=job["output"], total_episodes=job["rollout"] * job["steps"], per_device_train_batch_size=job["micro"],
+        gradient_accumulation_steps=job["rollout"] // job["micro"], num_mini_batches=job["rollout"] // job["mini"], num_ppo_epochs=job["epochs"],
         local_rollout_forward_batch_size=job["rollout"], response_length=job["new_tokens"], temperature=1.0,
         stop_token=None if job["fixed"] else "eos", learning_rate=job["lr"], adam_epsilon=1e-5, lr_scheduler_type="constant",
-        kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, cliprange=CLIP, cliprange_value=CLIP, vf_coef=VF_COEF, bf16=False, use_cpu=True,
+        kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, cliprange=CLIP, cliprange_value=CLIP, vf_coef=VF_COEF, bf16=job["precision"] == "bf16", use_cpu=True,
         gradient_checkpointing=False, report_to="none", save_strategy="no", num_sample_generations=0, dataloader_num_workers=0,
     )  # fmt: skip
     trainer = PPOTrainer(
         args=args, processing_class=tokenizer, model=policy, ref_model=None, reward_model=reward.eval(), value_model=value,
-        train_dataset=rows, eval_dataset=rows.select(range(args.per_device_eval_batch_size)), callbacks=[Turns()],
+        train_dataset=rows, eval_dataset=rows.select(range(args.per_device_eval_batch_size)), callbacks=[Turns()], peft_config=adapters,
     )  # fmt: skip
     loader = DataLoader(
         rows, batch_size=job["rollout"], shuffle=False, collate_fn=trainer.data_collator, drop_last=True
     )
     trainer.dataloader = trainer.accelerator.prepare(loader)
-    record_first_rollout(ppo_trainer, numpy, job["record"])
+    if checked(job):
+        record_first_rollout(ppo_trainer, numpy, job["record"])
     trainer.train()
+
+
+def checked(job: dict[str, Any]) -> bool:
+    """Whether both sides compute the same, to be compared number by number."""
+    return job["precision"] == "fp32" and job["train"] == "all"
 
 
 def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
@@ -238,14 +286,17 @@ def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
     with torch.no_grad():
-        out, ref, scores = net(c), wide(net.reference.logps(c)), reward.score(c)
+        out, ref = net(c), wide(net.reference.logps(c))
+        scores = reward.score(c)
+        if job["task"] != "toy":
+            scores = torch.tensor(verify(tokenizer.batch_decode(completions, skip_special_tokens=True)))
         plus = Completions.from_lists(prompts, [x + [eos] for x in completions], pad)
         values = torch.where(longer, wide(net.values(plus)[:, :width]), 0.0)
     logps = wide(out.logps)
     rewards = torch.where(mask, -KL_COEF * kl_estimate(logps, ref, "k1"), 0.0)
     rewards[torch.arange(len(lens)), lens.clamp(max=width - 1)] += scores
     advantages, returns = gae(rewards, values, longer, GAMMA, LAM)
-    rows = trl["order"][: job["mini"]]
+    rows = trl["order"][: min(job["mini"], job["micro"])]
     white = whiten(advantages, mask)
     surrogate = clipped_surrogate(logps[rows], logps[rows], white[rows], mask[rows], CLIP, CLIP)
     value_loss = clipped_value(values[rows], values[rows], returns[rows], longer[rows], CLIP)
@@ -291,46 +342,94 @@ def prepare(folder: Path, rollout: int, steps: int, size: str, sft_epochs: float
     return [{"prompt_ids": r["prompt_ids"], "prompt": r["prompt"], "columns": {}} for r in rows]
 
 
+def prepare_smollm2(folder: Path, rollout: int, steps: int) -> list[dict[str, Any]]:
+    """Write SmolLM2 and a critic on a body of its own; return tokenized prompts, each as often as it is answered."""
+    from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.data.sums import sums_prompts
+    from rlhf_nb.models.heads import RewardModel
+
+    tokenizer, model = harness.smollm2()
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    RewardModel.from_policy(model, seed=0).save(folder / "reward", tokenizer)
+    rows = tokenize_prompts(sums_prompts(rollout // GROUP["smollm2"] * steps, 0), tokenizer, 128)
+    return [
+        {"prompt_ids": r["prompt_ids"], "prompt": tokenizer.decode(r["prompt_ids"]), "columns": {}}
+        for r in rows
+        for _ in range(GROUP["smollm2"])
+    ]
+
+
+def targets() -> list[str]:
+    """The layers that get adapters in this package by default."""
+    from rlhf_nb.config import LoraSettings
+
+    found: Any = LoraSettings().target_modules
+    return found
+
+
 def main() -> None:
     parser = harness.arguments(__doc__, steps=12, threads=1)  # models this small lose by a second thread, on both sides
-    parser.add_argument("--rollout", type=int, default=128, help="episodes a step")
-    parser.add_argument("--mini", type=int, default=32, help="episodes an update")
+    parser.add_argument("--task", choices=tuple(GROUP), default="toy")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
+    parser.add_argument(
+        "--train", nargs="+", choices=("all", "adapters"), default=["all"], help="what trains (smollm2)"
+    )
+    parser.add_argument("--rollout", type=int, help="episodes a step (default: 128, smollm2: 64)")
+    parser.add_argument("--mini", type=int, help="episodes an update (default: 32, smollm2: 64)")
+    parser.add_argument(
+        "--micro", type=int, help="TRL: episodes in a forward of an update (default: the rollout, smollm2: 16)"
+    )
     parser.add_argument("--epochs", type=int, default=2, help="passes over a rollout")
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, help="most new tokens (default: 32, smollm2: 24)")
     parser.add_argument("--size", default="small", help="of the toy model")
     parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
-    parser.add_argument("--token-budget", type=int, default=2048, help="ours: tokens in a forward")
+    parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: 2048, smollm2: 1024)")
     args = parser.parse_args()
     if args.worker:
         job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
         harness.set_threads(job)
         (run_ours if args.worker[0] == "ours" else run_trl)(job)
         return
+    large = args.task == "smollm2"
+    rollout, mini = args.rollout or (64 if large else 128), args.mini or (64 if large else 32)
+    micro, new = args.micro or (16 if large else rollout), args.new_tokens or (24 if large else 32)
+    budget = args.token_budget or (1024 if large else 2048)
     steps = min(args.steps, 8) if args.quick else args.steps
-    theirs = peers.ensure("trl-1.12")
+    theirs, total = peers.ensure("trl-1.12"), args.warmup + steps + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = prepare(folder, args.rollout, args.warmup + steps + 1, args.size, 0.5 if args.quick else 2.0)
-        job = {
-            "policy": str(folder / "policy"), "reward": str(folder / "reward"), "record": str(folder / "record.pt"), "rows": rows,
-            "rollout": args.rollout, "mini": args.mini, "epochs": args.epochs, "new_tokens": args.new_tokens, "fixed": args.fixed_length,
-            "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget, "lr": 1e-6,
-        }  # fmt: skip
-        sides = {
-            side: (python, job | {"side": side, "output": str(folder / f"run-{side}")})
-            for side, python in (("ours", harness.sys.executable), ("trl", theirs))
-        }
-        shape = f"{args.rollout} prompts, at most {args.new_tokens} new tokens{' (all of them)' if args.fixed_length else ''}"
-        print(
-            f"{shape}, {args.epochs} passes in mini-batches of {args.mini}, {args.threads} threads, {steps} steps each, in turn"
-        )
-        with harness.workers(__file__, sides, args.threads) as (ours, trl):
-            harness.alternate([ours, trl], args.warmup, steps)
-        check(job)
-        for worker in (ours, trl):
-            mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "score")]
-            print(f"  {worker.name}: answers of {mean[0]:.2f} tokens, score {mean[1]:.3f} on average over all steps")
-        harness.show(ours, trl, args.warmup, "episodes", "episodes")
+        if large:
+            rows = prepare_smollm2(folder, rollout, total)
+        else:
+            rows = prepare(folder, rollout, total, args.size, 0.5 if args.quick else 2.0)
+        for train in args.train:
+            job = {
+                "task": args.task, "train": train, "precision": args.precision, "policy": str(folder / "policy"), "reward": str(folder / "reward"),
+                "record": str(folder / "record.pt"), "rows": rows, "rollout": rollout, "mini": mini, "micro": micro, 
+                "epochs": args.epochs, "new_tokens": new, "fixed": args.fixed_length, "steps": total, "threads": args.threads, "token_budget": budget,
+                "lr": 1e-9 if large else 1e-6, "targets": targets(),
+            }  # fmt: skip
+            sides = {
+                side: (python, job | {"side": side, "output": str(folder / f"run-{train}-{side}")})
+                for side, python in (("ours", harness.sys.executable), ("trl", theirs))
+            }
+            shape = f"{rollout} answers, at most {new} new tokens{' (all of them)' if args.fixed_length else ''}"
+            print(
+                f"{shape}, {args.epochs} passes in mini-batches of {mini}, {train if large else 'all'} trained, {args.precision}, {args.threads} threads, "
+                f"{steps} steps each, in turn",
+                flush=True,
+            )
+            with harness.workers(__file__, sides, args.threads) as (ours, trl):
+                harness.alternate([ours, trl], args.warmup, steps)
+            if checked(job):
+                check(job)
+            for worker in (ours, trl):
+                mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "score")]
+                print(
+                    f"  {worker.name}: answers of {mean[0]:.2f} tokens, score {mean[1]:.3f} on average over all steps"
+                )
+            harness.show(ours, trl, args.warmup, "episodes", "episodes")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,54 @@ class Gate:
         self._turn({"seconds": seconds, "cpu": cpu, "peak": memory(), **fields})
 
 
+class Forked:
+    """A process that goes on from this one's imports, with the few things of `subprocess.Popen` that are needed; for small jobs on a CPU.
+
+    Args:
+        work: what it does; it never returns here.
+        log: where its output goes.
+    """
+
+    def __init__(self, work: Callable[[], object], log: Path) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 1), os.dup2(out, 2)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = 3600.0) -> int:
+        """Until it has ended."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            time.sleep(0.02)
+        return int(self.returncode or 0)
+
+    def kill(self) -> None:
+        """End it."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
 class Worker:
     """The driver's side of a worker."""
 
@@ -78,7 +128,7 @@ class Worker:
         )
         paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE), str(ROOT)]
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
-        env |= {"TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"TRL_EXPERIMENTAL_SILENCE": "1"} | ({} if job.get("device") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
         env.setdefault(
             "OMP_WAIT_POLICY", "passive"
         )  # threads that spin while they wait lose far more when something else runs

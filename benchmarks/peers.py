@@ -21,7 +21,7 @@ VENVS = HERE / ".venvs"
 # TRL 1.12.0 is the last release with PPO; 1.16.0 is the one that its SFT and reward trainers are measured in.
 PEERS: dict[str, list[str]] = {
     "trl-1.16": ["trl==1.16.0", "transformers==5.23.0"],
-    "trl-1.12": ["trl==1.12.0", "transformers==5.23.0"],
+    "trl-1.12": ["trl==1.12.0", "transformers==5.23.0", "peft==0.21.2"],
 }
 
 

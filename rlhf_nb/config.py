@@ -98,7 +98,7 @@ def beside(data: Any, config: str | Path) -> Any:
     """
     folder = Path(config) if Path(config).is_dir() else Path(config).parent
     if isinstance(data, list):
-        return [_at(folder, x, "file") if isinstance(x, dict) else x for x in data]
+        return [_at(folder, beside(x, config), "file") if isinstance(x, dict) else x for x in data]
     if not isinstance(data, dict):
         return data
     rows = data.get("data")

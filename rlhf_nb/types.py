@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -17,8 +18,124 @@ from torch import Tensor
 from .core import DataError, RunError
 
 # %% auto #0
-__all__ = ['Index', 'TokenLists', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
-           'Rollout', 'LossSum']
+__all__ = ['Index', 'TokenLists', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true', 'chosen',
+           'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch', 'Rollout',
+           'LossSum']
+
+# %% ../nbs/020_types.ipynb #020a0002
+_KEPT = "_rlhf_nb_host"
+
+
+def _known(x: Tensor) -> Tensor | None:
+    """What the host has of a tensor without asking its device; None where it has nothing."""
+    if x.device.type == "cpu":
+        return x
+    kept: tuple[int, Tensor] | None = x.__dict__.get(_KEPT)
+    return kept[1] if kept is not None and kept[0] == _version(x) else None
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version
+
+
+def remember(x: Tensor, kept: Tensor) -> Tensor:
+    """x, with the host's copy beside it from now on.
+
+    Args:
+        x: on any device.
+        kept: the same numbers on the CPU.
+    """
+    if x.device.type != "cpu":
+        x.__dict__[_KEPT] = (_version(x), kept)
+    return x
+
+
+def host(x: Tensor) -> Tensor:
+    """A tensor's numbers on the CPU: itself, what was kept, or a copy, for which the device is waited.
+
+    Args:
+        x: on any device; what was changed in place since is copied again.
+    """
+    kept = _known(x)
+    if kept is None:
+        kept = x.detach().cpu()
+        remember(x, kept)
+    return kept
+
+
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on a device, with the host's copy beside it; to a GPU from pinned memory, so that nobody waits.
+
+    Args:
+        x: on the CPU, usually; as it is, if it is there already.
+        device: where to. `RLHF_NB_PINNED=0` sends from ordinary memory.
+    """
+    place = torch.device(device)
+    if x.device.type != "cpu" or place.type == "cpu":
+        return x.to(place)
+    pin = place.type == "cuda" and os.environ.get("RLHF_NB_PINNED", "1") != "0"
+    return remember(x.pin_memory().to(place, non_blocking=True) if pin else x.to(place), x)
+
+
+def along(f: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """f(*xs); and where the host knows all of them, it knows the result, too.
+
+    Args:
+        f: of tensors that are all on the device, or all on the CPU.
+        xs: its arguments.
+    """
+    y, kept = f(*xs), [_known(x) for x in xs]
+    if y.device.type == "cpu" or any(k is None for k in kept):
+        return y
+    return remember(y, f(*kept))
+
+
+def fetch(xs: Iterable[Tensor]) -> None:
+    """Bring several tensors to the host in one message, so that `host` finds all of them there.
+
+    Args:
+        xs: numbers of up to 53 bits, any shapes.
+    """
+    asked = [x.detach() for x in xs if _known(x) is None]
+    if not asked:
+        return
+    wide = torch.float32 if asked[0].device.type == "mps" else torch.float64
+    flat = torch.cat([x.reshape(-1).to(wide) for x in asked]).cpu()
+    for x, kept in zip([x for x in xs if _known(x) is None], torch.split(flat, [x.numel() for x in asked])):
+        remember(x, kept.to(x.dtype).view(x.shape))
+
+
+def sent_together(xs: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Several tensors of the CPU on a device, those of one kind in one message.
+
+    Args:
+        xs: on the CPU.
+        device: where to.
+    """
+    if torch.device(device).type == "cpu":
+        return list(xs)
+    out: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(x.dtype for x in xs):
+        mine = [(i, x) for i, x in enumerate(xs) if x.dtype == kind]
+        whole = sent(torch.cat([x.reshape(-1) for _, x in mine]), device)
+        for (i, x), part in zip(mine, torch.split(whole, [x.numel() for _, x in mine])):
+            out[i] = remember(part.view(x.shape), x)
+    return [out[i] for i in range(len(xs))]
+
+
+def where_true(mask: Tensor) -> Tensor:
+    """int64[n], flat places where a mask is true, on its device; nobody waits where the host knows the mask."""
+    return sent(host(mask).reshape(-1).nonzero()[:, 0], mask.device)
+
+
+def chosen(x: Tensor, mask: Tensor) -> Tensor:
+    """x[mask], without waiting where the host knows the mask.
+
+    Args:
+        x, mask: of one shape.
+    """
+    return x.reshape(-1).index_select(0, where_true(mask))
 
 # %% ../nbs/020_types.ipynb #17c752e3
 def say_shape(x: Any) -> str:
@@ -34,16 +151,27 @@ def _take(x: Any, index: slice | Tensor) -> Any:
     """Rows of one column."""
     if isinstance(x, dict):
         return {k: _take(v, index) for k, v in x.items()}
-    if x is None or isinstance(index, slice):
-        return None if x is None else x[index]
-    return x.index_select(0, index.to(x.device)) if isinstance(x, Tensor) else [x[i] for i in index.tolist()]
+    if x is None:
+        return None
+    if isinstance(index, slice):
+        return along(lambda t: t[index], x) if isinstance(x, Tensor) else x[index]
+    if isinstance(x, Tensor):  # the index is on the column's device, and known to the host, or will be
+        return along(lambda t, at: t.index_select(0, at), x, index if index.device == x.device else host(index))
+    return [x[i] for i in host(index).tolist()]
 
 
 def _move(x: Any, device: torch.device | str) -> Any:
     """A column with its tensors on another device."""
     if isinstance(x, dict):
         return {k: _move(v, device) for k, v in x.items()}
-    return x.to(device) if isinstance(x, Tensor) else x
+    return sent(x, device) if isinstance(x, Tensor) else x
+
+
+def _on_host(x: Any) -> Any:
+    """A column as the host knows it."""
+    if isinstance(x, dict):
+        return {k: _on_host(v) for k, v in x.items()}
+    return host(x) if isinstance(x, Tensor) else x
 
 
 def _leaves(columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -79,8 +207,11 @@ def _join(name: str, parts: list[Any], left: bool, fill: int) -> Any:
         width = max(p.shape[1] for p in parts)
         inner = [0, 0] * (parts[0].dim() - 2)
         pads = [(width - p.shape[1], 0) if left else (0, width - p.shape[1]) for p in parts]
-        parts = [F.pad(p, [*inner, *pad], value=fill) if any(pad) else p for p, pad in zip(parts, pads)]
-    return torch.cat(parts)
+        parts = [
+            along(lambda x, by=pad: F.pad(x, [*inner, *by], value=fill), p) if any(pad) else p
+            for p, pad in zip(parts, pads)
+        ]
+    return along(lambda *xs: torch.cat(xs), *parts)
 
 # %% ../nbs/020_types.ipynb #b8488240
 Index = int | slice | Sequence[int] | Tensor
@@ -98,13 +229,14 @@ def _row_index(index: Index, n: int) -> slice | Tensor:
     if rows.dtype == torch.bool:
         if rows.shape != (n,):
             raise DataError(f"a mask of shape {list(rows.shape)} can't choose among {n} rows: give one entry per row.")
-        return rows.nonzero().flatten()
+        return where_true(rows)
     if rows.dim() != 1 or (rows.numel() and rows.is_floating_point()):
         raise DataError(f"rows are chosen by a flat list of whole numbers or a mask, not by {say_shape(rows)}.")
-    rows = rows.long()
-    if rows.numel() and not (-n <= int(rows.min()) and int(rows.max()) < n):
-        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a batch of {n}")
-    return torch.where(rows < 0, rows + n, rows)
+    rows = along(Tensor.long, rows)
+    asked = host(rows)
+    if asked.numel() and not (-n <= int(asked.min()) and int(asked.max()) < n):
+        raise IndexError(f"rows {int(asked.min())} to {int(asked.max())} of a batch of {n}")
+    return along(lambda x: torch.where(x < 0, x + n, x), rows)
 
 # %% ../nbs/020_types.ipynb #458415bd
 @dataclass(eq=False, repr=False)
@@ -127,8 +259,11 @@ class Batch:
 
     def __getitem__(self: _B, index: Index) -> _B:
         """Rows as a batch of the same type; an int gives a batch of one row. Slices are views, the rest copies."""
-        rows = _row_index(index, len(self))
-        return type(self)(**{k: _take(v, rows) for k, v in self.columns_dict().items()})
+        rows, columns = _row_index(index, len(self)), self.columns_dict()
+        if isinstance(rows, Tensor):  # sent once, for all columns
+            place = next((v.device for _, v in _leaves(columns) if isinstance(v, Tensor)), rows.device)
+            rows = sent(rows, place)
+        return type(self)(**{k: _take(v, rows) for k, v in columns.items()})
 
     def __iter__(self: _B) -> Iterator[_B]:
         """Batches of one row."""
@@ -141,6 +276,15 @@ class Batch:
     def to(self: _B, device: torch.device | str) -> _B:
         """The same batch with its tensors on another device."""
         return type(self)(**{k: _move(v, device) for k, v in self.columns_dict().items()})
+
+    def seen(self: _B) -> _B:
+        """All columns on the CPU, brought there in one message, and known to the host from then on; the batch itself on a CPU."""
+        columns = self.columns_dict()
+        away = [v for _, v in _leaves(columns) if isinstance(v, Tensor) and v.device.type != "cpu"]
+        if not away:
+            return self
+        fetch(away)
+        return type(self)(**{k: _on_host(v) for k, v in columns.items()})
 
     def check(self: _B) -> _B:
         """Raise DataError if the columns don't belong together; return self, so that calls can be chained."""
@@ -264,17 +408,17 @@ class Completions(Batch):
     @property
     def prompt_lens(self) -> Tensor:
         """int64[B], tokens of each prompt."""
-        return self.prompt_mask.sum(1)
+        return along(lambda m: m.sum(1), self.prompt_mask)
 
     def lengths(self) -> list[tuple[int, ...]]:
         """(prompt, completion) of each row."""
-        return list(zip(self.prompt_lens.tolist(), self.completion_lens.tolist()))
+        return list(zip(host(self.prompt_lens).tolist(), host(self.completion_lens).tolist()))
 
     @property
     def real(self) -> Tensor:
         """bool[B, C], 1 = a real token of the completion, whether or not it counts in the loss."""
-        places = torch.arange(self.completion_ids.shape[1], device=self.completion_ids.device)
-        return places < self.completion_lens[:, None]
+        width = self.completion_ids.shape[1]
+        return along(lambda n: torch.arange(width, device=n.device) < n[:, None], self.completion_lens)
 
     def check(self: _C) -> _C:
         """Raise DataError if shapes, types, padding sides, lengths or masks don't fit together; return self."""
@@ -287,16 +431,21 @@ class Completions(Batch):
 
     def trim(self: _C) -> _C:
         """Drop the padding that no row needs (after taking a few rows, say); the tokens stay the same."""
-        p = int(self.prompt_lens.max()) if len(self) else 0
-        c = int(self.completion_lens.max()) if len(self) else 0
+        p = int(host(self.prompt_lens).max()) if len(self) else 0
+        c = int(host(self.completion_lens).max()) if len(self) else 0
         drop, width = self.prompt_ids.shape[1] - p, self.completion_ids.shape[1]
         columns = self.columns_dict()
         for name, x in columns.items():
             if name in self._left:
-                columns[name] = x[:, drop:]
+                columns[name] = along(lambda t: t[:, drop:], x)
             elif isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == width:
-                columns[name] = x[:, :c]
+                columns[name] = along(lambda t: t[:, :c], x)
         return type(self)(**columns)
+
+    def on_host(self) -> Completions:
+        """Tokens, lengths and masks on the CPU, where decisions about layout are made; what the host knows isn't asked for again."""
+        columns = (self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_lens, self.completion_mask)
+        return Completions(*map(host, columns))
 
     @classmethod
     def from_lists(
@@ -372,7 +521,7 @@ class PromptBatch(Batch):
     @property
     def prompt_lens(self) -> Tensor:
         """int64[B], tokens of each prompt."""
-        return self.prompt_mask.sum(1)
+        return along(lambda m: m.sum(1), self.prompt_mask)
 
     def check(self: _Q) -> _Q:
         """Raise DataError if the columns don't belong together; return self."""
@@ -426,8 +575,8 @@ class PreferenceBatch(Batch):
 
     def lengths(self) -> list[tuple[int, ...]]:
         """(prompt, chosen, rejected) of each row."""
-        lens = (self.prompt_mask.sum(1), self.chosen_lens, self.rejected_lens)
-        return list(zip(*(x.tolist() for x in lens)))
+        lens = (along(lambda m: m.sum(1), self.prompt_mask), self.chosen_lens, self.rejected_lens)
+        return list(zip(*(host(x).tolist() for x in lens)))
 
     def check(self: _P) -> _P:
         """Raise DataError if the columns don't belong together; return self."""
@@ -468,10 +617,12 @@ class PreferenceBatch(Batch):
 
     def completions(self, pad_id: int = 0) -> Completions:
         """2B rows: chosen 0, rejected 0, chosen 1, ...: the two of a pair next to each other."""
-        ids = _alternate(self.chosen_ids, self.rejected_ids, pad_id)
-        lens = torch.stack([self.chosen_lens, self.rejected_lens], 1).flatten()
-        prompt_ids, prompt_mask = (x.repeat_interleave(2, 0) for x in (self.prompt_ids, self.prompt_mask))
-        real = torch.arange(ids.shape[1], device=ids.device) < lens[:, None]
+        ids = along(lambda a, b: _alternate(a, b, pad_id), self.chosen_ids, self.rejected_ids)
+        lens = along(lambda a, b: torch.stack([a, b], 1).flatten(), self.chosen_lens, self.rejected_lens)
+        prompt_ids, prompt_mask = (
+            along(lambda x: x.repeat_interleave(2, 0), x) for x in (self.prompt_ids, self.prompt_mask)
+        )
+        real = along(lambda n: torch.arange(ids.shape[1], device=n.device) < n[:, None], lens)
         return Completions(prompt_ids, prompt_mask, ids, lens, real)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from test_browser import FLAGS, MISSING, browser_path
 from typer.testing import CliRunner
 
-from rlhf_nb.app import cli
+from rlhf_nb.app import cli, results
 from rlhf_nb.app.doctor import Finding, findings_table
 from rlhf_nb.app.report import prometheus, report, screen, watch
 from rlhf_nb.core import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunError, printable
@@ -260,9 +260,9 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
         policies = {w: {"gold": 1.0, "gold_std": 0.1, "length": 3.0} for w in words}
         out = io.StringIO()
         monkeypatch.setattr(
-            cli, "Console", lambda **k: Console(file=out, force_terminal=True, color_system=None, width=200)
+            results, "Console", lambda **k: Console(file=out, force_terminal=True, color_system=None, width=200)
         )
-        cli.show_results(
+        results.show_results(
             {"samples": texts, "policies": policies, "stages": {"reward": {}}}, folder / words[-3].replace("/", "")
         )
         return out.getvalue()

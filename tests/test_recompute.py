@@ -189,3 +189,29 @@ def test_recomputation_is_planned_where_it_is_needed() -> None:
     tight = plan(BIG, job, 1, 24)
     assert tight.job.recompute and tight.command(job, "model.lora.r=16") == "rlhf-nb sft model.lora.r=16 recompute=true"
     assert plan(BIG, job, 1, 80).command(job) == "rlhf-nb sft ..."
+
+
+def test_hooks_on_saved_tensors_lose_no_gradient(tmp_path: Path) -> None:
+    """The head adds its gradient to the weight itself; what such hooks hand it is a copy, whose gradient nobody would find."""
+
+    def gradients(kept_elsewhere: bool) -> dict[str, Tensor]:
+        trainer = make("sft", steps=1, output_dir=str(tmp_path / str(kept_elsewhere)))
+        trainer.start()
+        found: dict[str, Tensor] = {}
+        step = trainer.engine.strategy.step
+
+        def look(*args: Any) -> Any:
+            named = trainer.method.module.named_parameters()
+            found.update({n: p.grad.to_dense().clone() for n, p in named if p.grad is not None})
+            return step(*args)
+
+        trainer.engine.strategy.step = look
+        with torch.autograd.graph.save_on_cpu() if kept_elsewhere else torch.enable_grad():
+            trainer.train_step()
+        trainer.lock.release()
+        return found
+
+    want, got = gradients(False), gradients(True)
+    assert want.keys() == got.keys()
+    for name, g in want.items():
+        torch.testing.assert_close(got[name], g, rtol=1e-5, atol=1e-8)

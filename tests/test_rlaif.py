@@ -203,3 +203,51 @@ def test_killed_labelling_equals_the_straight_one(model: str, tmp_path: Path) ->
     got = killed.run(resume=True)
     assert killed.path.read_bytes() == straight.path.read_bytes()
     assert got == pytest.approx(want)
+
+
+def test_rewards_judge(model: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def short(prompts, completions, limit, **k):\n    return [float(n) - len(c) for c, n in zip(completions, limit)]\n"
+    )
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": r["prompt"], "limit": 40}) + "\n" for r in toy.train_prompts(24)))
+    config = tmp_path / "label.yaml"
+    config.write_text(
+        "judge:\n  rewards:\n    - {file: mine.py, fn: short}\n  clarity: 0.5\n"
+    )  # found beside the config
+    words = [
+        f"model.name_or_path={model}",
+        f"data.path={prompts}",
+        f"output_dir={tmp_path / 'run'}",
+        "device=cpu",
+        *SMALL,
+    ]
+    assert "judge is not set" not in call("doctor", "rlaif", "--config", str(config), *words[:3])
+    call("rlaif", "--config", str(config), *words)
+    labels = rows(tmp_path / "run" / "preferences.jsonl")
+    assert labels and all(len(r["chosen"]) < len(r["rejected"]) for r in labels)
+    said = call(
+        "rlaif",
+        "--config",
+        str(config),
+        *words[:2],
+        f"output_dir={tmp_path / 'other'}",
+        *SMALL,
+        "data.columns={limit: null}",
+        code=1,
+    )
+    assert "'limit', which the data lacks" in said
+
+
+def test_rewards_compare_with_a_column_at_evaluations(tmp_path: Path) -> None:
+    from rlhf_nb import GRPOConfig, GRPOTrainer
+
+    duel = {"name": "shorter", "against": "theirs", "rewards": [{"verify": "length", "unit": "words", "max_length": 3}]}
+    config = GRPOConfig.preset(
+        "toy", output_dir=str(tmp_path / "run"), eval={"judges": [duel]}, steps=1, mini_batch_size=8, console=False
+    )
+    held = [r | {"theirs": "far too many words for this"} for r in toy.test_prompts(4)]
+    trainer = GRPOTrainer(
+        config, toy.build_model(0, "tiny"), toy.build_tokenizer(), toy.gold_reward, toy.train_prompts(8), held
+    )
+    assert 0 <= trainer.evaluate()["eval/shorter_wins"] <= 1

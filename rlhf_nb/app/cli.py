@@ -18,8 +18,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
+from .push import push_command
+from .results import show_results
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -29,8 +32,8 @@ from ..train.registry import get, methods
 __all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
            'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
            'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
-           'demo', 'show_results', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics',
-           'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+           'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
+           'rollback', 'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/930_app_cli.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -247,18 +250,31 @@ def _training(kind: str) -> Any:
         overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
         debug: bool = Debug,
     ) -> None:  # fmt: skip
-        with told(debug, _again()):
-            found = load_config(kind, config, overrides, toy)
-            say_what_to_train("", kind, found, typed(config, toy, overrides))
-            _train(kind, found, resume, overwrite)
+        _begin(kind, overrides, config, toy, resume, overwrite, debug)
 
     return command
+
+
+def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, overwrite: bool, debug: bool) -> None:
+    """Train by what was typed."""
+    with told(debug, _again()):
+        found = load_config(kind, config, overrides, toy)
+        say_what_to_train("", kind, found, typed(config, toy, overrides))
+        _train(kind, found, resume, overwrite)
+
+
+def _run_pipeline(
+    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
+    gates: str = typer.Option(None, "--gates", help="strict: a stage that is worse than the model before it doesn't hand on its model (notebook 905)"),
+    debug: bool = Debug,
+) -> None:  # fmt: skip
+    _begin("run", [*(overrides or []), *([f"gates={gates}"] if gates else [])], config, toy, resume, overwrite, debug)
 
 
 app.command(
     "run",
     help="Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation.",
-)(_training("run"))
+)(_run_pipeline)
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
@@ -369,63 +385,17 @@ def _story(event: str) -> None:
     """What the pipeline does, in plain words."""
     _tell(STORY.get(event, event), err=False)
 
-# %% ../../nbs/930_app_cli.ipynb #c0ed87b0
-def show_results(results: dict[str, Any], path: Path) -> None:
-    """Answers before and after, and a table of all policies."""
-    console = Console(highlight=False, force_jupyter=False)
-    for sample in results["samples"]:
-        console.print(_answers(sample))
-    if results["policies"]:
-        console.print(_policies(results["policies"]))
-    if any("gold" in p for p in results["policies"].values()):
-        console.print(
-            "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model believes."
-        )
-    scores = results["stages"].get("reward", {})
-    if "eval/accuracy" in scores:
-        other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
-        console.print(f"The reward model orders {scores['eval/accuracy']:.0%} of held-out pairs rightly{other}.")
-    labels = results["stages"].get("rlaif", {})
-    if "judge/accuracy" in labels:
-        console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
-    console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
-
-# %% ../../nbs/930_app_cli.ipynb #1a88f95d
-def _plain(prompt: Any) -> str:
-    """A prompt for reading: its last turn."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-    return text.strip().removesuffix("Pip:").strip()
-
-
-def _answers(sample: dict[str, Any]) -> Panel:
-    """One question with the answers side by side."""
-    stages = [k for k in sample if k != "prompt"]
-    table = Table(box=None, expand=True, padding=(0, 1))
-    for stage in stages:
-        head = Text(printable(f"{'before' if stage == 'sft' else 'after'} ({stage.upper()})"))
-        table.add_column(head, ratio=1, header_style="bold")
-    table.add_row(*(Text(printable(sample[s].strip()[:600]) or "(nothing)") for s in stages))
-    return Panel(table, title=Text(printable(_plain(sample["prompt"])[:200])), title_align="left")
-
-
-def _policies(policies: dict[str, dict[str, float]]) -> Table:
-    """Gold, proxy, KL and wins per policy."""
-    judges = [k for k in ("gold", "proxy") if any(k in p for p in policies.values())]
-    title = f"Answers to held-out prompts (mean ± standard deviation)\nKL and wins, by {judges[0]}, are against the SFT model"
-    table = Table(title=title, title_justify="left", title_style="")
-    table.add_column("model")
-    for name in [*judges, "KL (nats)", "wins", "tokens"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for stage, p in policies.items():
-        wins = p.get(f"win_rate_{judges[0]}")
-        cells = [f"{p[j]:.2f} ± {p[f'{j}_std']:.2f}" for j in judges]
-        more = [f"{p['kl']:.2f}" if "kl" in p else "–", "–" if wins is None else f"{wins:.0%}", f"{p['length']:.0f}"]
-        table.add_row(Text(printable(stage)), *cells, *more)
-    return table
-
 # %% ../../nbs/930_app_cli.ipynb #aac94871
-for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
+for _name, _command in (
+    ("sample", sample_command),
+    ("chat", chat_command),
+    ("get", get_command),
+    ("push", push_command),
+):  # notebooks 928, 917
     app.command(_name)(_command)
+app.command("eval")(eval_command)  # notebook 924
+app.command("evaluate", hidden=True)(eval_command)
+app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
 

@@ -464,8 +464,8 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
             if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
                 out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
     if method.leaves == "pairs":
-        if config.judge.model is None and config.judge.endpoint is None:
-            fix = "judge.model=FOLDER, or judge.endpoint.url=... with judge.endpoint.model=NAME"
+        if not config.judge.named:
+            fix = "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}]"
             out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
         return out + check_folder(config.output_dir)
     if start is not None:

@@ -26,6 +26,17 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
+from .figures import draw_training, save_figures
+from rlhf_nb.app.gates import (
+    Check,
+    GatesConfig,
+    Verdict,
+    check_policy,
+    check_reward_model,
+    check_rules,
+    settings_text,
+    verdict_page,
+)
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
@@ -35,13 +46,14 @@ from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
 from ..train.setup import Row, load_rows
+from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['CLASSIC', 'BLUE', 'ORANGE', 'GREEN', 'Curves', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base',
-           'train_on_labels', 'curves_of', 'draw_training', 'draw_before_after', 'RLHFPipeline', 'held_out_prompts',
-           'judges_for', 'judge_policies', 'collect_results', 'spread_out', 'save_figures']
+__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'RLHFPipeline',
+           'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards', 'judge_pair', 'collect_results',
+           'spread_out']
 
 # %% ../../nbs/910_app_pipeline.ipynb #24947408
 class BaseConfig(StrictConfig):
@@ -94,6 +106,9 @@ class PipelineConfig(StrictConfig):
     questions: int = option(5, "of these, how many are printed with their answers", ge=0)
     console: bool = option(True, "show progress")
     base: BaseConfig | None = option(None, "make the starting model here; null: sft.model names one")
+    gates: GatesConfig | None = option(
+        None, "what each stage must show before its model is handed on: strict, or settings; null: nothing"
+    )
 
     if TYPE_CHECKING:
 
@@ -144,6 +159,12 @@ class PipelineConfig(StrictConfig):
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
+        for key in ("rules", "candidates"):
+            for name in getattr(self.gates, key, {}):
+                if name not in self.stages or name == "base":
+                    raise ValueError(
+                        f"gates.{key} names {name!r}, which is no stage of this pipeline ({', '.join(s for s in self.stages if s != 'base')})."
+                    )
         return self
 
 
@@ -230,81 +251,6 @@ def train_on_labels(config: Any) -> PipelineConfig:
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}
     none = dict.fromkeys(CLASSIC)
     return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
-
-# %% ../../nbs/910_app_pipeline.ipynb #4e26b295
-BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"  # told apart by colour-blind eyes too
-Curves = dict[str, dict[str, tuple[str, str]]]  # title: {metric: (label, colour)}
-
-
-def curves_of(method: MethodInfo) -> Curves:
-    """What is drawn of a method's run.
-
-    Args:
-        method: of the registry.
-    """
-    if method.leaves == "pairs":
-        return {"pairs": {"position_bias": ("position bias", BLUE), "flips": ("order decides", ORANGE)}}
-    if method.online:
-        scores = {"objective/scores": ("proxy", BLUE), "rewards/gold": ("gold", ORANGE)}
-        return {"reward": scores, "drift": {"objective/kl": ("KL to the reference, nats", GREEN)}}
-    if method.rows == "sft":
-        return {"loss per token": {"loss": ("training", BLUE), "eval/loss": ("held out", ORANGE)}}
-    held_out = "eval/accuracy" if method.leaves == "reward" else "eval/rewards/accuracies"
-    accuracy: Curves = {"accuracy": {"rewards/accuracies": ("training", BLUE), held_out: ("held out", ORANGE)}}
-    if method.leaves == "reward":
-        return accuracy
-    return accuracy | {
-        "implicit rewards": {"rewards/chosen": ("chosen", BLUE), "rewards/rejected": ("rejected", ORANGE)}
-    }
-
-
-def draw_training(path: str | Path) -> Any:
-    """What the stages in a pipeline's folder looked like while they trained; returns the figure."""
-    from matplotlib.figure import Figure
-
-    panels: list[tuple[str, list[tuple[Any, ...]]]] = []
-    for name, method in methods().items():
-        events = read_metrics(Path(path) / name) if (Path(path) / name).is_dir() else []
-        for title, keys in curves_of(method).items():
-            lines = []
-            for key, how in keys.items():
-                points = [(e["step"], e[key]) for e in events if key in e and e["type"] in ("step", "eval")]
-                lines += [(points, "o" if key.startswith("eval/") else None, *how)] if points else []
-            if lines:
-                panels.append((f"{name.upper() if len(name) < 5 else name}: {title}", lines))
-    figure = Figure(figsize=(3 * max(1, len(panels)), 3), dpi=90, layout="constrained")
-    for axis, (title, lines) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
-        for points, marker, label, colour in lines:
-            axis.plot(*zip(*points), label=label, color=colour, lw=1.4, marker=marker, ms=4)
-        axis.set(title=title, xlabel="step")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
-    return figure
-
-# %% ../../nbs/910_app_pipeline.ipynb #8a755b6b
-def draw_before_after(before: PolicyEval, after: PolicyEval, by: str, name: str = "PPO") -> Any:
-    """How the scores of the answers moved; returns the figure.
-
-    Args:
-        before: the SFT model's answers.
-        after: those of the policy trained last.
-        by: the judge.
-        name: of that policy.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), dpi=90, layout="constrained")
-    axis = figure.subplots()
-    both = torch.cat([before.scores[by], after.scores[by]])
-    bins = torch.linspace(float(both.min()) - 0.25, float(both.max()) + 0.25, 24).tolist()
-    for judged, label, colour in ((before, "SFT", ORANGE), (after, name, BLUE)):
-        scores, mean = judged.scores[by].tolist(), float(judged.scores[by].mean())
-        axis.hist(scores, bins=bins, alpha=0.6, color=colour, label=f"{label}, mean {mean:.2f}")
-        axis.axvline(mean, color=colour, lw=1.6)
-    axis.set(title=f"{by} reward of held-out answers, before and after {name}", xlabel=f"{by} reward", ylabel="answers")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    return figure
 
 # %% ../../nbs/910_app_pipeline.ipynb #16305413
 class RLHFPipeline:
@@ -397,7 +343,21 @@ class RLHFPipeline:
         scorer = self.config.made_by("reward")
         if get(stage).online and not rewarded(config) and scorer is not None:
             over["reward"] = str(self.model_dir(scorer))
-        return config.replace(**over)
+        tried = self.attempts(stage)
+        return config.replace(
+            **merge(over, self.config.gates.candidates[stage][tried - 1]) if tried and self.config.gates else over
+        )
+
+    def attempts(self, stage: str) -> int:
+        """How many attempts at a stage its gate has refused, as far as there are candidates for the next."""
+        if self.config.gates is None:
+            return 0
+        return min(self._refused(stage), len(self.config.gates.candidates.get(stage, [])))
+
+    def _refused(self, stage: str) -> int:
+        """How many attempts with the stage's present settings, or with candidates beside them, were refused."""
+        now, folders = lasting(getattr(self.config, stage)), (self.path / "rejected").glob(f"{stage}-*")
+        return sum(not config_changes(read_json(p / "stage.json").get("config", {}), now) for p in folders)
 
     def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
         """One stage; skipped when it is finished, unless `overwrite` (which with `resume` only replaces what left no checkpoint).
@@ -463,9 +423,10 @@ class RLHFPipeline:
         """
         saved = (self.path / "config.yaml").exists()
         if saved and overwrite and not resume:
-            for left in ("base", *methods(), "figures"):
+            for left in ("base", *methods(), "figures", "rejected"):
                 shutil.rmtree(self.path / left, ignore_errors=True)
-            (self.path / "results.json").unlink(missing_ok=True)
+            for name in ("results.json", "gates.json", "gates.html"):
+                (self.path / name).unlink(missing_ok=True)
         elif saved and not resume:
             raise RunError(
                 f"{self.path} already holds a pipeline's run: continue it with --resume, replace it with --overwrite, or choose another output_dir.",
@@ -505,8 +466,87 @@ class RLHFPipeline:
         with RunLock(self.path):
             self.open_folder(resume, overwrite)
             for stage in self.stages:
-                self.stage(stage, resume, resume and overwrite)
+                if not self._gated(stage, resume, resume and overwrite):
+                    break
             return self.evaluate()
+
+    def _gated(self, stage: str, resume: bool, overwrite: bool) -> bool:
+        """One stage, and its gate; other candidates when it fails. Whether the pipeline goes on.
+
+        Raises:
+            RunError: the gate stays shut, and `gates.on_failure` is stop.
+        """
+        gates = self.config.gates
+        if gates is None or stage == "base":
+            self.stage(stage, resume, overwrite)
+            return True
+        limit = len(gates.candidates.get(stage, [])) + 1
+        while True:
+            refused = self._refused(stage)
+            if refused >= limit:
+                break
+            self.stage(stage, resume, overwrite)
+            known = read_json(self.path / stage / "gate.json")
+            verdict = Verdict.from_dict(known) if known else self._look(stage, gates)
+            if verdict.passed:
+                return True
+            self.say(f"{stage}: refused by its gate. {verdict.reasons}")
+            self._reject(stage)
+            if refused + 1 < limit:
+                self.say(f"{stage}: trying {settings_text(gates.candidates[stage][refused])}")
+        last = [v for v in self.verdicts if v.stage == stage][-1]
+        words = f"{stage} didn't pass its gate ({last.reasons}). The model before it stays: {self.final_model()}. See {self.path / 'gates.html'}."
+        if gates.on_failure == "stop":
+            raise RunError(words + " Change its settings and --resume, or name others to try in gates.candidates.")
+        self.say(words)
+        return False
+
+    def _reject(self, stage: str) -> None:
+        """Put a refused attempt aside; nothing is deleted."""
+        aside = self.path / "rejected"
+        aside.mkdir(exist_ok=True)
+        os.replace(self.path / stage, aside / f"{stage}-{len(list(aside.glob(f'{stage}-*'))) + 1}")
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What the gates have said so far, in order."""
+        return [Verdict.from_dict(v) for v in read_json(self.path / "gates.json").get("verdicts", [])]
+
+    def final_model(self) -> Path | None:
+        """The policy that the pipeline stands behind: of the last stage that is finished and has passed."""
+        passed = [s for s in self.stages if (s == "base" or get(s).leaves == "policy") and self.finished(s)]
+        return self.model_dir(passed[-1]) if passed else None
+
+    def _look(self, stage: str, gates: GatesConfig) -> Verdict:
+        """Ask the gate's questions; the verdict is written down before anything else happens."""
+        metrics, checks = dict(self.finished(stage)["metrics"]), list[Check]()
+        if get(stage).leaves == "reward":
+            checks = check_reward_model(metrics, gates)
+        elif get(stage).leaves == "policy":
+            source, own = self.config.source(stage), self.stage_config(stage)
+            judges = trusted_rewards(self, own)
+            start = self.model_dir(source) if source else own.model.name_or_path
+            old, new = judge_pair(self, stage, str(start), judges)
+            checks, numbers = check_policy(new, old, list(judges), gates, near=get(stage).rows != "sft")
+            metrics |= numbers
+        checks += check_rules(metrics, gates.rules.get(stage, []))
+        tried = self.attempts(stage)
+        verdict = Verdict(stage, tried, tuple(checks), gates.candidates[stage][tried - 1] if tried else {})
+        write_json(self.path / stage / "gate.json", verdict.to_dict())
+        said = [*(v.to_dict() for v in self.verdicts), verdict.to_dict()]
+        final = self.model_dir(stage) if verdict.passed and get(stage).leaves == "policy" else self._before(stage)
+        write_json(self.path / "gates.json", {"verdicts": said, "final": str(final) if final else None})
+        (self.path / "gates.html").write_text(verdict_page(self.verdicts, str(final or "")), encoding="utf-8")
+        return verdict
+
+    def _before(self, stage: str) -> Path | None:
+        """The policy that stands before a stage."""
+        passed = [
+            s
+            for s in self.stages[: self.stages.index(stage)]
+            if (s == "base" or get(s).leaves == "policy") and self.finished(s)
+        ]
+        return self.model_dir(passed[-1]) if passed else None
 
     def evaluate(self) -> dict[str, Any]:
         """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
@@ -555,20 +595,62 @@ def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
     policies = [s for s in ("base", *methods()) if (s == "base" or get(s).leaves == "policy") and pipeline.finished(s)]
     if not judges or not policies:
         return {}
-    online = next((s for s in pipeline.stages if s != "base" and get(s).online), None)
-    sampling = getattr(pipeline.config, online).sampling if online else SamplingConfig()
-    precision = decide_precision(pipeline.config.device or "auto")
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
         trust = pipeline.stage_config(stage).model.trust_remote_code if stage != "base" else False
-        place = ModelConfig(name_or_path=str(pipeline.model_dir(stage)), trust_remote_code=trust)
-        tokenizer = load_tokenizer(place)
-        model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
-        prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)
-        out[stage] = evaluate(model, tokenizer, prompts, judges, reference, sampling, seed)
+        out[stage], model = _answers_of(pipeline, str(pipeline.model_dir(stage)), trust, judges, reference, seed)
         reference = model if stage == "sft" else reference
     return out
+
+
+def _answers_of(
+    pipeline: RLHFPipeline, folder: str, trust: bool, judges: dict[str, Any], reference: Any, seed: int
+) -> tuple[PolicyEval, Any]:
+    """A model's answers to the held-out prompts, judged; and the model."""
+    online = next((s for s in pipeline.stages if s != "base" and get(s).online), None)
+    sampling = getattr(pipeline.config, online).sampling if online else SamplingConfig()
+    precision = decide_precision(pipeline.config.device or "auto")
+    place = ModelConfig(name_or_path=folder, trust_remote_code=trust)
+    tokenizer = load_tokenizer(place)
+    model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
+    prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)
+    return evaluate(model, tokenizer, prompts, judges, reference, sampling, seed), model
+
+
+def trusted_rewards(pipeline: RLHFPipeline, config: Any) -> dict[str, Any]:
+    """Rewards that nothing learns from: gold in the toy world, and those that `gates.trusted` names.
+
+    Args:
+        pipeline: with `gates`.
+        config: of the stage that is looked at.
+    """
+    gold = judges_for(pipeline).get("gold")
+    out: dict[str, Any] = {} if gold is None else {"gold": gold}
+    if pipeline.config.gates is not None and pipeline.config.gates.trusted:
+        out |= entries_by_name(pipeline.config.gates.trusted, config, "gates.trusted")
+    return out
+
+
+def judge_pair(pipeline: RLHFPipeline, stage: str, start: str, judges: dict[str, Any]) -> tuple[PolicyEval, PolicyEval]:
+    """Answers of the model that a stage started from, and of its own, to the same prompts.
+
+    Args:
+        pipeline: that the stage belongs to.
+        stage: whose model is looked at.
+        start: folder of the model before.
+        judges: rewards by name; none: only lengths and KL are measured.
+    """
+    trust, seed = pipeline.stage_config(stage).model.trust_remote_code, derive_seed(pipeline.config.seed, "gate")
+    asked = judges or {"nobody": _nobody}
+    old, model = _answers_of(pipeline, start, trust, asked, None, seed)
+    new, _ = _answers_of(pipeline, str(pipeline.model_dir(stage)), trust, asked, model, seed)
+    return old, new
+
+
+def _nobody(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """The opinion of nobody."""
+    return [0.0] * len(completions)
 
 # %% ../../nbs/910_app_pipeline.ipynb #ac8cd17e
 def collect_results(pipeline: RLHFPipeline, judged: dict[str, PolicyEval]) -> dict[str, Any]:
@@ -581,7 +663,12 @@ def collect_results(pipeline: RLHFPipeline, judged: dict[str, PolicyEval]) -> di
         {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
         for i in spread_out(prompts, pipeline.config.questions)
     ]
-    return {"stages": stages, "policies": policies, "samples": samples}
+    gates = (
+        {"gates": [v.to_dict() for v in pipeline.verdicts], "final": str(pipeline.final_model())}
+        if pipeline.config.gates
+        else {}
+    )
+    return {"stages": stages, "policies": policies, "samples": samples, **gates}
 
 
 def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
@@ -594,19 +681,3 @@ def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
             seen.setdefault(i, i)
     order = ["one", "sum", "about", "home", "young", "food"]
     return [seen[k] for k in sorted(seen, key=lambda k: order.index(k) if k in order else len(order))][:n]
-
-
-def save_figures(path: Path, judged: dict[str, PolicyEval]) -> list[Path]:
-    """Draw what there is to draw into `figures/`; returns the files."""
-    folder, files = path / "figures", {"training.png": draw_training(path)}
-    last = list(judged)[-1] if judged else ""
-    if "sft" in judged and last not in ("base", "sft"):
-        by = next(iter(judged["sft"].scores))
-        files["before_after.png"] = draw_before_after(judged["sft"], judged[last], by, last.upper())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in files.items():
-            figure.savefig(folder / name)
-    except OSError as e:
-        raise RunError(f"cannot write figures to {folder}: {e}; the models and results are saved.") from e
-    return [folder / name for name in files]

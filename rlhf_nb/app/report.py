@@ -29,7 +29,7 @@ from ..untrusted import dump_yaml
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
-__all__ = ['report', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'serve_metrics']
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'serve_metrics']
 
 # %% ../../nbs/900_app_report.ipynb #02d96cea
 _STYLE = """
@@ -66,14 +66,23 @@ def report(run: Any, out: str | Path | None = None, samples: int = 20, pngs: boo
         *(_curves(readers, g, path if pngs else None) for g in LAYOUT),
         *(_run_part(r, samples) for r in readers),
     ]
-    title = escape(", ".join(r.label for r in readers))
-    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>{"".join(body)}</body></html>'
+    page = html_page(", ".join(r.label for r in readers), "".join(body))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise RunError(f"the report {path} cannot be written: {error}; choose another place with out=") from error
     return path
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page around HTML that is safe already.
+
+    Args:
+        title: plain text.
+        body: HTML.
+    """
+    return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>'
 
 
 def _head(readers: Sequence[RunReader]) -> str:
@@ -132,7 +141,7 @@ def event_text(event: dict[str, Any]) -> str:
     """An event's content in one line."""
     if event.get("type") == "control":
         return control_text(event)
-    hidden = ("time", "rank", "step", "type", "controls", "format")
+    hidden = ("time", "rank", "step", "type", "controls", "format", "machine")
     return ", ".join(f"{k} {v}" for k, v in event.items() if k not in hidden and v not in (None, "", []))
 
 # %% ../../nbs/900_app_report.ipynb #6033a054

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Branches, branch_attention, row_attention
-from .linear import Projection, rms_norm, rotary_table, rotate
+from .attention import Branches, branch_attention, flat_attention, row_attention
+from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
 __all__ = ['Make', 'Layer', 'Blocks', 'decode_states']
@@ -59,6 +59,8 @@ class Layer:
     def mlp(self, x: Tensor) -> Tensor:
         "x plus the feed-forward block of x."
         h = self.up.parts(self.norm2(x))
+        if self.gated and type(self.act).__name__ in ("SiLU", "SiLUActivation") and h[0].device.type == "cpu":
+            return self.down.add_to(x, gated_silu(h[0], h[1]))
         return self.down.add_to(x, self.act(h[0]) * h[1] if self.gated else self.act(h[0]))
 
 # %% ../../nbs/160_fast_blocks.ipynb #84a1adfa
@@ -131,6 +133,7 @@ def decode_states(
     sparse: bool = False,
     branches: Branches | None = None,
     again: Callable[..., Tensor] | None = None,
+    flat: Any = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -143,6 +146,7 @@ def decode_states(
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
         again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed; None: all is kept.
+        flat: the rule of `flex_mask` for the tokens of `real`; where it works, there is neither mask nor padding.
 
     Returns:
         [N, H], with gradient.
@@ -164,7 +168,10 @@ def decode_states(
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        if branches is not None:
+        found = None if flat is None else flat_attention(q, k, v, flat, layer.scale)
+        if found is not None:
+            mixed = found
+        elif branches is not None:
             mixed = branch_attention(q, k, v, branches, layer.scale)
         elif real is not None:
             q, k, v = (t.new_zeros(rows * length, *t.shape[1:]).index_copy(0, real, t) for t in (q, k, v))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def record(run: Callable[[], None]) -> Any:
 class Replay:
     """A step with fixed shapes, recorded once per number of rows as a CUDA graph and replayed.
 
-    Elsewhere than on a CUDA device the step simply runs; so it does where recording fails.
+    Elsewhere than on a CUDA device the step simply runs; so it does where recording fails, and where `RLHF_NB_CUDA_GRAPHS=0` asks for it.
 
     Args:
         step: one decoding step; gets the column to write, a 0-dim tensor.
@@ -43,7 +44,8 @@ class Replay:
     """
 
     def __init__(self, step: Callable[[Tensor], None], device: torch.device, min_steps: int = 16) -> None:
-        self.step, self.min_steps, self.records = step, min_steps, device.type == "cuda"
+        wanted = os.environ.get("RLHF_NB_CUDA_GRAPHS", "1") != "0"
+        self.step, self.min_steps, self.records = step, min_steps, device.type == "cuda" and wanted
         self.column = torch.zeros((), dtype=torch.int64, device=device)
         self.recorded_for = self.warm_for = -1
         self.graph: Any = None

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['PACK', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'pays_to_pack', 'Projection']
+__all__ = ['PACK', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'half_copies', 'half_of', 'rounded_products',
+           'gated_silu', 'pays_to_pack', 'Projection']
 
 # %% ../../nbs/158_fast_linear.ipynb #bbea6e03
 def _normalised(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -131,6 +135,121 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
             merged = merged + (delta.t() if layer.fan_in_fan_out else delta)
     return merged, bias
 
+# %% ../../nbs/158_fast_linear.ipynb #5b1e0a02
+_copies: ContextVar[Mapping[tuple[int, torch.Size], Tensor] | None] = ContextVar("half_copies", default=None)
+
+
+@contextmanager
+def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, `half_of` finds one copy of each linear layer's weight, made here, instead of making one at each call.
+
+    Args:
+        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the weights.
+        dtype: of products; None, or float32 and wider: nothing is copied.
+    """
+    if dtype is None or dtype.itemsize >= 4 or _copies.get():
+        yield
+        return
+    weights = [m.weight for m in module.modules() if type(m) is nn.Linear]
+    made = {_key(w): w.detach().to(dtype) for w in weights if _is_wide(w)}
+    token = _copies.set(made)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def _is_wide(w: Tensor) -> bool:
+    """Whether a weight is rounded for products: float32 on a CPU."""
+    return w.device.type == "cpu" and w.dtype == torch.float32
+
+
+def _key(w: Tensor) -> tuple[int, torch.Size]:
+    """What tells a weight from all others that exist."""
+    return w.data_ptr(), w.shape
+
+
+def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in another number format: the copy that `half_copies` made, or a new one."""
+    copies = _copies.get() if dtype != weight.dtype else None
+    found = copies.get(_key(weight)) if copies else None
+    return found if found is not None and found.dtype == dtype else weight.detach().to(dtype)
+
+
+class _RoundedProducts(torch.autograd.Function):
+    """x Wᵀ + b for several W and b, in half precision: x is rounded once, and gradients of x add up in its own format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        half = x.to(dtype)
+        copies = [half_of(w, dtype) for w in parts[::2] if w is not None]
+        ctx.kind, ctx.biased = x.dtype, [b is not None for b in parts[1::2]]
+        ctx.save_for_backward(half, *copies)
+        with torch.autocast(x.device.type, enabled=False):
+            return tuple(
+                F.linear(half, w, None if b is None else b.to(dtype)) for w, b in zip(copies, parts[1::2], strict=True)
+            )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        half, *copies = ctx.saved_tensors
+        total: Tensor | None = None
+        out: list[Tensor | None] = []
+        with torch.autocast(half.device.type, enabled=False):
+            for i, (g, w) in enumerate(zip(gradients, copies, strict=True)):
+                if ctx.needs_input_grad[0]:
+                    part = g @ w
+                    total = part.to(ctx.kind) if total is None else total.add_(part)
+                out.append((g.t() @ half).float() if ctx.needs_input_grad[2 + 2 * i] else None)
+                out.append(g.sum(0, dtype=torch.float32) if ctx.biased[i] and ctx.needs_input_grad[3 + 2 * i] else None)
+        return total, None, *out
+
+
+def rounded_products(x: Tensor, modules: list[nn.Module]) -> list[Tensor] | None:
+    """What linear layers make of one input under autocast on a CPU; None where calling them is right.
+
+    Args:
+        x: [M, H].
+        modules: side by side.
+    """
+    if x.device.type != "cpu" or x.dim() != 2 or not torch.is_autocast_enabled("cpu"):
+        return None
+    dtype, parts = torch.get_autocast_dtype("cpu"), [plain_weight(m) if type(m) is nn.Linear else None for m in modules]
+    plain = [p for p in parts if p is not None]
+    if (
+        dtype.itemsize >= 4
+        or x.dtype == torch.float64
+        or len(plain) < len(parts)
+        or not all(_is_wide(w) for w, _ in plain)
+    ):
+        return None
+    return list(_RoundedProducts.apply(x, dtype, *(t for p in plain for t in p)))  # type: ignore[no-untyped-call]
+
+# %% ../../nbs/158_fast_linear.ipynb #5b1e0a06
+class _GatedSilu(torch.autograd.Function):
+    """silu(a) · b, which keeps a and b only."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(g * b, a), F.silu(a).mul_(g)
+
+
+def gated_silu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b.
+
+    Args:
+        a, b: of one shape and number format.
+    """
+    return _GatedSilu.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
+
 # %% ../../nbs/158_fast_linear.ipynb #053e9b47
 PACK = range(
     1 << 17, 1 << 26
@@ -184,12 +303,12 @@ class Projection:
             return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.weight is not None:
             return F.linear(x.to(self.dtype), self.weight, self.bias)
-        return self.modules[0](x) if len(self.modules) == 1 else torch.cat([m(x) for m in self.modules], -1)
+        return torch.cat(self.parts(x), -1) if len(self.modules) > 1 else self.parts(x)[0]
 
     def parts(self, x: Tensor) -> list[Tensor]:
         "The maps' outputs one by one, without laying them side by side first."
         if self.weight is None:
-            return [m(x) for m in self.modules]
+            return rounded_products(x, self.modules) or [m(x) for m in self.modules]
         return [self(x)] if len(self.modules) == 1 else list(torch.split(self(x), self.sizes, -1))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..fast import decode as fast
 from ..fast.support import can_run, changed, changed_here, unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
-from ..types import PromptBatch, Rollout
+from ..types import PromptBatch, Rollout, along, fetch, host
 
 log = logging.getLogger(__name__)
 
@@ -361,11 +361,12 @@ def as_rollout(
         ids: int64[B·G, C], those of a prompt contiguous; lens: int64[B·G], EOS included; finished: bool[B·G].
         logps: float32[B·G, C] as the sampler says; None where it doesn't.
     """
-    rows = [row[:n] for row, n in zip(ids.tolist(), lens.tolist())]
+    fetch([ids, lens, finished])  # now, where the device is waited for anyway
+    rows = [row[:n] for row, n in zip(host(ids).tolist(), host(lens).tolist())]
     asked = prompts[torch.arange(len(prompts)).repeat_interleave(num_samples)].to(ids.device)
     return Rollout(
         prompt_ids=asked.prompt_ids, prompt_mask=asked.prompt_mask, completion_ids=ids, completion_lens=lens,
-        completion_mask=torch.arange(ids.shape[1], device=ids.device) < lens[:, None], uid=asked.uid, finished=finished,
+        completion_mask=along(lambda n: torch.arange(ids.shape[1], device=n.device) < n[:, None], lens), uid=asked.uid, finished=finished,
         prompts=asked.prompts, texts=tokenizer.batch_decode(rows, skip_special_tokens=True), columns=asked.columns,
         rollout_logps=logps,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..config import OptimizerConfig
 from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
+from ..fast.linear import half_copies
 from ..fast.workers import Replicas, draws_numbers, workers_for
 from .strategies import connect
 from .strategy import Rates, Strategy, connect_plain, load_tensors, lr_factor
@@ -272,7 +273,8 @@ class Engine:
             [learnt] = self._one_by_one(through, [micro], counts)
             return learnt
 
-        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+        with half_copies(method.module, self.precision.compute_dtype):
+            return crew.run(alone, micros, [method.cost(micro) for micro in micros])
 
     def _one_by_one(
         self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, ModelError
+from ..fast.linear import half_of
 from ..fast.support import enabled
 
 # %% auto #0
@@ -45,13 +46,25 @@ class HeadOptions(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class _Room(NamedTuple):
+    """Memory for one chunk's logits, used again by the next chunk: fresh memory is slow on a CPU."""
+
+    wide: Tensor
+    half: Tensor | None  # where products in half precision end, before they are widened
+
+
 def _scores(
-    h: Tensor, w: Tensor, b: Tensor | None, how: HeadOptions, room: Tensor | None = None
+    h: Tensor, w: Tensor, b: Tensor | None, how: HeadOptions, room: _Room | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Logits at the sampling temperature, in at least fp32 (in `room`, if given); and tanh of the soft-capped ones, if capped."""
-    z = F.linear(h.to(how.dtype), w, b)
-    if z.dtype in (torch.bfloat16, torch.float16):
-        z = z.float() if room is None else room[: len(z)].copy_(z)
+    x = h.to(how.dtype)
+    if room is None:
+        z = F.linear(x, w, b)
+        z = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+    else:
+        z = (room.wide if room.half is None else room.half)[: len(x)]
+        z = torch.mm(x, w.t(), out=z) if b is None else torch.addmm(b, x, w.t(), out=z)
+        z = z if room.half is None else room.wide[: len(x)].copy_(z)
     if how.cap is not None:
         t = torch.tanh(z * (how.scale / how.cap))
         return t * (how.cap / how.temperature), t
@@ -83,11 +96,14 @@ def gradients_in_place(allowed: bool = True) -> Iterator[None]:
             _InPlace.allowed -= allowed
 
 
-def _room(h: Tensor, w: Tensor, how: HeadOptions) -> Tensor | None:
-    """float32 memory for one chunk of logits, where products in half precision are widened on a CPU: fresh memory is slow there."""
-    if h.device.type != "cpu" or how.dtype.itemsize >= 4:
+def _room(h: Tensor, w: Tensor, how: HeadOptions) -> _Room | None:
+    """On a CPU, where logits aren't kept or are to be widened."""
+    half = how.dtype.itemsize < 4
+    if h.device.type != "cpu" or (how.keep and not half):
         return None
-    return h.new_empty(min(how.chunk, len(h)), len(w), dtype=torch.float32)
+    shape = (min(how.chunk, len(h)), len(w))
+    wide = torch.float64 if how.dtype == torch.float64 else torch.float32
+    return _Room(h.new_empty(shape, dtype=wide), h.new_empty(shape, dtype=how.dtype) if half else None)
 
 
 def _add_product(total: Tensor | None, g: Tensor, x: Tensor, whole: bool) -> Tensor:
@@ -112,7 +128,7 @@ class _HeadLogps(torch.autograd.Function):
         ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, how: HeadOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if how.dtype == torch.float64 else torch.float32
-        wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
+        wd, bd = half_of(w, how.dtype), None if b is None else b.to(how.dtype)
         room = _room(h, w, how)
         logps, entropy, sum_sq = (torch.zeros(len(h), dtype=wide, device=h.device) for _ in range(3))
         with torch.autocast(h.device.type, enabled=False):
@@ -125,7 +141,7 @@ class _HeadLogps(torch.autograd.Function):
                     entropy[s] = -(lp.exp() * lp).sum(-1)
                 if how.sum_sq:
                     sum_sq[s] = (2 * lp).logsumexp(-1)
-        ctx.how = how
+        ctx.how, ctx.own = how, w
         ctx.mark_non_differentiable(sum_sq)
         ctx.save_for_backward(h, w, b, targets, entropy, lp if how.keep else None)
         return logps, entropy, sum_sq
@@ -135,13 +151,17 @@ class _HeadLogps(torch.autograd.Function):
     def backward(ctx: Any, g_logps: Tensor, g_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         h, w, b, targets, entropy, kept = ctx.saved_tensors
         how, (want_h, want_w, want_b) = ctx.how, ctx.needs_input_grad[:3]
-        wd, bd = w.to(how.dtype), None if b is None else b.to(how.dtype)
+        wd, bd = half_of(w, how.dtype), None if b is None else b.to(how.dtype)
         dh = torch.empty_like(h) if want_h else None
         dw, db = (torch.zeros_like(x) if want and len(h) == 0 else None for x, want in ((w, want_w), (b, want_b)))
-        in_place = want_w and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
+        own = w is ctx.own  # else somebody's hooks on saved tensors gave a copy, whose gradient nobody would find
+        in_place = want_w and own and len(h) > 0 and _InPlace.allowed > 0 and w.is_leaf and not w._backward_hooks
         dw = w.grad if in_place else dw
-        room = _room(h, w, how)  # products in half precision must be widened before they are added: seldom
-        wide = how.chunk if room is None else max(how.chunk, CHUNK_GRADIENT // len(w) // how.chunk * how.chunk)
+        room = None if how.keep else _room(h, w, how)
+        half = (
+            how.dtype.itemsize < 4 and h.device.type == "cpu"
+        )  # such products must be widened before they are added: seldom
+        wide = how.chunk if not half else max(how.chunk, CHUNK_GRADIENT // len(w) // how.chunk * how.chunk)
         with torch.autocast(h.device.type, enabled=False):
             for a in range(0, len(h), wide):
                 part = h[a : a + wide]
@@ -151,13 +171,13 @@ class _HeadLogps(torch.autograd.Function):
                 for i in range(a, a + len(part), how.chunk):
                     s = slice(i, i + how.chunk)
                     g = _logit_gradient(h[s], wd, bd, targets[s], entropy[s], kept, g_logps[s], g_entropy[s], how, room)
-                    half = g.to(how.dtype) if waiting is None else waiting[i - a : i - a + len(g)].copy_(g)
+                    rounded = g.to(how.dtype) if waiting is None else waiting[i - a : i - a + len(g)].copy_(g)
                     if dh is not None:
-                        dh[s] = half @ wd
+                        dh[s] = rounded @ wd
                     if want_b:
-                        db = half.sum(0, dtype=g_logps.dtype) if db is None else db.add_(half.sum(0))
+                        db = rounded.sum(0, dtype=g_logps.dtype) if db is None else db.add_(rounded.sum(0))
                 if want_w:
-                    dw = _add_product(dw, half if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
+                    dw = _add_product(dw, rounded if waiting is None else waiting, part.to(how.dtype), wide >= len(h))
         if in_place and dw is not None:
             w.grad, dw = dw.to(w.dtype), None  # nothing is left for autograd to add
         return dh, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None
@@ -173,14 +193,14 @@ def _logit_gradient(
     g_logps: Tensor,
     g_entropy: Tensor,
     how: HeadOptions,
-    room: Tensor | None = None,
+    room: _Room | None = None,
 ) -> Tensor:
     """∂loss / ∂(W h) of one chunk: ∂logp/∂z = 1[target] − p and ∂H/∂z = −p (log p + H), back through cap and scale."""
     t = None
     g_logps, g_entropy = (x * (how.scale / how.temperature) for x in (g_logps, g_entropy))
     if kept is None:
         lp, t = _scores(h, w, b, how, room)
-        lp -= lp.logsumexp(-1, keepdim=True)
+        lp = torch.log_softmax(lp, -1, out=lp if room is not None and how.cap is None else None)
     else:
         lp = kept
     if how.entropy:
@@ -241,7 +261,10 @@ def _linear_head(
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, w, b))
     keep = grad and how.chunk == 0 and how.cap is None and 0 < n * v <= KEEP_LOGITS
     how = how._replace(
-        chunk=n if keep else how.chunk or _chunk_rows(v, kind),
+        chunk=n
+        if keep
+        else how.chunk
+        or (2 if kind == "cpu" else 1) * _chunk_rows(v, kind),  # where memory is used again, more rows are cheap
         keep=keep,
         dtype=torch.get_autocast_dtype(kind) if cast else w.dtype,
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..types import Completions
+from ..types import Completions, host, sent_together
 
 # %% auto #0
-__all__ = ['HEAD', 'PAIR', 'WASTE', 'Pack', 'locate', 'pack_rows', 'work', 'Cores', 'split_among', 'Item', 'cut_into_items',
-           'fill']
+__all__ = ['HEAD', 'PAIR', 'WASTE', 'Pack', 'visible', 'locate', 'pack_rows', 'work', 'Cores', 'split_among', 'Item',
+           'cut_into_items', 'fill']
 
 # %% ../../nbs/173_scoring_packing.ipynb #94c6e692
 @dataclass(frozen=True)
@@ -38,11 +38,33 @@ class Pack:
     @property
     def branches(self) -> list[list[int]]:
         """For each row how many tokens its prompt has, then each of its completions."""
-        rows, held = len(self.branch), torch.bincount(self.tree)
-        most = int(held.max()) + 1
-        row = torch.arange(rows, device=held.device)[:, None]
-        counts = torch.bincount((row * most + self.branch)[self.token_mask], minlength=rows * most).view(rows, most)
+        branch, inside, held = host(self.branch), host(self.token_mask), torch.bincount(host(self.tree))
+        rows, most = len(branch), int(held.max()) + 1
+        row = torch.arange(rows)[:, None]
+        counts = torch.bincount((row * most + branch)[inside], minlength=rows * most).view(rows, most)
         return [lengths[: n + 1] for lengths, n in zip(counts.tolist(), held.tolist(), strict=True)]
+
+    def to(self, device: torch.device, branched: bool = False) -> Pack:
+        """The layout on the device that computes, sent in two messages; the host keeps what it knows.
+
+        Args:
+            device: where to.
+            branched: rows are trees, whose mask is made there.
+        """
+        names = [f.name for f in fields(self) if f.name != "attention_mask"]
+        there = replace(self, **dict(zip(names, sent_together([getattr(self, n) for n in names], device), strict=True)))
+        return replace(there, attention_mask=visible(there.branch)) if branched else there
+
+
+def visible(branch: Tensor) -> Tensor:
+    """bool[R, 1, L, L], 1 = may look: at the prompt and at one's own completion, and never ahead.
+
+    Args:
+        branch: int64[R, L], as in a `Pack`.
+    """
+    look = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    look &= torch.ones(branch.shape[1], branch.shape[1], dtype=torch.bool, device=branch.device).tril_()
+    return look[:, None]
 
 
 def locate(c: Completions, wanted: Tensor, places: Tensor, before: Tensor, **layout: Any) -> Pack:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.attention import branches_pay
+from ..fast.attention import branches_pay, flex_mask, flex_works
 from ..fast.blocks import decode_states
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
@@ -31,7 +31,7 @@ from rlhf_nb.scoring.head import (
 from .packing import Cores, Pack, split_among
 from .recompute import is_on, recomputed, recomputed_layers
 from .trees import TOKEN_BUDGET, TREE_FAMILIES, Share, pack, plan_passes, rope_limit, why_no_trees
-from ..types import Completions
+from ..types import Completions, along, host, sent, where_true
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -90,13 +90,18 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     on_cpu = (
         weight.device.type == "cpu" and weight.dtype.itemsize >= 4
     )  # under autocast, too: attention stays in float32
-    real = p.token_mask.flatten().nonzero()[:, 0] if wanted is not None else None
+    real = where_true(p.token_mask) if wanted is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
-    if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
+    flat = None
+    if real is not None and not apart and flex_works() and not (on_cpu and torch.is_grad_enabled()):
+        flat = flex_mask(real // p.input_ids.shape[1], p.branch.flatten().index_select(0, real))
+    if real is not None and not apart and flat is None and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
     again = recomputed if is_on() else None
-    return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again)
+    return decode_states(
+        decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again, flat
+    )
 
 
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
@@ -105,7 +110,7 @@ FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the 
 def _mask_arguments(net: Any, p: Pack) -> dict[str, Any]:
     """Mask and positions of trees; rows of a causal decoder need neither, others must be told which tokens are padding."""
     if p.attention_mask is None:
-        return {} if _is_causal(net) or bool(p.token_mask.all()) else {"attention_mask": p.token_mask.long()}
+        return {} if _is_causal(net) or bool(host(p.token_mask).all()) else {"attention_mask": p.token_mask.long()}
     mask = p.attention_mask
     if getattr(text_config(net), "_attn_implementation", None) == "eager":  # adds its mask instead of selecting by it
         dtype = next(net.parameters()).dtype
@@ -144,6 +149,7 @@ def _forwards(
 ) -> list[Found]:
     """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at once."""
     width, device, causal = width_of(net), c.prompt_ids.device, _is_causal(net)
+    c = c.on_host()  # what is decided from here on must not wait for the device
     total = c.prompt_lens + c.completion_lens
     longest = int(total.max()) if len(c) else 0
     if share:
@@ -170,11 +176,11 @@ def _forwards(
         parts = [(sorted(r for rows, _ in parts for r in rows), False)]
 
     def one(entry: tuple[list[int], bool]) -> Found:
-        index = torch.tensor(entry[0], device=device)
+        index = torch.tensor(entry[0])
         columns = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens, c.completion_mask)
         part = Completions(*(x.index_select(0, index) for x in columns))
-        packed = pack(part, share if entry[1] else False, targets, width=width, limit=budget)
-        return read(index, packed, hidden_states(net, packed, places(packed), tied, fast, output))
+        packed = pack(part, share if entry[1] else False, targets, width=width, limit=budget, device=device)
+        return read(sent(index, device), packed, hidden_states(net, packed, places(packed), tied, fast, output))
 
     return spread(one, parts, workers)
 
@@ -343,10 +349,10 @@ def completion_values(
 
 def _mean_states(p: Pack, h: Tensor) -> Tensor:
     """[B, H] mean state over the tokens of each sequence; a shared prompt counts in each of its sequences."""
-    shared = (p.branch.view(-1) == 0).nonzero()[:, 0]
+    shared = where_true(along(lambda x: x == 0, p.branch))
     per_tree = h.new_zeros(len(p.input_ids), h.shape[1]).index_add(0, shared // p.input_ids.shape[1], h[shared])
     total = per_tree[p.tree].index_add(0, p.rows, h[p.places[p.rows, p.cols]])
-    counts = (p.branch == 0).sum(1)[p.tree] + torch.bincount(p.rows, minlength=len(p.last))
+    counts = (p.branch == 0).sum(1)[p.tree] + sent(torch.bincount(host(p.rows), minlength=len(p.last)), h.device)
     return total / counts[:, None]
 
 # %% ../../nbs/180_scoring_scores.ipynb #8fc200b0

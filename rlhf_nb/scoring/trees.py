@@ -21,7 +21,7 @@ __all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_
 
 # %% ../../nbs/176_scoring_trees.ipynb #765003d1
 def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) -> Pack:
-    """One row per tree: the prompt, then its completions one after the other."""
+    """One row per tree: the prompt, then its completions one after the other; without the mask."""
     device, prompt, lens = real.device, c.prompt_lens, c.completion_lens
     tree, head = starts.cumsum(0) - 1, starts.nonzero()[:, 0]  # row of each sequence, first sequence of each row
     before = lens.cumsum(0) - lens
@@ -40,10 +40,8 @@ def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) ->
     branch.view(-1)[at] = (torch.arange(len(tree), device=device) - head[tree] + 1)[:, None].expand_as(real)[real]
     position.view(-1)[at] -= before[:, None].expand_as(real)[real]
     position.masked_fill_(~inside, 0)  # padding is no long row: some rotary angles depend on the largest position
-    look = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    look &= torch.ones(width, width, dtype=torch.bool, device=device).tril_()
     layout = {"input_ids": ids, "position_ids": position, "token_mask": inside, "tree": tree, "branch": branch}
-    return locate(c, wanted, places, tree * width + prompt - 1, attention_mask=look[:, None], **layout)
+    return locate(c, wanted, places, tree * width + prompt - 1, attention_mask=None, **layout)
 
 # %% ../../nbs/176_scoring_trees.ipynb #a68e6ce1
 Share = bool | Literal["always"]
@@ -99,6 +97,7 @@ def pack(
     *,
     width: int = 512,
     limit: int | None = None,
+    device: torch.device | None = None,
 ) -> Pack:
     """Lay out completions for one forward pass.
 
@@ -110,13 +109,14 @@ def pack(
         targets: "mask" predicts the tokens that count in the loss, "all" every real completion token.
         width: hidden size of the model, which decides from where sharing pays.
         limit: longest row a tree may become, in tokens.
+        device: where the result goes; None: where the rows are.
     """
+    device, c = device or c.completion_ids.device, c.on_host()  # decided on the host, which knows lengths and masks
     starts = _tree_starts(c, share_prompts, width, limit)
-    real = torch.arange(c.completion_ids.shape[1], device=c.completion_ids.device) < c.completion_lens[:, None]
-    wanted = real if targets == "all" else c.completion_mask
+    wanted = c.real if targets == "all" else c.completion_mask
     if bool(starts.all()):
-        return pack_rows(c, real, wanted)
-    return _pack_trees(c, real, wanted, starts.to(real.device))
+        return pack_rows(c, c.real, wanted).to(device)
+    return _pack_trees(c, c.real, wanted, starts).to(device, branched=True)
 
 # %% ../../nbs/176_scoring_trees.ipynb #4d61a1d3
 def plan_passes(
@@ -125,7 +125,7 @@ def plan_passes(
     """Row indices of each forward pass, and whether its rows are trees."""
     if budget < 1:
         raise ConfigError(f"token_budget is {budget}: it is the number of tokens of one forward pass, so at least 1.")
-    b = len(c.completion_lens)
+    b, c = len(c.completion_lens), c.on_host()
     if b % unit:
         raise DataError(f"{b} rows can't be split into units of {unit}: rows that belong together must all be there.")
     items = cut_into_items(c, _tree_starts(c, share, width, budget), unit)

@@ -34,7 +34,7 @@ __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file',
 
 # %% ../../nbs/604_train_entries.ipynb #c7172439
 def _length(
-    target: int | None = None, width: int | None = None, max_length: int | None = None, cache: int = 0,
+    target: int | None = None, width: int | None = None, max_length: int | None = None, cache: int = 1,
     unit: Literal["tokens", "words", "chars"] = "tokens", name: str = "length_score",
 ) -> Length:  # fmt: skip
     """A reward for length: near a target, or not beyond a limit."""
@@ -488,6 +488,9 @@ def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
         reward = {"model": str(reward)}
     if not has_entries(reward):
         return reward
-    how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
+    how: dict[str, Any] = {
+        "timeout": getattr(config, "reward_timeout", 3600.0),
+        "trust_remote_code": config.model.trust_remote_code,
+    }
     device = decide_precision(config.device, config.precision).device
     return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)

@@ -19,8 +19,9 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, Samplin
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.shapes import DataNote
 from ..data.sums import is_sums
-from ..evaluate.policy import evaluate
+from ..evaluate.policy import evaluate, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
@@ -35,7 +36,7 @@ from ..run.control import Control, setting
 from ..scoring.check import self_check
 from .setup import Row, TextMethod, TextTrainer, frozen_parts, toy_presets
 from .watched import EvalConfig, held_out_rewards, with_watched
-from ..types import PromptBatch, Rollout
+from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
 __all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod', 'load_reward',
@@ -250,6 +251,13 @@ class OnlineMethod(TextMethod):
         super().__init__(model, tokenizer, config, module)
         self.rewards, self.reference = with_watched(rewards, config), reference
         self.watch = held_out_rewards(config)  # rewards, by name, that `evaluate` reports too; the trainer may add some
+        for name in dict.fromkeys((*self.rewards.names, *self.watch)):
+            if shown_as(name) != name:
+                warnings.warn(
+                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
+                    DataNote,
+                    stacklevel=2,
+                )
         self.sampler: Sampler = make_sampler(config.sampling)
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
@@ -300,7 +308,7 @@ class OnlineMethod(TextMethod):
         how = {"tokenizer": self.tokenizer, "seed": cfg.seed, "num_samples": cfg.num_generations} | how
         with self.policy_adapter(), self.meter.time("generate"):
             r = self.sampler.generate(model or self.model, prompts, cfg.sampling, step=step, **how)
-        self.meter.generated += int(r.completion_lens.sum())
+        self.meter.generated += int(host(r.completion_lens).sum())
         return r
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
@@ -390,12 +398,13 @@ class OnlineMethod(TextMethod):
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answer prompts, score the answers, compute advantages; last of all, leave out what was cut."""
         r = self.advantages(self.score(self.rollout(batch, step)))
-        self._collected, r = self.measure(r), self.leave_out_cut(r)
-        self._samples = rollout_samples(r, self.config.samples_per_step)
+        seen = r.seen()  # measured on the host, so that a GPU is asked once for everything
+        self._collected, r = self.measure(seen), self.leave_out_cut(r)
+        self._samples = rollout_samples(self.leave_out_cut(seen), self.config.samples_per_step)
         return r
 
     def measure(self, r: Rollout) -> dict[str, float]:
-        """The numbers of a rollout."""
+        """The numbers of a rollout, whose columns are on the CPU."""
         found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self._parts(r)
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
@@ -416,8 +425,8 @@ class OnlineMethod(TextMethod):
     def correction(self, r: Rollout) -> Tensor | None:
         """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
         old, drawn = r.need("old_logps"), r.rollout_logps
-        if drawn is None or old is drawn or torch.equal(old, drawn):
-            return None
+        if drawn is None or old is drawn or (old.device.type == "cpu" and torch.equal(old, drawn)):
+            return None  # (on a GPU the answer isn't waited for: weights of exactly 1 change nothing)
         return truncated_weights(old, drawn, r.completion_mask, self.config.importance_cap)
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:

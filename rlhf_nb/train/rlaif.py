@@ -3,39 +3,58 @@
 # %% ../../nbs/670_train_rlaif.ipynb #b421417f
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import model_validator
 
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data import toy
+from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
+from ..rewards.base import RewardModelFn, Rewards
+from ..models.heads import RewardModel
+from ..types import Completions, Rollout, prompt_uid
 from ..run.engine import Engine
 from ..models.load import is_toy, load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
-from ..judges.judge import Agreement, FunctionJudge, Judge, JudgeTemplate, agreement, label_pairs, verdicts_of
+from rlhf_nb.judges.judge import (
+    Agreement,
+    BothOrders,
+    Criteria,
+    FunctionJudge,
+    Judge,
+    JudgeTemplate,
+    Opinions,
+    Texts,
+    Verdicts,
+)
+from ..judges.judge import agreement, label_pairs, verdicts_of
+from ..judges.judge import plain as plain_text
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
 from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
+from .entries import RewardEntry, build_rewards
 from .registry import register
 from ..untrusted import Unreadable, json_value
 from .setup import Row, load_rows
 
 # %% auto #0
-__all__ = ['JudgeConfig', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'known_pairs', 'append_rows', 'keep_rows',
-           'sum_up', 'Labelling']
+__all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',
+           'append_rows', 'keep_rows', 'sum_up', 'Labelling']
 
 # %% ../../nbs/670_train_rlaif.ipynb #8d90abfe
 class JudgeConfig(StrictConfig):
@@ -47,13 +66,109 @@ class JudgeConfig(StrictConfig):
     endpoint: EndpointConfig | None = option(None, "a server with OpenAI's interface instead")
     template: JudgeTemplate = option(JudgeTemplate(), "the words in which it is asked")
     labels: list[str] = option(["A", "B"], "what it may reply", min_length=2, max_length=2)
+    rewards: list[RewardEntry] = option(
+        [], "entries as in an online method's rewards instead: the higher score is better"
+    )
+    clarity: float = option(
+        1.0, "of rewards: how surely a difference of one point is seen, σ(clarity · difference)", gt=0
+    )
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody is named."""
+        return self.model is not None or self.endpoint is not None or bool(self.rewards)
 
     @model_validator(mode="after")
     def _one(self) -> JudgeConfig:
         """One judge."""
-        if self.model is not None and self.endpoint is not None:
-            raise ValueError("a model and an endpoint are given, and only one can judge: leave one of them out.")
+        given = {
+            "a model": self.model is not None,
+            "an endpoint": self.endpoint is not None,
+            "rewards": bool(self.rewards),
+        }
+        named = [name for name, there in given.items() if there]
+        if len(named) > 1:
+            raise ValueError(
+                f"{' and '.join(named)} are given, and only one can judge: leave {'one of them' if len(named) == 2 else 'two of them'} out."
+            )
         return self
+
+
+class RewardJudge(BothOrders):
+    """Rewards as a judge: P(first) = σ(clarity · (score − score)), whatever stands first.
+
+    Args:
+        rewards: what an answer is worth.
+        tokenizer: of the model that answers.
+        clarity: > 0, how surely a difference of one point is seen.
+        columns: of the data, [B] each, for functions that take some.
+    """
+
+    def __init__(
+        self, rewards: Rewards, tokenizer: Any, clarity: float = 1.0, columns: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        self.rewards, self.tokenizer, self.clarity, self.columns = rewards, tokenizer, clarity, dict(columns or {})
+        self.name, self.stats = " + ".join(rewards.names), {}
+
+    def about(self, columns: Mapping[str, Sequence[Any]]) -> RewardJudge:
+        """The same judge, asked about rows with these columns, [B] each."""
+        return RewardJudge(self.rewards, self.tokenizer, self.clarity, columns)
+
+    def rate(self, prompts: Texts, completions: Texts, criteria: Criteria = None) -> Opinions:
+        """Scores, [B]; None where no reward has an opinion."""
+        scored = copy.copy(self.rewards)
+        scored.fns, scored.names = [*scored.fns, _no_word], [*scored.names, "_no_word"]
+        scored.weights = [*scored.weights, 1.0]  # so that a row on which all others are silent is no error here
+        total, parts = scored(self._rollout(list(prompts), list(completions)))
+        heard = torch.stack(
+            [
+                ~parts[n].isnan()
+                for n, w in zip(self.rewards.names, self.rewards.weights)
+                if w or not any(self.rewards.weights)
+            ]
+        )
+        return [s if h else None for s, h in zip(total.tolist(), heard.any(0).tolist(), strict=True)]
+
+    def verdicts(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria = None) -> Verdicts:
+        """Both orders; each answer is scored once."""
+        pairs = zip(self.rate(prompts, firsts), self.rate(prompts, seconds), strict=True)
+        said: Opinions = [
+            None if a is None or b is None else 0.5 * (1 + math.tanh(self.clarity * (a - b) / 2)) for a, b in pairs
+        ]
+        verdicts = Verdicts(said, said)
+        self.stats = verdicts.stats
+        return verdicts
+
+    def ask_once(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria) -> Opinions:
+        """σ of the difference."""
+        return self.verdicts(prompts, firsts, seconds).forward
+
+    def _rollout(self, prompts: list[Any], completions: list[Any]) -> Rollout:
+        """Answers as the methods that learn from them have them: tokens, texts and columns."""
+        tok, said = self.tokenizer, [i for i, x in enumerate(completions) if not is_blank(x)]
+        asked, spoken = [prompts[i] for i in said], [completions[i] for i in said]
+        if speaks_chat(tok):
+            asked, spoken = pairs_as_chat(tok, asked, spoken)
+        tokens = dict(zip(said, encode_pairs(tok, asked, spoken), strict=True))
+        blank = {i: (ids, [tok.eos_token_id]) for i, ids in enumerate(encode_prompts(tok, prompts)) if i not in tokens}
+        ids = [tokens[i][:2] if i in tokens else blank[i] for i in range(len(prompts))]
+        c = Completions.from_lists([p for p, _ in ids], [x for _, x in ids], tok.pad_token_id)
+        uid = torch.tensor([prompt_uid(p) for p, _ in ids], dtype=torch.int64)
+        texts = [x if isinstance(x, str) else plain_text(x) if x else "" for x in completions]
+        ended = torch.ones(len(ids), dtype=torch.bool)
+        return Rollout(
+            **c.columns_dict(),
+            uid=uid,
+            finished=ended,
+            prompts=prompts,
+            texts=texts,
+            columns={k: list(v) for k, v in self.columns.items()},
+        )
+
+
+def _no_word(prompts: list[Any], completions: list[str]) -> list[float]:
+    """A reward of 0 for everything."""
+    return [0.0] * len(completions)
 
 
 def toy_judge(seed: int = 0) -> FunctionJudge:
@@ -98,13 +213,23 @@ class RLAIFConfig(StrictConfig):
     device: str = option("auto", "auto, cpu, mps or cuda", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     console: bool = option(True, "show progress")
 
+    @model_validator(mode="after")
+    def _principles_are_read(self) -> RLAIFConfig:
+        """Rewards read no principles."""
+        if self.judge.rewards and self.constitution is not None:
+            raise ValueError(
+                "constitution gives the judge principles to read, but judge.rewards are computed and read none: leave one of them out, or name a judge.model."
+            )
+        return self
+
 # %% ../../nbs/670_train_rlaif.ipynb #c471ea03
-def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) -> Judge:
+def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, tokenizer: Any = None) -> Judge:
     """The judge that `config.judge` names.
 
     Args:
         config: of the job.
         constitution: whose words are used where the config has none of its own.
+        tokenizer: of the model that answers, for rewards; default: loaded.
 
     Raises:
         ConfigError: no judge is named, or its settings can't be meant.
@@ -115,10 +240,20 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None) ->
     if c.endpoint is not None:
         settings = {"cache": cache} | {k: v for k, v in c.endpoint.to_dict().items() if v is not None}
         return EndpointJudge(template=template, labels=c.labels, **settings)
+    if c.rewards:
+        device = decide_precision(config.device, config.precision).device
+        found = build_rewards(
+            list(c.rewards), trust_remote_code=config.model.trust_remote_code, device=device, key="judge.rewards"
+        )
+        if not isinstance(found, Rewards):
+            found = Rewards(
+                RewardModelFn(found, c.rewards[0].name or "reward_model") if isinstance(found, RewardModel) else found
+            )
+        return RewardJudge(found, tokenizer or load_tokenizer(config.model), c.clarity)
     if c.model is None:
         raise ConfigError(
-            "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, or "
-            "judge.endpoint.url=http://... with judge.endpoint.model=NAME ('toy' in the toy world)."
+            "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, judge.endpoint.url=http://... with "
+            "judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' in the toy world)."
         )
     if is_toy(c.model):
         if not is_toy(config.data.path):
@@ -146,7 +281,17 @@ def check_judge(judge: Judge, rows: Sequence[Row], seed: int = 0) -> Agreement:
     front = [rng.random() < 0.5 for _ in rows]
     prompts = [r["prompt"] for r in rows]
     a, b = ([r["chosen" if f == first else "rejected"] for r, f in zip(rows, front)] for first in (True, False))
+    if isinstance(judge, RewardJudge):
+        judge = judge.about(columns_of(rows))
     return agreement(verdicts_of(judge, prompts, a, b), [float(f) for f in front])
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """What rows know beside prompt and answers, [B] each, for rewards that look at it."""
+    names = dict.fromkeys(
+        k for row in rows for k in row if k not in ("prompt", "chosen", "rejected", "completion", "margin")
+    )
+    return {k: [row.get(k) for row in rows] for k in names}
 
 
 def known_pairs(config: RLAIFConfig) -> list[Row]:
@@ -253,7 +398,7 @@ class Labelling:
             model = load_causal_lm(config.model, precision, tokenizer=tokenizer, seed=config.seed, trainable=False)
         named = None if config.constitution == "shipped" else config.constitution
         self.constitution = load_constitution(named) if config.constitution is not None else None
-        self.judge = judge or make_judge(config, self.constitution)
+        self.judge = judge or make_judge(config, self.constitution, tokenizer)
         rows = load_rows(config.data, "prompt", config.seed)[0] if rows is None else rows
         self.config, self.rows, self.model, self.tokenizer = config, list(rows)[: config.prompts], model, tokenizer
         self.writer = ModelWriter(model, tokenizer, config.sampling, derive_seed(config.seed, "rlaif") % 2**31)
@@ -366,8 +511,16 @@ class Labelling:
         columns |= {"principle": [p.name for p in drawn]} if c else {}
         one, two = ([_reply(prompts[i], text[i]) for i in both] for text in (a, b))
         criteria, sure = [p.criterion for p in drawn] if c else None, cfg.min_confidence
+        known = columns_of([self.rows[first + i] for i in both])
         made = label_pairs(
-            self.judge, [prompts[i] for i in both], one, two, criteria=criteria, columns=columns, min_confidence=sure
+            self.judge,
+            [prompts[i] for i in both],
+            one,
+            two,
+            criteria=criteria,
+            columns=columns,
+            min_confidence=sure,
+            known=known,
         )
         stats = made.stats | {"empty": float(len(prompts) - len(both))}
         stats |= {"gold/right": _right(self.gold, made.rows)} if self.gold else {}

@@ -589,6 +589,10 @@ class TextTrainer(Trainer):
                 stacklevel=3,
             )
         super().__init__(method, source, config, callbacks=callbacks, **options)
+        reference = method.reference
+        if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
+            if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
+                reference.model.to(self.engine.device)
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import RewardError, did_you_mean
@@ -18,7 +19,7 @@ from .entries import RewardEntry, from_entries
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'Against', 'held_out_rewards']
+__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'Against', 'entries_by_name', 'held_out_rewards']
 
 # %% ../../nbs/606_train_watched.ipynb #b0bc1254
 def with_watched(rewards: Rewards, config: Any) -> Rewards:
@@ -47,6 +48,15 @@ class EvalJudge(JudgeConfig):
 
     name: str = option("judge", "in the log: eval/NAME, or eval/NAME_wins with against", min_length=1)
     against: str | None = option(None, "column with the answer to beat, such as chosen or completion; null: a rating")
+
+    @model_validator(mode="after")
+    def _duels(self) -> EvalJudge:
+        """Rewards that only rate are metrics."""
+        if self.rewards and self.against is None:
+            raise ValueError(
+                "rewards here compare with a column of the data, and against isn't set: name it, or write the entries under eval.metrics."
+            )
+        return self
 
 
 class EvalConfig(StrictConfig):
@@ -83,9 +93,26 @@ class Against:
             )
         theirs = columns[self.column]
         rows = [i for i, other in enumerate(theirs) if other]
-        won = self.judge.compare([prompts[i] for i in rows], [completions[i] for i in rows], [theirs[i] for i in rows])
+        known = {k: [v[i] for i in rows] for k, v in columns.items()}
+        judge = self.judge.about(known) if hasattr(self.judge, "about") else self.judge
+        won = judge.compare([prompts[i] for i in rows], [completions[i] for i in rows], [theirs[i] for i in rows])
         found = dict(zip(rows, won, strict=True))
         return [found.get(i) for i in range(len(prompts))]
+
+
+def entries_by_name(entries: Sequence[RewardEntry], config: Any, key: str) -> dict[str, Any]:
+    """Reward functions by the names that logs have for them.
+
+    Args:
+        entries: at least one.
+        config: of the run: time limit, trust, token budget, device.
+        key: how the list is called, for messages.
+    """
+    found = from_entries(list(entries), config, key)
+    if isinstance(found, Rewards):
+        return dict(zip(found.names, found.fns))
+    fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
+    return {entries[0].name or fn.name: fn}
 
 
 def held_out_rewards(config: Any) -> dict[str, Any]:
@@ -96,10 +123,7 @@ def held_out_rewards(config: Any) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     if config.eval.metrics:
-        found = from_entries(list(config.eval.metrics), config, "eval.metrics")
-        single = not isinstance(found, Rewards)
-        fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
-        out |= {config.eval.metrics[0].name or fn.name: fn} if single else dict(zip(found.names, found.fns))
+        out |= entries_by_name(config.eval.metrics, config, "eval.metrics")
     for entry in config.eval.judges:
         place = {k: getattr(config, k) for k in ("output_dir", "data", "seed", "model", "device", "precision")}
         asked: Any = SimpleNamespace(judge=entry, **place)

@@ -1,0 +1,96 @@
+"""`benchmarks/gpu.py` still runs: all its parts with tiny shapes on a CPU, each a number or a reason; a part that hangs or dies is survived."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_nb.core import Precision
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
+import gpu_parts  # noqa: E402
+
+
+def test_every_part_gives_numbers_or_reasons(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--out", str(tmp_path), "--tiny", "--minutes", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert [*found] == [*gpu.PARTS]
+    for name, part in found.items():
+        assert not part["reason"], (name, part["reason"], (tmp_path / f"{name}.log").read_text()[-2000:])
+        wrong = [r for r in part["rows"] if r.get("reason") and "not installed here" not in r["reason"]]
+        assert part["rows"] and not wrong, (name, wrong)
+    rows = {row["what"]: row for part in found.values() for row in part["rows"]}
+    assert all(row["within bounds"] for row in rows.values() if "within bounds" in row)
+    assert all(row["finite"] for row in rows.values() if "finite" in row)
+    assert any(row.get("same bits") for row in rows.values())
+    table = (tmp_path / "table.md").read_text()
+    assert "predicted GB" in table and table.strip() in done.stdout
+
+
+def foreseen(card: str) -> float:
+    """GB that the planner says of one of the script's runs on a card with fp16."""
+    how: dict[str, Any] = dict(gpu_parts.CARDS[card])
+    method, sizes = how.pop("method"), how.pop("sizes")
+    shape, steps, _ = how.pop("shape"), how.pop("steps"), how.pop("gb")
+    half = torch.float16
+    t4 = Precision(torch.device("cuda"), half, torch.float32, half, True, "fp16 on a T4")
+    config = gpu_parts.settings_of(method, sizes, "run", steps, "cuda", "fp16", **how)
+    return gpu_parts.foreseen_gb(config, gpu_parts.config_of(shape), t4)
+
+
+@pytest.mark.parametrize("card", gpu_parts.CARDS)
+def test_what_runs_on_small_cards_is_planned_to_fit_and_documented(card: str) -> None:
+    limit, need = gpu_parts.CARDS[card]["gb"], foreseen(card)
+    assert 0.05 * limit < need < 0.95 * limit
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert f"| {need:.1f} GB |" in text, (card, need)
+
+
+JOB = {"device": "cpu", "tiny": False, "site": "", "machine": "here", "commit": "none", "model": None}
+
+
+def test_a_part_that_hangs_or_dies_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "gpu_parts.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "told = json.loads(sys.argv[1])\n"
+        "lines = open(told['lines'], 'w')\n"
+        "lines.write(json.dumps({'what': 'first', 'number': 1.0}) + '\\n'); lines.flush()\n"
+        "if told['part'] == 'hangs': time.sleep(600)\n"
+        "if told['part'] == 'dies': os._exit(9)\n"
+    )
+    monkeypatch.setattr(gpu.harness, "HERE", tmp_path)
+    monkeypatch.setattr(gpu, "PARTS", {"hangs": 1.0, "dies": 5, "fine": 5, "late": 5})
+    monkeypatch.setattr(gpu, "LEAST", 0.5)
+    found = gpu.run_parts(JOB, tmp_path, ["hangs", "dies", "fine"], 20, 2)
+    assert [len(found[n]["rows"]) for n in found] == [1, 1, 1]  # what was measured before is kept
+    assert (
+        "its limit" in found["hangs"]["reason"]
+        and "ended with 9" in found["dies"]["reason"]
+        and not found["fine"]["reason"]
+    )
+    assert "0 s were left" in gpu.run_parts(JOB, tmp_path, ["late"], 0.1, 1)["late"]["reason"]
+    assert json.loads((tmp_path / "results.json").read_text())["parts"]["fine"]["rows"] == [
+        {"what": "first", "number": 1.0}
+    ]
+
+
+def test_wheels_are_unpacked_where_a_package_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    for name in ("not_here_at_all", "torch"):
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+    assert gpu.unpack(tmp_path / "wheels", tmp_path / "site") == ["not-here-at-all"]
+    assert (tmp_path / "site" / "not_here_at_all").is_dir() and not (tmp_path / "site" / "torch").exists()

@@ -1,0 +1,104 @@
+"""Training on a GPU that is only pretended: nothing is left on the wrong device, the numbers are the CPU's, and the host waits at most twice a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretend_gpu import CUDA, Waits, move_module, pretend
+
+from rlhf_nb.core import Precision
+from rlhf_nb.data import toy
+from rlhf_nb.run.engine import Engine
+from rlhf_nb.train.registry import get
+
+MOST = 2
+SETTINGS: dict[str, Any] = {
+    "console": False, "epochs": None, "seed": 1, "steps": 4, "mini_batch_size": 8, "rollout_batch_size": 8, "token_budget": 160, "num_inner_epochs": 1,
+    "optimizer": {"lr": 1e-3, "schedule": "constant", "weight_decay": 0.01}, "save_every": None,
+}  # fmt: skip
+ONLINE = {"sampling": {"max_new_tokens": 10}}
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": {}, "dpo": {}, "ppo": ONLINE, "grpo": ONLINE | {"num_generations": 4, "kl_coef": 0.05}, "reward": {},
+    "rloo": ONLINE | {"num_generations": 4, "kl_coef": 0.05},
+}  # fmt: skip
+
+
+def model() -> Any:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    tokenizer = toy.build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, tie_word_embeddings=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def rows(method: str) -> list[dict[str, Any]]:
+    if method == "sft":
+        return toy.sft_rows(40)
+    if method == "kto":
+        from rlhf_nb.data.convert import to_unpaired
+
+        return list(to_unpaired(toy.preference_rows(20)))
+    return toy.preference_rows(40) if method in ("dpo", "reward") else toy.train_prompts(40)
+
+
+def trainer(method: str, folder: Path, device: torch.device, given_on_cpu: bool = False, **over: Any) -> Any:
+    info = get(method)
+    config = info.config.preset("toy", **(SETTINGS | METHODS[method] | over), output_dir=str(folder))
+    net = model() if device.type == "cpu" or given_on_cpu else move_module(model())
+    precision = Precision(device, torch.float32, torch.float32, torch.float32, False, "for a test")
+    given = {"reward": toy.gold_reward} if info.online else {}
+    make: Any = info.trainer
+    return make(config, net, toy.build_tokenizer(), rows=rows(method), eval_rows=[], engine=Engine(precision), **given)
+
+
+def steps(run: Any, waits: Waits | None, n: int = 3) -> tuple[list[dict[str, Any]], list[str]]:
+    """Events of a few steps; and where the host waited in the last one, beside sampling."""
+    if waits is not None and hasattr(run.method, "sampler"):
+        own = run.method.sampler.generate
+
+        def quietly(*args: Any, **kwargs: Any) -> Any:
+            with waits.paused():
+                return own(*args, **kwargs)
+
+        run.method.sampler.generate = quietly
+    run.start()
+    events = [run.train_step() for _ in range(n - 1)]
+    if waits is not None:
+        waits.places.clear()
+    events.append(run.train_step())
+    run.lock.release()
+    return events, [] if waits is None else list(waits.places)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_host_waits_at_most_twice_a_step(method: str, tmp_path: Path) -> None:
+    plain, _ = steps(trainer(method, tmp_path / "cpu", torch.device("cpu")), None)
+    with pretend() as waits:
+        found, places = steps(trainer(method, tmp_path / "gpu", CUDA), waits)
+    assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
+    assert len(places) <= MOST, "\n".join(places)
+
+
+@pytest.mark.parametrize("method", ["dpo", "ppo", "grpo"])
+def test_a_model_given_on_the_cpu_is_trained_on_the_gpu(method: str, tmp_path: Path) -> None:
+    """As `AutoModelForCausalLM.from_pretrained` gives it; its frozen copy, too, must get there."""
+    with pretend() as waits:
+        found, _ = steps(trainer(method, tmp_path, CUDA, given_on_cpu=True), waits, 1)
+    assert found[-1]["updates"] == 1
+
+
+def test_a_mixture_of_devices_is_noticed() -> None:
+    with pretend() as waits:
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3)
+        assert not waits.places
+        assert float((x * 2).sum()) == 6 and x[x > 0].tolist() == [1, 1, 1]
+        assert [p.split(" ", 1)[1] for p in waits.places] == ["_local_scalar_dense", "index by a mask", "tolist"]
