@@ -81,6 +81,8 @@ class Hub:
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.stored[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         told = json.dumps([branch, {f: hashlib.sha1(c).hexdigest() for f, c in files.items()}])
         self.commits[name, branch] = hashlib.sha1(told.encode()).hexdigest()
         return self.commits[name, branch]

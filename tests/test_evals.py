@@ -151,6 +151,7 @@ def test_votes_passes_and_clusters(loaded: Any, tmp_path: Path) -> None:
     suite = load_suite(write_suite(tmp_path, "{verify: number}", ROWS, "samples: 4\n"))
     results, _ = evaluate_suite("tiny", suite, EvalConfig(output_dir=str(tmp_path / "out"), clusters=2, measures=[{"verify": "repetition"}]), loaded=loaded)  # fmt: skip
     assert {"pass@1", "pass@4", "majority@3", "repetition"} <= set(results.metrics)
+    assert "read" not in results.metrics and "wanted" not in results.metrics
     assert sum(m.n for m in results.slices.values()) == 6 and len(results.slices) <= 2
     assert all(len(r.samples) == 4 for r in results.rows)
 
@@ -180,6 +181,26 @@ def test_multiple_choice_is_by_log_probs(loaded: Any, tmp_path: Path) -> None:
             logps.append(logits.gather(1, torch.tensor(c)[:, None]).sum())
         assert torch.allclose(torch.stack(logps).softmax(0), torch.tensor(line["probabilities"]), atol=1e-4)
     assert {"score", "normalized", "mass", "brier", "ece", "ece_if_perfect"} <= set(results.metrics)
+
+
+def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: Any, tmp_path: Path) -> None:
+    """The same model keeps all it had where there are rows enough; one that lost everything fails; other settings are refused."""
+    from rlhf_nb.evaluate.capability import CapabilityTester
+
+    rows = "".join(f"  - {{prompt: 'Where do owls live? {i}'}}\n" for i in range(60))
+    suite = load_suite(write_suite(tmp_path, "{verify: length, target: 6, width: 6, unit: words}", rows))
+    config = EvalConfig(output_dir=str(tmp_path / "base"), max_new_tokens=6)
+    base, _ = evaluate_suite(str(model), suite, config, loaded=loaded)
+    file = CapabilityTester.freeze({"mine": base}, {"mine": 0.05}).save(tmp_path / "frozen.json")
+    tester = CapabilityTester.read(file)
+    assert [c.verdict for c in tester.test({"mine": base})] == ["kept"]
+    worse = base.replace(rows=[r.model_dump() | {"score": 0.0} for r in base.rows])
+    assert base.metrics["score"].value > 0.1 and [c.verdict for c in tester.test({"mine": worse})] == ["lost"]
+    other, _ = evaluate_suite(
+        str(model), suite, EvalConfig(output_dir=str(tmp_path / "o"), max_new_tokens=5), loaded=loaded
+    )
+    with pytest.raises(DataError, match="max_new_tokens=6, and now it is 5"):
+        tester.test({"mine": other})
 
 
 @pytest.mark.parametrize(

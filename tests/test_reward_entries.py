@@ -26,6 +26,7 @@ from rlhf_nb.train.online import load_reward
 from rlhf_nb.train.online_dpo import OnlineDPOConfig
 from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
 from rlhf_nb.train.registry import get
+from rlhf_nb.train.rlaif import RLAIFConfig, make_judge
 from rlhf_nb.train.rloo import RLOOConfig
 
 REWARDS = """\
@@ -229,6 +230,35 @@ def test_watched_and_judged_by_config(job: Path) -> None:
     assert named_files(config) == [str(job / "rewards.py")]
 
 
+def test_the_whole_example_of_the_guide(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from rlhf_nb.app.cli import app
+    from rlhf_nb.data.templates import set_chat_template
+    from rlhf_nb.models.load import save_model
+    from rlhf_nb.run.log import read_metrics
+
+    text = (Path(__file__).resolve().parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    example = text.split("## A whole run")[1].split("\n## ")[0]
+    (tmp_path / "sums.yaml").write_text(re.search(r"```yml\n(.*?)```", example, flags=re.S)[1])  # type: ignore[index]
+    (tmp_path / "rewards.py").write_text(re.search(r"```python\n(.*?)```", example, flags=re.S)[1])  # type: ignore[index]
+    save_model(toy.build_model(0, "tiny"), set_chat_template(toy.build_tokenizer()), tmp_path / "model", verify=False)
+    small = [
+        f"model.name_or_path={tmp_path / 'model'}",
+        f"output_dir={tmp_path / 'run'}",
+        "steps=1",
+        "device=cpu",
+        "mini_batch_size=16",
+        "eval_every=null",
+    ]
+    result = CliRunner().invoke(app, ["grpo", "--config", str(tmp_path / "sums.yaml"), *small])
+    assert result.exit_code == 0, result.output
+    step = next(e for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if e["type"] == "step")
+    assert {"rewards/right", "rewards/brief"} <= step.keys() and step["reward"] == pytest.approx(
+        step["rewards/right"] + 0.2 * step["rewards/brief"], abs=1e-5
+    )
+
+
 def blocks() -> list[str]:
     """The YAML of docs/rewards.md."""
     text = (Path(__file__).resolve().parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -239,6 +269,11 @@ def blocks() -> list[str]:
 def test_the_guides_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCORE_KEY", "secret")
+    if "judge" in yaml.safe_load(block):
+        (tmp_path / "label.yaml").write_text(block)
+        judge = make_judge(RLAIFConfig.load(tmp_path / "label.yaml"), tokenizer=toy.build_tokenizer())
+        assert judge.about({"answer": [5]}).compare(["2 + 3?"], ["It is 5."], ["It is 4."])[0] > 0.7
+        return
     (tmp_path / "rewards.py").write_text(REWARDS + "\n\npolite = short\n")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(num_generations=4) | yaml.safe_load(block)))
     config = GRPOConfig.load(tmp_path / "run.yaml")
@@ -261,3 +296,14 @@ def test_the_guides_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.M
         trainer.fit()
         keys = {"eval/gold", "eval/repetition", "eval/judge", "eval/labellers_wins"}
         assert keys <= trainer.history.evals[-1].keys()
+
+
+def test_a_reward_called_length_keeps_its_number(tmp_path: Path) -> None:
+    from rlhf_nb.data.shapes import DataNote
+
+    config = settings(num_generations=4, output_dir=str(tmp_path / "run"))
+    config |= {"rewards": [{"verify": "length", "unit": "words", "max_length": 1, "name": "length"}]}
+    with pytest.warns(DataNote, match="the reward 'length' is eval/length_reward in evaluations"):
+        trainer = GRPOTrainer(GRPOConfig(**config), eval_rows=toy.test_prompts(4))
+    found = trainer.evaluate()
+    assert found["eval/length"] > 1 and -1 <= found["eval/length_reward"] <= 0

@@ -21,6 +21,7 @@ from rich.text import Text
 from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
+from .push import push_command
 from .results import show_results
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
@@ -385,9 +386,14 @@ def _story(event: str) -> None:
     _tell(STORY.get(event, event), err=False)
 
 # %% ../../nbs/930_app_cli.ipynb #aac94871
-for _name, _command in (("sample", sample_command), ("chat", chat_command), ("get", get_command)):  # notebook 928
+for _name, _command in (
+    ("sample", sample_command),
+    ("chat", chat_command),
+    ("get", get_command),
+    ("push", push_command),
+):  # notebooks 928, 917
     app.command(_name)(_command)
-app.command("eval")(eval_command)  # notebook 926
+app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929

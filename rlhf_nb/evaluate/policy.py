@@ -24,8 +24,8 @@ from ..rollout.backends import make_sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['WinRate', 'wilson_interval', 'win_rate', 'PolicyEval', 'evaluate', 'pass_curve', 'vote_accuracy', 'before_after',
-           'markdown_table']
+__all__ = ['WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'pass_curve', 'vote_accuracy',
+           'before_after', 'markdown_table']
 
 # %% ../../nbs/490_evaluate_policy.ipynb #4735b549
 class WinRate(NamedTuple):
@@ -77,6 +77,14 @@ def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[flo
     return WinRate(rate, *wilson_interval(rate, n, z), wins, n - wins - losses, losses)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #5c6048b2
+_OWN = ("length", "finished", "kl", "kl_stderr", "kl_k3", "kl_k3_stderr")
+
+
+def shown_as(name: str) -> str:
+    """What a reward is called among the numbers of an evaluation, which have a length and a KL of their own."""
+    return f"{name}_reward" if name in _OWN else name
+
+
 @dataclass(frozen=True)
 class PolicyEval:
     """What a policy answered to B prompts, and what was measured."""
@@ -126,14 +134,14 @@ class PolicyEval:
         """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win rates against another policy."""
         out: dict[str, float] = {}
         for name in self.scores:
-            asked = int((~self.scores[name].isnan()).sum())
+            asked, shown = int((~self.scores[name].isnan()).sum()), shown_as(name)
             out |= {
-                name: self.means[name],
-                f"{name}_std": self.stds[name],
-                f"{name}_stderr": self.stds[name] / max(asked, 1) ** 0.5,
+                shown: self.means[name],
+                f"{shown}_std": self.stds[name],
+                f"{shown}_stderr": self.stds[name] / max(asked, 1) ** 0.5,
             }
             if against is not None and name in against.scores:
-                out[f"win_rate_{name}"] = win_rate(self.scores[name], against.scores[name]).rate
+                out[f"win_rate_{shown}"] = win_rate(self.scores[name], against.scores[name]).rate
         for kind, value in self.kl.items():
             suffix = "" if kind == "k1" else f"_{kind}"
             out |= {f"kl{suffix}": float(value.mean), f"kl{suffix}_stderr": float(value.stderr)}

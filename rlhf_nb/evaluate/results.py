@@ -130,7 +130,7 @@ def sum_up(
         level: of all intervals; seed: of draws inside them.
     """
     ids, samples = [str(line["id"]) for line in lines], len(lines) // len(suite.rows)
-    names = list(dict.fromkeys(k for line in lines for k, v in line["scores"].items() if not isinstance(v, str)))
+    names = list(dict.fromkeys(k for line in lines for k in line["scores"] if k not in ("read", "wanted")))
     columns = {k: [line["scores"].get(k) for line in lines] for k in names}
     metrics: dict[str, Estimate] = {}
     notes = []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, suggest
+from ..evaluate.intervals import reliability_bins
 from ..evaluate.policy import wilson_interval
 
 Opinions = list[float | None]  # one per row; None = the judge has none
@@ -27,7 +28,7 @@ Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it
 # %% auto #0
 __all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of', 'FunctionJudge',
            'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel',
-           'as_duel', 'Labelled', 'label_pairs']
+           'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/470_judges_judge.ipynb #46b74760
 class Judge(Protocol):
@@ -347,13 +348,6 @@ class Agreement(NamedTuple):
             f"calibration error {self.calibration_error:.3f}{bias}, {self.no_opinion} without opinion"
         )
 
-
-def _bins(p: Tensor, truth: Tensor, count: int) -> list[tuple[float, float, int]]:
-    """Pairs by what was said: mean said, share true, number."""
-    place = (p * count).long().clamp(max=count - 1)
-    groups = [place == i for i in range(count)]
-    return [(float(p[g].mean()), float(truth[g].mean()), int(g.sum())) for g in groups if bool(g.any())]
-
 # %% ../../nbs/470_judges_judge.ipynb #c79f52bf
 def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[float], bins: int = 10) -> Agreement:
     """Compare a judge with labels one believes.
@@ -379,7 +373,7 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
     truth, says = (truth > 0.5).double(), 0.5 * (1 + (p - 0.5).sign())
     n, right = len(p), float((says * truth + (1 - says) * (1 - truth)).mean())
     luck = float(says.mean() * truth.mean() + (1 - says.mean()) * (1 - truth.mean()))
-    table = _bins(p, truth, bins)
+    table = reliability_bins(p, truth, bins)
     return Agreement(
         n, right, *wilson_interval(right, n), (right - luck) / (1 - luck) if luck < 1 else math.nan,
         sum(k * abs(a - b) for a, b, k in table) / n, table,
@@ -481,6 +475,12 @@ def as_duel(reward: Any) -> Any:
     if isinstance(reward, JudgeReward) and reward.mode == "pairwise":
         return Duel(reward.judge)
     return Duel(reward) if hasattr(reward, "compare") and hasattr(reward, "rate") else reward
+
+
+def among_siblings(reward: Any) -> Any:
+    """A judge, or a `Duel`, as a reward that compares all answers to a prompt with each other; any other reward as it is."""
+    judge = reward.judge if isinstance(reward, Duel) else reward
+    return JudgeReward(judge, mode="pairwise") if hasattr(judge, "compare") and hasattr(judge, "rate") else reward
 
 # %% ../../nbs/470_judges_judge.ipynb #2e92f80b
 class Labelled(NamedTuple):

@@ -836,7 +836,10 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
                 for old in target.glob(pattern):
                     if old.relative_to(target) not in new:
                         old.unlink()
+            usual = Path(temporary) / ".usual"
+            usual.touch()  # as open for others as any new file here; safetensors writes files that only their owner can read
             for file in sorted(new):
+                (Path(temporary) / file).chmod(usual.stat().st_mode)
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(temporary) / file, target / file)
     except (OSError, SafetensorError) as e:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import shutil
 import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO, overload
 
@@ -22,7 +24,7 @@ from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, par
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes',
-           'RunDir', 'resident_mb', 'Meter', 'History']
+           'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/500_run_log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
@@ -389,6 +391,20 @@ class RunDir:
         return changes
 
 # %% ../../nbs/500_run_log.ipynb #9ebe0793
+def machine_here() -> dict[str, Any]:
+    """What a run is made on: versions, processor, cores, GPU."""
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "rlhf_nb"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    names: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found |= {"cpu": names[0] if names else platform.machine(), "threads": torch.get_num_threads()}
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
 def resident_mb() -> float:
     """Memory of this process in MB (resident set; the peak where only that can be read)."""
     try:

@@ -24,7 +24,17 @@ from rlhf_nb.run.checkpoint import (
     save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from .lock import RunLock
-from .log import FORMAT, EventLog, History, Requests, RunDir, config_changes, plain, read_metrics
+from rlhf_nb.run.log import (
+    FORMAT,
+    EventLog,
+    History,
+    Requests,
+    RunDir,
+    config_changes,
+    machine_here,
+    plain,
+    read_metrics,
+)
 
 # %% auto #0
 __all__ = ['run_state', 'restore', 'checkpoint_job', 'Saves', 'open_run', 'to_resume_from', 'clean_saves', 'condition',
@@ -303,7 +313,7 @@ def _begin(run: Any) -> None:
     mixed = {"sources": run.source.described} if hasattr(run.source, "described") else {}
     run.event(
         "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
-        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), **mixed,
+        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(), **mixed,
     )  # fmt: skip
 
 # %% ../../nbs/547_run_state.ipynb #c5470025

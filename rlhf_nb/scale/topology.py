@@ -17,8 +17,8 @@ from ..train.registry import Held, MethodInfo, get, of
 # %% auto #0
 __all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'Shape',
            'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
-           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'weight_terms',
-           'update_terms', 'Budget', 'predict', 'job_of']
+           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'averages',
+           'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
 
 # %% ../../nbs/710_scale_topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class Format(NamedTuple):
         """What runs from layer to layer has the weights' format."""
         return max(self.compute, self.weight)
 
-    def stepped(self, stage: int) -> float:
-        """Numbers that the optimizer keeps for each trained one; DeepSpeed steps on fp32 weights of its own."""
-        return self.optimizer + (4 if stage and self.weight == 4 else 0)
+    def stepped(self, stage: int, states: float = 8.0) -> float:
+        """Bytes that the optimizer keeps for each trained number, of which `states` are its averages; DeepSpeed steps on fp32 weights of its own."""
+        return self.optimizer - 8.0 + states + (4 if stage and self.weight == 4 else 0)
 
 
 FORMATS: dict[str, Format] = {
@@ -180,6 +180,7 @@ class Job:
     recompute: bool = False  # activations of a layer are computed again instead of kept
     format: Format = FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
+    optimizer: str = "adamw"  # as in optimizer.name
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
 
     def __post_init__(self) -> None:
@@ -357,6 +358,7 @@ class Weights(NamedTuple):
     role: str
     trained: int
     frozen: int
+    copied: int = 0  # frozen copies of what trains, in its format
 
 # %% ../../nbs/710_scale_topology.ipynb #62a761ef
 def roles_of(shape: Shape, job: Job) -> list[Weights]:
@@ -376,7 +378,7 @@ def roles_of(shape: Shape, job: Job) -> list[Weights]:
         "policy": trained("policy", full),
         "critic": trained("value", body),
         "critic adapter": Weights("value", thin, 0),
-        "reference": Weights("reference", 0, 0 if job.lora and not job.moves_base else full),
+        "reference": Weights("reference", 0, full if job.lora and job.moves_base else 0, 0 if job.lora else full),
         "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
         "reward adapter": Weights("reward", 0, thin),
     }
@@ -415,25 +417,50 @@ class Split:
         return 1 / self.gpus if self.stage >= from_stage else 1.0
 
 
-def weight_terms(roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
+def averages(job: Job, shape: Shape | None = None) -> float:
+    """Bytes that the job's optimizer keeps for each trained number: two averages (adamw), one (sgd's momentum), one byte each with their scales (8-bit), a row and
+    a column for each matrix (adafactor), one for hidden matrices and two for the rest (muon).
+
+    Args:
+        job: its `optimizer`, and whether adapters train.
+        shape: of the model; None: as if it were one large hidden matrix.
+    """
+    width = shape.hidden if shape is not None else 4096
+    hidden = (
+        1.0
+        if job.lora or shape is None
+        else (shape.decoder - (shape.embedding or shape.vocab * shape.hidden)) / shape.total
+    )
+    eight_bit = 2.0 + 8 / 256  # a scale for each 256 numbers
+    known = {
+        "sgd": 4.0,
+        "adamw_8bit": eight_bit,
+        "paged_adamw_8bit": eight_bit,
+        "adafactor": 8.0 / width,
+        "muon": 8.0 - 4.0 * hidden,
+    }
+    return known.get(job.optimizer, 8.0)
+
+
+def weight_terms(roles: Sequence[Weights], job: Job, split: Split, shape: Shape | None = None) -> Iterator[Term]:
     """Weights, optimizer and autocast's copies."""
-    f = job.format
+    f, name = job.format, "Adam" if job.optimizer == "adamw" else job.optimizer
     shown = "" if split.stage < 3 else f" / {split.gpus}"
-    for role, trained, frozen in roles:
-        size = (trained * f.weight + frozen * f.frozen) * split.part(3)
-        parts = " + ".join(_product(n, b) for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
+    for role, trained, frozen, copied in roles:
+        size = ((trained + copied) * f.weight + frozen * f.frozen) * split.part(3)
+        parts = " + ".join(_product(n, b) for n, b in ((trained + copied, f.weight), (frozen, f.frozen)) if n)
         yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
-    moved, each = split.offload != "none", f.stepped(split.stage)
+    moved, each = split.offload != "none", f.stepped(split.stage, averages(job, shape))
     share = "on the host" if moved else _product(trained, each) + (f" / {split.gpus}" if split.stage else "")
-    yield Term("optimizer", "Adam's numbers", 0.0 if moved else trained * each * split.part(1), share)
+    yield Term("optimizer", f"{name}'s numbers", 0.0 if moved else trained * each * split.part(1), share)
     cast = trained if split.stage < 3 else 0
     yield Term("activations", "half-precision copies", cast * f.cast, _product(cast, f.cast), ("backward",))
 
 
 def _product(numbers: float, width: float) -> str:
     """A formula: millions of numbers, times bytes of each."""
-    return f"{numbers / 1e6:,.1f}M × {width:g}"
+    return f"{numbers / 1e6:,.1f}M × {width:.3g}"
 
 # %% ../../nbs/710_scale_topology.ipynb #a8489ede
 def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
@@ -546,7 +573,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
     """
     shape = shape_of(model)
     roles = roles_of(shape, job)
-    terms = [*weight_terms(roles, job, split), *update_terms(shape, roles, job, split)]
+    terms = [*weight_terms(roles, job, split, shape), *update_terms(shape, roles, job, split)]
     if job.info.online:
         need = sampling_memory(shape, job, split.gpus)
         at_once, rows = cache_rows(shape, job, split.gpus)
@@ -567,8 +594,9 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     if split.offload == "none":
         return 0.0
     f, trained, frozen = job.format, sum(w.trained for w in roles), sum(w.frozen for w in roles)
+    copied = sum(w.copied for w in roles) * f.weight
     moved = trained * (f.stepped(split.stage) + f.grad)
-    return (moved + (trained * f.weight + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
+    return (moved + (trained * f.weight + copied + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
 
 # %% ../../nbs/710_scale_topology.ipynb #66e896ae
 def job_of(config: Any, precision: Precision) -> Job:
@@ -590,6 +618,6 @@ def job_of(config: Any, precision: Precision) -> Job:
     return Job(
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
-        moves_base=bool(lora and lora.moves_base),
+        moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
         holds=held, recompute=config.recompute, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

@@ -40,11 +40,31 @@ class DistillConfig(TrainConfig):
     teacher: PathText | None = Field(default=None, description="folder or hub name of the teacher; same tokenizer")
     data: DataConfig = option(DataConfig(), "prompts; off-policy prompts with answers")
     on_policy: bool = Field(default=True, description="learn on the student's own answers, not on the data's")
+    lmbda: float | None = option(
+        None,
+        "share of steps with the student's own answers, the rest with the data's (GKD's λ); null: on_policy says 1 or 0",
+        ge=0,
+        le=1,
+    )
     divergence: Divergence = Field(default="reverse_kl", description="reverse_kl, forward_kl, or js between them")
     beta: float | None = option(None, "js: the teacher's share in the mixture; null: 0.5", gt=0, lt=1)
     top_k: int | None = option(64, "the teacher's likeliest tokens that are kept; null: all", ge=1)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how the student answers")
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "the optimizer and its schedule")
+
+    @property
+    def own_share(self) -> float:
+        """How many of the steps learn on the student's own answers."""
+        return float(self.on_policy) if self.lmbda is None else self.lmbda
+
+    @model_validator(mode="after")
+    def _said_once(self) -> DistillConfig:
+        """Whose answers are learnt on is said once."""
+        if self.lmbda is not None and "on_policy" in self.model_fields_set:
+            raise ValueError(
+                f"lmbda is {self.lmbda:g} and on_policy is {self.on_policy}, and both say whose answers are learnt on: leave one of them out."
+            )
+        return self
 
     @model_validator(mode="after")
     def _beta_is_used(self) -> DistillConfig:
@@ -117,9 +137,9 @@ class Distill(TextMethod):
         return [self.teacher]
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
-        """Prompts as tokens, off-policy with their answers."""
+        """Prompts as tokens; with their answers where the data's own are learnt on."""
         data = self.config.data
-        if self.config.on_policy:
+        if self.config.own_share == 1:
             return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, chat=self.chat, warn=warn)
         return tokenize_sft(
             rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, completion_only=data.completion_only,
@@ -128,7 +148,21 @@ class Distill(TextMethod):
 
     def collate(self, rows: list[Row]) -> Any:
         """Tokenized rows as one batch."""
-        return (collate_prompts if self.config.on_policy else collate_completions)(rows, self.tokenizer.pad_token_id)
+        return (collate_prompts if self.config.own_share == 1 else collate_completions)(
+            rows, self.tokenizer.pad_token_id
+        )
+
+    def asks(self, step: int) -> bool:
+        """Whether the student answers in a step itself: drawn by seed and step, the same on every process."""
+        share = self.config.own_share
+        return derive_seed(self.config.seed, "lmbda", step) % 2**31 < share * 2**31
+
+    def only_prompts(self, batch: Any) -> PromptBatch:
+        """Prompts to answer, whether the batch has answers or not."""
+        if isinstance(batch, PromptBatch):
+            return batch
+        ids = [row[mask].tolist() for row, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+        return PromptBatch.from_lists(ids, pad_id=self.tokenizer.pad_token_id).to(batch.prompt_ids.device)
 
     def answers(self, batch: Any, seed: int, step: int) -> Completions:
         """The student's own answers; off-policy the data's."""
@@ -171,8 +205,11 @@ class Distill(TextMethod):
 
     def collect(self, batch: Any, step: int) -> TaughtBatch:
         """Answers, and what the teacher says to each of their tokens."""
-        out = self.taught(self.answers(batch, self.config.seed, step))
+        own = self.asks(step)
+        out = self.taught(self.answers(self.only_prompts(batch) if own else batch, self.config.seed, step))
         self._length = {"completions/mean_length": float(out.completion_lens.float().mean())}
+        if 0 < self.config.own_share < 1:
+            self._length["distill/own_answers"] = float(own)
         return out
 
     def metrics(self) -> dict[str, float]:
@@ -190,10 +227,11 @@ class Distill(TextMethod):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Divergence from the teacher and agreement with it, on held-out prompts (off-policy: on held-out answers)."""
+        """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are learnt on: on held-out answers)."""
         if not self.held_out:
             return {}
         batch = self.collate(self.held_out).to(self.engine.device)
+        batch = self.only_prompts(batch) if self.config.own_share > 0 else batch
         c = self.taught(self.answers(batch, derive_seed(self.config.seed, "evaluate") % 2**31, 0))
         apart, agree = self.module(c)
         found = distill_loss(apart, agree, c.completion_mask)
@@ -221,7 +259,7 @@ class DistillTrainer(TextTrainer):
         self, config: DistillConfig, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None, eval_rows: list[Row] | None = None,
         teacher: Any = None, callbacks: Iterable[Callback] = (), **options: Any,
     ) -> None:  # fmt: skip
-        self.kind = "prompt" if config.on_policy else "sft"  # type: ignore[misc, assignment]
+        self.kind = "prompt" if config.own_share == 1 else "sft"  # type: ignore[misc, assignment]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts={"teacher": teacher}, **options)
 
     def make_method(

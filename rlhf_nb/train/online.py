@@ -19,8 +19,9 @@ from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, Samplin
 from ..core import ConfigError, derive_seed
 from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.shapes import DataNote
 from ..data.sums import is_sums
-from ..evaluate.policy import evaluate
+from ..evaluate.policy import evaluate, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
@@ -250,6 +251,13 @@ class OnlineMethod(TextMethod):
         super().__init__(model, tokenizer, config, module)
         self.rewards, self.reference = with_watched(rewards, config), reference
         self.watch = held_out_rewards(config)  # rewards, by name, that `evaluate` reports too; the trainer may add some
+        for name in dict.fromkeys((*self.rewards.names, *self.watch)):
+            if shown_as(name) != name:
+                warnings.warn(
+                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
+                    DataNote,
+                    stacklevel=2,
+                )
         self.sampler: Sampler = make_sampler(config.sampling)
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}

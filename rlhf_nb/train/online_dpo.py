@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..judges.judge import as_duel
+from ..judges.judge import among_siblings, as_duel
 from ..losses.preference import PairLogps, preference_loss
 from ..scoring.trees import plan
 from ..models.reference import MovingReference
@@ -34,12 +34,20 @@ class OnlineDPO(PairMethod):
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
-        """+1 for the better answer of a pair, −1 for the other, 0 for ties; with `mask_truncated` a pair with a cut answer is none."""
-        scores = r.need("scores").view(-1, 2)
-        sign = (scores[:, 0] - scores[:, 1]).sign()
-        if self.config.mask_truncated:
-            sign = torch.where(r.finished.view(-1, 2).all(1), sign, 0.0)
-        r.advantages = torch.where(r.completion_mask, torch.stack([sign, -sign], 1).flatten()[:, None], 0.0)
+        """+1 for the best answer of a group, −1 for the worst, 0 for ties; with `mask_truncated` a pair with a cut answer is none, and of more than two only those that ended count."""
+        n, scores = self.config.num_generations, r.need("scores")
+        scores = scores.view(-1, n)
+        counts = r.finished.view(-1, n) if self.config.mask_truncated else torch.ones_like(scores, dtype=torch.bool)
+        counts = counts & (counts.sum(1, keepdim=True) > 1)
+        best, worst = (torch.where(counts, scores, float(f"{s}inf")) for s in ("-", "+"))
+        clear = counts.any(1) & (best.max(1).values > worst.min(1).values)
+        sign = (
+            torch.zeros_like(scores)
+            .scatter(1, best.argmax(1, keepdim=True), 1.0)
+            .scatter(1, worst.argmin(1, keepdim=True), -1.0)
+        )
+        sign = torch.where(clear[:, None], sign, 0.0)
+        r.advantages = torch.where(r.completion_mask, sign.flatten()[:, None], 0.0)
         return r
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
@@ -85,4 +93,5 @@ class OnlineDPOTrainer(OnlineTrainer):
         if config.sync_every and parts["reference"] is None:
             parts["reference"] = MovingReference(model, config.sync_every, 1.0)
         self.method_class = NashMD if config.loss == "nash_md" else OnlineDPO
-        return super().make_method(config, model, tokenizer, rows, **parts | {"reward": as_duel(parts["reward"])})
+        compared = as_duel if config.num_generations == 2 else among_siblings
+        return super().make_method(config, model, tokenizer, rows, **parts | {"reward": compared(parts["reward"])})

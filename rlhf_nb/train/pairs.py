@@ -3,6 +3,7 @@
 # %% ../../nbs/655_train_pairs.ipynb #655aa001
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +29,9 @@ class OnlineDPOConfig(OnlineConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("online", lr=5e-4)
 
     output_dir: PathText = option("runs/online", "the run's folder", min_length=1)
-    num_generations: Literal[2] = option(2, "answers to each prompt: the two of a pair")
+    num_generations: int = option(
+        2, "answers to each prompt; of more than two the best and the worst are the pair", ge=2
+    )
     loss: str = option("sigmoid", "any loss for pairs that looks at them one by one; or nash_md")
     beta: float | None = option(None, "price of leaving the reference; null: the loss's own", gt=0)
     opponent: Literal["policy", "reference", "mixture"] = Field(
@@ -53,6 +56,11 @@ class OnlineDPOConfig(OnlineConfig):
         if self.sync_every and self.model.lora is not None:
             raise ValueError(
                 "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them out."
+            )
+        if self.num_generations > 2 and (self.opponent != "policy" or self.loss == "nash_md"):
+            raise ValueError(
+                f"num_generations is {self.num_generations}: the best and the worst of the policy's own answers are compared, but opponent is {self.opponent!r}, "
+                "who writes one answer to one of the policy's. Use num_generations=2, or opponent=policy with a loss for pairs."
             )
         if self.loss == "nash_md":
             return self
@@ -95,6 +103,29 @@ class PairMethod(OnlineMethod):
         both = Rollout.cat([own, other], self.tokenizer.pad_token_id)
         return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
 
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers, scores and pairs; of more than two answers to a prompt two stay."""
+        return self.pairs(super().collect(batch, step))
+
+    def pairs(self, r: Rollout) -> Rollout:
+        """The two answers of each group that something is learnt from: the better one and the other; of a group without any, the first two."""
+        n = self.config.num_generations
+        if n == 2:
+            return r
+        signs = torch.where(r.completion_mask, r.need("advantages"), 0.0).sum(1).sign().view(-1, n)
+        best, worst = signs.argmax(1), signs.argmin(1)
+        tie = best == worst
+        rows = torch.stack([torch.where(tie, 0, best), torch.where(tie, 1, worst)], 1)
+        return r[(rows + n * torch.arange(len(rows), device=rows.device)[:, None]).flatten()]
+
+    def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
+        """Whole pairs in a seeded order; `mini_batch_size` counts the answers that were drawn for them."""
+        size = self.config.mini_batch_size // self.config.num_generations
+        order = torch.randperm(len(data) // 2, generator=torch.Generator().manual_seed(seed))
+        rows = (order[:, None] * 2 + torch.arange(2)).flatten()
+        for start in range(0, len(rows), 2 * size):
+            yield self.engine.share(data if len(rows) <= 2 * size else data[rows[start : start + 2 * size]])
+
     def finish_step(self, step: int) -> None:
         """A round is over: the reference becomes the policy, if asked for."""
         super().finish_step(step)
@@ -118,4 +149,5 @@ class PairMethod(OnlineMethod):
         found = super().measure(r)
         if self.config.opponent != "policy":  # what the opponent's sampler says is no error of the policy's
             found |= sampling_metrics(r[torch.arange(0, len(r), 2)], self.sampler)
-        return found | {"pairs/ties": float((r.need("advantages")[0::2].abs().sum(1) == 0).float().mean())}
+        learnt = r.need("advantages").abs().sum(1).view(-1, self.config.num_generations).sum(1)
+        return found | {"pairs/ties": float((learnt == 0).float().mean())}

@@ -245,7 +245,7 @@ ELSEWHERE = {
     "args": "the settings are in trainer.config",
     "processing_class": "the tokenizer is trainer.method.tokenizer",
     "train_dataset": "rows come from trainer.source",
-    "push_to_hub": "save_model(folder) writes plain transformers files; upload that folder with `hf upload NAME FOLDER`",
+    "push_to_hub": "rlhf_nb.push_to_hub(output_dir, 'owner/name') sends the model with a card, after fit and save_model (`rlhf-nb push RUN owner/name`)",
     "log": "trainer.event('name', key=value) writes into the run's log",
     "tokenizer": "the tokenizer is trainer.method.tokenizer",
     "eval_dataset": "held-out rows, tokenized, are in trainer.method.held_out",
