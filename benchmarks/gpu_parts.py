@@ -200,6 +200,34 @@ def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[fl
     return [float(len(str(text)) % 17) / 17 for text in completions]
 
 
+def settings_of(
+    method: str, sizes: tuple[int, int, int], folder: str, steps: int, device: str, precision: str, tiny: bool = False, lora: int | None = None,
+    **over: Any,
+) -> Any:  # fmt: skip
+    """A method's config.
+
+    Args:
+        sizes: tokens of a prompt, of an answer, rows of a step.
+        over: what differs from what is measured by default.
+    """
+    from rlhf_nb.train.registry import get
+
+    info, (prompt, answer, rows) = get(method), sizes
+    settings: dict[str, Any] = {
+        "output_dir": f"{folder}/run", "steps": steps, "epochs": None, "mini_batch_size": rows, "device": device, "console": False, "save_every": None,
+        "precision": precision, "token_budget": 64 if tiny else 16_384, "model": {"lora": {"r": lora} if lora else None},
+        "data": {"max_prompt_length": max(prompt, 4), "max_length": max(prompt, 4) + answer, "dedup": False},
+    }  # fmt: skip
+    if info.online:
+        settings |= {"rollout_batch_size": rows, "sampling": {"max_new_tokens": answer, "min_new_tokens": answer}}
+        settings |= {"num_generations": 4 if tiny else 8}
+    if method == "ppo":
+        settings |= {"num_generations": 1, "num_inner_epochs": 1}
+    if method == "reward":
+        settings |= {"calibrate_rows": 0, "baseline_pairs": 0}
+    return info.config(**(settings | over))
+
+
 def trainer_of(
     job: Job, method: str, shape: str, folder: str, steps: int, sizes: tuple[int, int, int] | None = None, lora: int | None = None,
     precision: str = "", reward: Any = score, **over: Any,
@@ -210,24 +238,9 @@ def trainer_of(
     from rlhf_nb.models.adapters import add_lora
     from rlhf_nb.train.registry import get
 
-    prompt, answer, rows = sizes or job.sizes[method]
-    settings: dict[str, Any] = {
-        "output_dir": f"{folder}/run", "steps": steps, "epochs": None, "mini_batch_size": rows, "device": job.device.type, "console": False, "save_every": None,
-        "precision": precision or job.precision, "token_budget": 64 if job.tiny else 16_384, "data": {"max_prompt_length": max(prompt, 4), "max_length": max(prompt, 4) + answer, "dedup": False},
-        "model": {"lora": {"r": lora} if lora else None},
-    }  # fmt: skip
-    info = get(method)
-    if info.online:
-        settings |= {
-            "rollout_batch_size": rows,
-            "sampling": {"max_new_tokens": answer, "min_new_tokens": answer},
-            "num_generations": 4 if job.tiny else 8,
-        }
-    if method == "ppo":
-        settings |= {"num_generations": 1, "num_inner_epochs": 1}
-    if method == "reward":
-        settings |= {"calibrate_rows": 0, "baseline_pairs": 0}
-    config = info.config(**(settings | over))
+    info, (prompt, answer, rows) = get(method), sizes or job.sizes[method]
+    asked = precision or job.precision
+    config = settings_of(method, (prompt, answer, rows), folder, steps, job.device.type, asked, job.tiny, lora, **over)
     chosen = decide_precision(config.device, config.precision)
     model = model_of(shape, job.device, chosen.frozen_dtype if lora else torch.float32)
     if lora and over.get("critic") != "hydra":
@@ -238,22 +251,28 @@ def trainer_of(
     return trainer(config, model, tokenizer(VOCABULARY[shape]), rows=rows_, eval_rows=[], **given)
 
 
-def predicted_gb(trainer: Any) -> float:
-    """What the planner says that a step of this run holds at its peak."""
-    from rlhf_nb.scale.topology import Split, job_of, predict
+def foreseen_gb(config: Any, model: Any, precision: Any) -> float:
+    """What the planner says that a step holds at its peak, in GB; rewards are functions here.
 
-    config = next(m.config for m in trainer.method.module.modules() if hasattr(m, "config"))
-    asked = job_of(trainer.config, trainer.engine.precision)
-    held = tuple(h for h in asked.models if not h.startswith("reward")) if asked.info.online else asked.models
+    Args:
+        config: of the run.
+        model: its configuration.
+        precision: where and in which formats it computes.
+    """
     import dataclasses
 
-    return predict(config, dataclasses.replace(asked, holds=held), Split()).peak / GB
+    from rlhf_nb.scale.topology import Split, job_of, predict
+
+    asked = job_of(config, precision)
+    held = tuple(h for h in asked.models if not h.startswith("reward")) if asked.info.online else asked.models
+    return predict(model, dataclasses.replace(asked, holds=held), Split()).peak / GB
 
 
 def steps_of(job: Job, trainer: Any, steps: int, warm: int = 1) -> Row:
     """Steps of a run: tokens a second, MFU, peak beside what was predicted, host syncs of the last step."""
     trainer.start()
-    foreseen = predicted_gb(trainer)
+    shape = next(m.config for m in trainer.method.module.modules() if hasattr(m, "config"))
+    foreseen = foreseen_gb(trainer.config, shape, trainer.engine.precision)
     events, syncs = list[Row](), None
     for i in range(warm + steps):
         if i == warm:
@@ -271,7 +290,7 @@ def steps_of(job: Job, trainer: Any, steps: int, warm: int = 1) -> Row:
     peak = peak_gb(job.device)
     return {
         "tokens/s": tokens / seconds, "MFU": work / seconds if work else None, "s a step": seconds / len(done), "peak GB": peak, "predicted GB": foreseen,
-        "predicted ÷ peak": foreseen / peak, "syncs a step": syncs, "finite": all(math.isfinite(e["loss"]) for e in events),
+        "predicted ÷ peak": foreseen / peak, "reserved ÷ peak": torch.cuda.max_memory_reserved() / GB / peak if job.device.type == "cuda" else None, "syncs a step": syncs, "finite": all(math.isfinite(e["loss"]) for e in events),
     }  # fmt: skip
 
 
@@ -491,10 +510,28 @@ def part_correct(job: Job) -> Iterator[Row]:
     for name in formats[:1] if job.tiny else formats:
         for family in ("qwen2",) if job.tiny else ("qwen2", "gpt2"):
             yield tried(job, f"sampler, {family}, {name}", lambda f=family, n=name: sampled(job, f, n))
+    if not job.tiny:
+        for name in ("fp32", "bf16"):
+            yield tried(
+                job,
+                f"scorer, qwen2, {name}, flex_attention",
+                lambda n=name: with_flex(lambda: compared(job, "qwen2", n)),
+            )
     for method in () if job.tiny else ("sft", "dpo", "ppo", "grpo"):
         yield tried(job, f"host syncs, {method}", lambda m=method: syncs_of(job, m))
     if not job.tiny:
         yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=15)
+
+
+def with_flex(measure: Callable[[], Row]) -> Row:
+    """A measurement with attention by a compiled rule; whether it was computed that way."""
+    from rlhf_nb.fast import attention
+
+    os.environ["RLHF_NB_ATTENTION"] = "flex"
+    try:
+        return measure() | {"flex failed": attention._Flex.failed or "no"}
+    finally:
+        del os.environ["RLHF_NB_ATTENTION"]
 
 
 def syncs_of(job: Job, method: str) -> Row:
@@ -793,11 +830,12 @@ def card(job: Job, gigabytes: float) -> Iterator[None]:
 
 
 CARDS: dict[str, dict[str, Any]] = {  # what is run under which limit; docs/gpu.md has the same lines
-    "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 2048, "steps": 20},
+    "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "steps": 20},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 15 GB": {"gb": 15, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 6},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 4},
     "GRPO 0.5B, LoRA, 8 × 256 tokens, 8 GB": {"gb": 8, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 2048, "steps": 4},
-    "GRPO 0.5B, LoRA, recompute, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},
+    "PPO 1.5B, LoRA Hydra, recomputed, 8 GB": {"gb": 8, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "recompute": True, "steps": 3},
+    "GRPO 0.5B, LoRA, recomputed, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},
 }  # fmt: skip
 
 
@@ -855,9 +893,58 @@ def part_t4(job: Job) -> Iterator[Row]:
 # --- 5. memory -----------------------------------------------------------------------------------------------------------------
 
 
+def heads_loss(job: Job, whose: str) -> Row:
+    """Forward and backward pass from states to the mean loss."""
+    import torch.nn.functional as F
+
+    from rlhf_nb.scoring.head import head_logps
+
+    shape, n = job.shape("0.5B"), 64 if job.tiny else 8192
+    hidden, vocabulary = SHAPES[shape]["hidden_size"], VOCABULARY[shape]
+    half = torch.float32 if job.device.type == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    w = torch.randn(vocabulary, hidden, device=job.device, dtype=half).mul_(0.02).requires_grad_(True)
+    x = torch.randn(n, hidden, device=job.device, dtype=half).requires_grad_(True)
+    targets = torch.randint(0, vocabulary, (n,), device=job.device)
+    if whose == "Liger":
+        if find_spec("liger_kernel") is None or job.device.type != "cuda":
+            return {
+                "reason": "liger-kernel is not installed here, or there is no GPU"
+                if job.device.type == "cuda"
+                else "Liger is not installed here"
+            }
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+
+    def work() -> torch.Tensor:
+        if whose == "ours":
+            loss = -head_logps(x, w, None, targets)[0].mean()
+        elif whose == "Liger":
+            loss = fused(w, x, targets)
+        else:
+            loss = F.cross_entropy(F.linear(x, w).float(), targets)
+        torch.autograd.backward(loss)
+        w.grad = x.grad = None
+        return loss.detach()
+
+    seconds = timed(job, work, most=1.0)
+    forget(job.device)
+    before = peak_gb(job.device)
+    loss = float(work())
+    return {"ms": 1e3 * seconds, "peak GB above weights": peak_gb(job.device) - before, "loss": loss}
+
+
 def part_memory(job: Job) -> Iterator[Row]:
     """What costs memory, and what saves it."""
+    from rlhf_nb.core import growing_segments
     from rlhf_nb.scoring import head
+
+    growing_segments()
+    if job.device.type == "cuda":
+        held = torch.ones(1 << 20, device=job.device)
+        seen = any(s.get("is_expandable") for s in torch.cuda.memory_snapshot())
+        yield {"what": "memory in segments that grow", "in use": seen, "numbers": float(held.sum())}
 
     shape = job.shape("0.5B")
     budgets = (32, 64) if job.tiny else (2048, 4096, 8192, 16_384)
@@ -877,6 +964,9 @@ def part_memory(job: Job) -> Iterator[Row]:
             job, f"sft {shape}, 2^{power} logits in a chunk", lambda: run_of(job, "sft", shape, 1 if job.tiny else 2)
         )
     head.CHUNK_LOGITS[kind] = before
+
+    for whose in ("ours", "PyTorch, whole logits", "Liger"):
+        yield tried(job, f"head and loss of one forward, {whose}", lambda w=whose: heads_loss(job, w))
 
     def on_host() -> Row:
         with torch.autograd.graph.save_on_cpu(pin_memory=job.device.type == "cuda"):

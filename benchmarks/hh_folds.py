@@ -207,9 +207,10 @@ def candidates(layers: int) -> dict[str, list[tuple[int, int]]]:
 
 def compared(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     """Difference of two accuracies on the same pairs, with its 95 % interval."""
-    d = ours - theirs
-    error = 1.959964 * float(d.std()) / math.sqrt(len(d))
-    return {"difference": float(d.mean()), "low": float(d.mean()) - error, "high": float(d.mean()) + error}
+    from rlhf_nb.evaluate.intervals import mean_interval
+
+    found = mean_interval((ours - theirs).tolist())
+    return {"difference": found.value, "low": found.low, "high": found.high}
 
 
 def right(margins: Tensor) -> Tensor:

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from rlhf_nb.core import Precision
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
+import gpu_parts  # noqa: E402
 
 
 def test_every_part_gives_numbers_or_reasons(tmp_path: Path) -> None:
@@ -33,6 +37,25 @@ def test_every_part_gives_numbers_or_reasons(tmp_path: Path) -> None:
     assert any(row.get("same bits") for row in rows.values())
     table = (tmp_path / "table.md").read_text()
     assert "predicted GB" in table and table.strip() in done.stdout
+
+
+def foreseen(card: str) -> float:
+    """GB that the planner says of one of the script's runs on a card with fp16."""
+    how: dict[str, Any] = dict(gpu_parts.CARDS[card])
+    method, sizes = how.pop("method"), how.pop("sizes")
+    shape, steps, _ = how.pop("shape"), how.pop("steps"), how.pop("gb")
+    half = torch.float16
+    t4 = Precision(torch.device("cuda"), half, torch.float32, half, True, "fp16 on a T4")
+    config = gpu_parts.settings_of(method, sizes, "run", steps, "cuda", "fp16", **how)
+    return gpu_parts.foreseen_gb(config, gpu_parts.config_of(shape), t4)
+
+
+@pytest.mark.parametrize("card", gpu_parts.CARDS)
+def test_what_runs_on_small_cards_is_planned_to_fit_and_documented(card: str) -> None:
+    limit, need = gpu_parts.CARDS[card]["gb"], foreseen(card)
+    assert 0.05 * limit < need < 0.95 * limit
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert f"| {need:.1f} GB |" in text, (card, need)
 
 
 JOB = {"device": "cpu", "tiny": False, "site": "", "machine": "here", "commit": "none", "model": None}

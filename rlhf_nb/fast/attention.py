@@ -3,14 +3,22 @@
 # %% ../../nbs/159_fast_attention.ipynb #7931d900
 from __future__ import annotations
 
+import logging
+import os
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core import ConfigError
+
+log = logging.getLogger(__name__)
+
 # %% auto #0
-__all__ = ['Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'row_attention', 'branch_attention', 'branches_pay']
+__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'row_attention', 'branch_attention', 'branches_pay',
+           'asked_attention', 'flex_mask', 'flex_works', 'flat_attention']
 
 # %% ../../nbs/159_fast_attention.ipynb #b40728bf
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
@@ -143,3 +151,74 @@ def branches_pay(branches: Branches, width: int) -> bool:
     if pairs > LONG * sum(map(sum, branches)):
         return False
     return bool(0.9 * pairs * width + len(blocks) * BLOCK_COST < len(branches) * longest**2 * width)
+
+# %% ../../nbs/159_fast_attention.ipynb #159f0002
+def asked_attention() -> str:
+    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "rows" (with padding and masks; what nobody asks for) or "flex".
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    asked = os.environ.get("RLHF_NB_ATTENTION", "rows")
+    if asked not in ("rows", "flex"):
+        raise ConfigError(f"RLHF_NB_ATTENTION is {asked!r}: use 'rows' or 'flex', or unset it.")
+    return asked
+
+
+def flex_mask(row: Tensor, branch: Tensor) -> Any:
+    """The rule for tokens of several rows, one after the other, as `flex_attention` takes it.
+
+    Args:
+        row: int64[M], which row each token belongs to.
+        branch: int64[M], 0 = its prompt, j = its j-th completion.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def look(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (row[q] == row[k]) & (k <= q) & ((branch[k] == 0) | (branch[k] == branch[q]))
+
+    return create_block_mask(look, None, None, len(row), len(row), device=str(row.device))
+
+
+@lru_cache(maxsize=2)
+def _flex(kind: str) -> Any:
+    """The kernel: compiled on a GPU, as it stands elsewhere."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if kind == "cuda" else flex_attention
+
+
+class _Flex:
+    """Why it isn't used any more, once it has failed."""
+
+    failed = ""
+
+
+def flex_works() -> bool:
+    """Whether `flex_attention` may be tried: it was asked for and hasn't failed in this process."""
+    return asked_attention() == "flex" and not _Flex.failed
+
+
+def flat_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor | None:
+    """Attention by a rule, without padding; None where it can't be compiled, which is said once.
+
+    Args:
+        q: [M, heads, D]; k, v: [M, kv_heads, D], all rows one after the other.
+        mask: as `flex_mask` makes it.
+        scale: of the products, usually 1/√D.
+
+    Returns:
+        [M, heads · D].
+    """
+    if _Flex.failed:  # in an earlier layer of this forward pass
+        return None
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+    one = [x.to(dtype).transpose(0, 1)[None] for x in (q, k, v)]
+    try:
+        out = _flex(kind)(*one, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    except Exception as e:  # a compiler's errors are of many kinds; the plain way is always there
+        _Flex.failed = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
+        log.warning("attention goes by rows, flex_attention failed here: %s", _Flex.failed)
+        return None
+    return out[0].transpose(0, 1).flatten(1)  # type: ignore[no-any-return]

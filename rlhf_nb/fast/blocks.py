@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Branches, branch_attention, row_attention
+from .attention import Branches, branch_attention, flat_attention, row_attention
 from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
@@ -133,6 +133,7 @@ def decode_states(
     sparse: bool = False,
     branches: Branches | None = None,
     again: Callable[..., Tensor] | None = None,
+    flat: Any = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -145,6 +146,7 @@ def decode_states(
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
         again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed; None: all is kept.
+        flat: the rule of `flex_mask` for the tokens of `real`; where it works, there is neither mask nor padding.
 
     Returns:
         [N, H], with gradient.
@@ -166,7 +168,10 @@ def decode_states(
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        if branches is not None:
+        found = None if flat is None else flat_attention(q, k, v, flat, layer.scale)
+        if found is not None:
+            mixed = found
+        elif branches is not None:
             mixed = branch_attention(q, k, v, branches, layer.scale)
         elif real is not None:
             q, k, v = (t.new_zeros(rows * length, *t.shape[1:]).index_copy(0, real, t) for t in (q, k, v))

@@ -358,6 +358,7 @@ class Weights(NamedTuple):
     role: str
     trained: int
     frozen: int
+    copied: int = 0  # frozen copies of what trains, in its format
 
 # %% ../../nbs/710_scale_topology.ipynb #62a761ef
 def roles_of(shape: Shape, job: Job) -> list[Weights]:
@@ -377,7 +378,7 @@ def roles_of(shape: Shape, job: Job) -> list[Weights]:
         "policy": trained("policy", full),
         "critic": trained("value", body),
         "critic adapter": Weights("value", thin, 0),
-        "reference": Weights("reference", 0, 0 if job.lora and not job.moves_base else full),
+        "reference": Weights("reference", 0, full if job.lora and job.moves_base else 0, 0 if job.lora else full),
         "reward model": trained("reward", body) if scored else Weights("reward", 0, body + thin),
         "reward adapter": Weights("reward", 0, thin),
     }
@@ -445,9 +446,9 @@ def weight_terms(roles: Sequence[Weights], job: Job, split: Split, shape: Shape 
     """Weights, optimizer and autocast's copies."""
     f, name = job.format, "Adam" if job.optimizer == "adamw" else job.optimizer
     shown = "" if split.stage < 3 else f" / {split.gpus}"
-    for role, trained, frozen in roles:
-        size = (trained * f.weight + frozen * f.frozen) * split.part(3)
-        parts = " + ".join(_product(n, b) for n, b in ((trained, f.weight), (frozen, f.frozen)) if n)
+    for role, trained, frozen, copied in roles:
+        size = ((trained + copied) * f.weight + frozen * f.frozen) * split.part(3)
+        parts = " + ".join(_product(n, b) for n, b in ((trained + copied, f.weight), (frozen, f.frozen)) if n)
         yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
     moved, each = split.offload != "none", f.stepped(split.stage, averages(job, shape))
@@ -593,8 +594,9 @@ def _on_host(roles: Sequence[Weights], job: Job, split: Split) -> float:
     if split.offload == "none":
         return 0.0
     f, trained, frozen = job.format, sum(w.trained for w in roles), sum(w.frozen for w in roles)
+    copied = sum(w.copied for w in roles) * f.weight
     moved = trained * (f.stepped(split.stage) + f.grad)
-    return (moved + (trained * f.weight + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
+    return (moved + (trained * f.weight + copied + frozen * f.frozen if split.offload == "all" else 0.0)) / split.gpus
 
 # %% ../../nbs/710_scale_topology.ipynb #66e896ae
 def job_of(config: Any, precision: Precision) -> Job:

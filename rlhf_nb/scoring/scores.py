@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.attention import branches_pay
+from ..fast.attention import branches_pay, flex_mask, flex_works
 from ..fast.blocks import decode_states
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
@@ -92,11 +92,16 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     )  # under autocast, too: attention stays in float32
     real = where_true(p.token_mask) if wanted is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
-    if real is not None and not apart and len(real) > FULL * p.token_mask.numel():
+    flat = None
+    if real is not None and not apart and flex_works() and not (on_cpu and torch.is_grad_enabled()):
+        flat = flex_mask(real // p.input_ids.shape[1], p.branch.flatten().index_select(0, real))
+    if real is not None and not apart and flat is None and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None
     again = recomputed if is_on() else None
-    return decode_states(decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again)
+    return decode_states(
+        decoder, p.input_ids, p.position_ids, p.attention_mask, wanted, real, tied, branches, again, flat
+    )
 
 
 FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the padding costs more than it saves
