@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 # %% auto #0
 __all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError',
            'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval',
-           'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'pick_device', 'decide_precision',
-           'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating', 't_quantile']
+           'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
+           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating',
+           't_quantile']
 
 # %% ../nbs/000_core.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
@@ -272,6 +274,21 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     return "fp32", f"fp32 on {kind}: its half-precision training is not dependable"
 
 # %% ../nbs/000_core.ipynb #2fd03339
+_ALLOCATOR, _GROWING = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+
+
+def growing_segments() -> bool:
+    """Let CUDA's allocator grow its blocks in place, so that less memory lies in pieces between them; whether that is so.
+
+    PyTorch looks at this when CUDA starts, and whoever has set PYTORCH_ALLOC_CONF, to anything, has decided.
+    """
+    if not torch.cuda.is_available() or sys.platform != "linux":
+        return False
+    if not any(name in os.environ for name in _ALLOCATOR) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.update(dict.fromkeys(_ALLOCATOR, _GROWING))  # the second name is what it was called before torch 2.9
+    return any(_GROWING in os.environ.get(name, "") for name in _ALLOCATOR)
+
+
 def pick_device(want: str = "auto") -> torch.device:
     """The device to compute on: CUDA, else Apple's MPS, else the CPU; or the one asked for, if it is here.
 
@@ -281,6 +298,7 @@ def pick_device(want: str = "auto") -> torch.device:
     Raises:
         ConfigError: the device asked for is unknown or not in this machine.
     """
+    growing_segments()  # before CUDA starts
     if want == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -326,6 +344,7 @@ def decide_precision(
     where = device if isinstance(device, torch.device) else pick_device(device or "auto")
     if where.type == "cuda":
         name, reason = _cuda_choice(probe(where), want)
+        reason += "; memory in segments that grow (PYTORCH_ALLOC_CONF)" if growing_segments() else ""
     else:
         asks = (
             want == "auto"
