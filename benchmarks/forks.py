@@ -1,10 +1,9 @@
 """What do common random numbers save? The difference that a setting makes, by forks and by independent runs.
 
-One PPO run of the toy world is forked at a step, once for each of several seeds of the time after it: with nothing else changed, and with the setting changed. A pair that
-shares its seed shares all random numbers. Independent pairs are made by comparing a changed fork with the unchanged fork of another seed. Counted is the
-variance of the difference of the proxy reward, over the last steps.
+Several PPO runs of the toy world, which differ in their seed alone, are each forked at a step with one changed setting. A fork and its parent share all random
+numbers; a fork and another seed's parent share none. Counted is the variance of the difference of a metric, mean of the last steps.
 
-    python benchmarks/forks.py                  # about two minutes of CPU
+    python benchmarks/forks.py                  # about four minutes of CPU
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def late(folder: Path, key: str, last: int) -> float:
 def main() -> None:
     """Print the variances and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8, help="of the time after the fork")
-    parser.add_argument("--at", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--at", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--last", type=int, default=5, help="steps that are averaged")
     parser.add_argument("--change", default="kl_coef=0.05")
     parser.add_argument("--key", default="objective/scores")
@@ -44,16 +43,15 @@ def main() -> None:
         )
         for stage in (pipeline.base, pipeline.sft, pipeline.reward):
             stage()
-        config = pipeline.stage_config("ppo").replace(
-            steps=args.steps, save_every=10, keep_checkpoints=9, output_dir=f"{name}/run"
-        )
-        run_stage(config)
-        plain, changed = [], []
-        for seed in range(1, args.seeds + 1):
-            for out, more in ((plain, []), (changed, [args.change])):
-                made = prepare_fork(f"{name}/run", args.at, [f"seed={seed}", *more], f"{name}/fork{seed}-{len(more)}")
-                run_fork(made)
-                out.append(late(made.folder, args.key, args.last))
+        plain, changed = list[float](), list[float]()
+        for seed in range(args.seeds):
+            own = {"steps": args.steps, "save_every": args.at, "keep_checkpoints": 9, "seed": seed, "console": False}
+            run_stage(pipeline.stage_config("ppo").replace(**own, output_dir=f"{name}/run{seed}"))
+            made = prepare_fork(f"{name}/run{seed}", args.at, [args.change])
+            run_fork(made)
+            plain.append(late(Path(f"{name}/run{seed}"), args.key, args.last))
+            changed.append(late(made.folder, args.key, args.last))
+            print(f"seed {seed}: {plain[-1]:.4f}, forked {changed[-1]:.4f}", flush=True)
     shared = [b - a for a, b in zip(plain, changed, strict=True)]
     apart = [b - a for i, a in enumerate(plain) for j, b in enumerate(changed) if i != j]
     ratio = statistics.pvariance(shared, statistics.fmean(shared)) / statistics.pvariance(

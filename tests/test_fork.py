@@ -102,7 +102,7 @@ def test_a_setting_changed_on_resume_counts_too(run: Path, tmp_path: Path) -> No
 def test_refusals(run: Path, tmp_path: Path) -> None:
     before = sorted(p.name for p in run.parent.iterdir())
     for at, changes, words in (
-        (9, [], "choose a step from 1 to 6"), (0, [], "choose a step from 1 to 6"), (4, ["model.lora.r=8"], "Begin a new run"), (4, ["kl_coeff=1"], "kl_coef"),
+        (9, [], "choose a step from 1 to 6"), (0, [], "choose a step from 1 to 6"), (4, ["model.lora.r=8"], "Begin a new run"), (4, ["seed=9"], "Begin a new run"), (4, ["kl_coeff=1"], "kl_coef"),
     ):  # fmt: skip
         with pytest.raises(Exception, match=words):
             prepare_fork(run, at, changes)

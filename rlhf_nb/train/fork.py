@@ -26,6 +26,7 @@ __all__ = ['SHARED', 'SHOWN', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fo
 SHARED = {  # settings that decide what parent and fork have in common
     "model": "the model is what the first steps trained",
     "data": "the position in the data would mean other rows",
+    "seed": "the order of the data and every random number follow from it",
     "output_dir": "where the fork goes is said by --to",
 }
 _NOT_COMPARED = ("perf/", "time", "rank")
@@ -129,7 +130,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     Args:
         parent: the folder of a run; it may still be going on.
         at: steps that parent and fork share.
-        changes: settings as `key=value`; none: the same future again. `seed=1` asks for other random numbers.
+        changes: settings as `key=value`; none: the same future again.
         to: folder of the fork; default: beside the parent.
 
     Returns:
