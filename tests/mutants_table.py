@@ -101,11 +101,11 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_logit_gradient", "the target itself has no gradient", "g.scatter_add_(1, targets[:, None], g_logps[:, None])", "pass", "nb, test_logprobs"),
     ("_logit_gradient", "the soft cap has no slope", "g.mul_(1 - t * t)", "g", "nb, test_logprobs"),
     ("_HeadLogps.forward", "entropy without its sign", "-(lp.exp() * lp).sum(-1)", "(lp.exp() * lp).sum(-1)", "nb, test_logprobs"),
-    ("_pack_trees", "answers see each other", "(branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])", "(branch[:, None, :] >= 0)", "nb, test_logprobs"),
+    ("visible", "answers see each other", "(branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])", "(branch[:, None, :] >= 0)", "nb:176, nb, test_logprobs"),
     ("_pack_trees", "answers go on counting positions", "position.view(-1)[at] -= before[:, None].expand_as(real)[real]", "pass", "nb, test_logprobs"),
     ("scoring.head:_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
     ("why_no_trees", "a window that is too short", "and longest > window", "and longest > 10 * window", "nb, test_logprobs"),
-    ("_mean_states", "the prompt does not count", "(p.branch == 0).sum(1)[p.tree] + torch", "torch", "nb, test_logprobs"),
+    ("_mean_states", "the prompt does not count", "(p.branch == 0).sum(1)[p.tree] + sent", "sent", "nb, test_logprobs"),
     # models
     ("MovingReference.follow", "the policy's share is the old reference's", "self.mixup)", "1 - self.mixup)", "test_notice::test_moving_reference_moves"),
     # rollout
@@ -120,7 +120,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("uniforms", "every step draws the same", "torch.tensor([seed, step]", "torch.tensor([seed, 0]"),
     ("earlier", "a prompt that stands twice gets the same numbers", "seen[uid] += 1", "seen[uid] += 0"),
     ("cut_at_eos", "EOS does not belong to the answer", "ended.int().argmax(1) + 1", "ended.int().argmax(1)"),
-    ("as_rollout", "EOS is masked", "< lens[:, None]", "< lens[:, None] - 1"),
+    ("as_rollout", "EOS is masked", "< n[:, None]", "< n[:, None] - 1"),
     ("eval_mode", "dropout stays on", "m.training = False", "m.training = True"),
     # rewards
     ("Rewards.__call__", "weights are ignored", "column * weight", "column"),

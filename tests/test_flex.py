@@ -77,6 +77,8 @@ def test_where_it_fails_rows_are_computed_and_it_is_said_once(
         raise RuntimeError("no kernel for this card\nmore of it")
 
     monkeypatch.setattr(attention, "_flex", broken)
+    monkeypatch.setattr(attention.log, "disabled", False)  # libraries that set up logging switch others off
+    monkeypatch.setattr(attention.log, "propagate", True)
     net, c = model(), answers()
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         found = completion_logps(net, c, share_prompts="always").logps

@@ -132,7 +132,7 @@ training_args = RewardConfig(output_dir=out, center_rewards_coefficient=0.01, ma
 trainer = RewardTrainer(model=model_id, args=training_args, train_dataset=pairs)
 trainer.train()
 trainer.push_to_hub()
-""", r"upload that folder with `hf upload NAME FOLDER`"),
+""", r"rlhf_nb\.push_to_hub\(output_dir, 'owner/name'\)"),
     "a process reward model": Attempt("""
 from rlhf_nb import PRMConfig, PRMTrainer
 """, "RewardTrainer learns from pairs of whole answers"),

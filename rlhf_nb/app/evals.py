@@ -41,6 +41,7 @@ from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name', 'evaluate_suite',
@@ -386,7 +387,7 @@ def _judge_sides(sides: Sequence[_Side], config: CompareConfig, folder: Path, sa
     for side in sides:
         mine: dict[str, list[str]] = {}
         for line in (side.folder / "answers.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+            row = json_value(line)
             mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
         answers.append(mine)
     tokenizer = _tokenizer_for(config, sides[0])

@@ -412,7 +412,7 @@ def run_rows(
         RunError: the folder holds something else, or can't be written.
     """
     folder, said = Path(folder), {"fingerprint": suite.fingerprint, "samples": samples, "chunk": chunk, **settings}
-    said = json.loads(json.dumps(said))
+    said = json_value(json.dumps(said))
     folder.mkdir(parents=True, exist_ok=True)
     head = folder / "asked.json"
     if head.exists():
@@ -453,7 +453,7 @@ def run_rows(
                 os.fsync(f.fileno())
         except OSError as e:
             raise RunError(f"cannot write {path}: {e}; make room, then type the same again.") from e
-        lines += [json.loads(line) for line in text.splitlines()]
+        lines += [json_value(line) for line in text.splitlines()]
         if say:
             say(f"{min((number + 1) * chunk, len(suite.rows))} of {len(suite.rows)} rows")
     return lines

@@ -263,7 +263,8 @@ def layer_activations(shape: Shape, job: Job, row: int = 0) -> float:
     """
     h, a, f = shape.hidden, shape.attention, shape.inner
     adapters = 0 if job.lora is None else job.lora * len(shape.matrices)
-    kept = 2 * h + 4 * a + shape.saved * f + adapters
+    saved = 3 if shape.saved == 4 and job.device == "cpu" else shape.saved  # `fast.linear.gated_silu`
+    kept = 2 * h + 4 * a + saved * f + adapters
     return 2 * h * job.format.residual + kept * job.format.compute + 4.0 * (shape.heads + row)
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -200,6 +201,13 @@ def find_file(path: str | Path) -> Path:
     return found.absolute()
 
 
+class _Uncached(SourceFileLoader):
+    """Reads a file anew each time: Python's cache tells two versions apart by second and size alone."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("no cache")
+
+
 def run_file(path: Path) -> ModuleType:
     """A Python file as a module.
 
@@ -207,7 +215,7 @@ def run_file(path: Path) -> ModuleType:
         ConfigError: it can't be run; says in which line, and why.
     """
     name = f"rlhf_nb_file_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
     if spec is None or spec.loader is None:
         raise ConfigError(f"file {str(path)!r} is no Python file: its name should end in .py.")
     module = importlib.util.module_from_spec(spec)
