@@ -773,8 +773,12 @@ class StopConfig(StrictConfig):
     @classmethod
     def _word(cls, value: Any) -> Any:
         """`stop_on: overoptimised` is short for its metric; one look is enough there."""
-        if value == "overoptimised" or value == {"metric": "overoptimised"}:
+        if value in ("overoptimised", "overoptimized", {"metric": "overoptimised"}):
             return {"metric": "overoptimised", "patience": 1}
+        if isinstance(value, str):
+            raise ValueError(
+                f"stop_on is {value!r}; it is overoptimised, or settings such as {{metric: eval/loss, patience: 3}}."
+            )
         return value
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from .console import Debug, again, me, tell, told
-from ..core import DataError, RunError, printable
+from ..core import DataError, RunError, printable, suggest
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
 from ..train.fork import SHOWN, family, family_told, prepare_fork, run_fork
@@ -63,6 +63,10 @@ def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float
         if e.get("type") == "step" and "objective/kl" in e
     }
     by_step: dict[int, list[float]] = {}
+    if not Path(path).is_file():
+        raise DataError(
+            f"{path}: there is no such file. Ratings are JSON lines with a step and a rating; `overopt {folder} --ask 40` writes some to fill in."
+        )
     with open(path, "rb") as file:
         for line in json_lines(file):
             row = line.value if isinstance(line.value, dict) else {}
@@ -165,8 +169,10 @@ def overopt_command(
         else:
             found = measured(run, gold)
             if not found.points and not ask:
+                near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
+                hint = f" Did you mean {near}?" if near else ""
                 raise RunError(
-                    f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}). Name one with --gold, measure one (watch: in the run's settings), or rate "
+                    f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, measure one (watch: in the run's settings), or rate "
                     f"answers: {me()} overopt {run} --ask 40"
                 )
             kl, values = [k for k, _ in found.points], [g for _, g in found.points]
