@@ -47,7 +47,7 @@ def policy(seed: int, folder: Path, rows: int) -> Any:
     """A model that was fine-tuned on the speaker's answers."""
     model = legs.build_model(seed)
     config = SFTConfig.preset(
-        "toy", output_dir=str(folder / "sft"), console=False, epochs=1.0, mini_batch_size=64, token_budget=4096, seed=seed,
+        "toy", output_dir=str(folder / "sft"), console=False, epochs=1.5, mini_batch_size=64, token_budget=4096, seed=seed,
         optimizer={"lr": 5e-3, "schedule": "cosine", "warmup_steps": 20},
     )  # fmt: skip
     SFTTrainer(config, model, TOK, legs.legs_demonstrations(rows, seed)).fit(overwrite=True)
@@ -107,7 +107,9 @@ def one_seed(seed: int, args: argparse.Namespace, folder: Path, say: Callable[[s
     model = policy(seed, folder, args.demonstrations)
     asked = [s.text for s in legs.sums(args.prompts + args.validation, 1000 + seed)]
     drawn = draw(model, asked, args.answers, seed)
-    answers = [{"prompt": p, "completion": t} for p, t in zip(drawn.prompts, drawn.texts)]
+    answers = [
+        {"prompt": p, "completion": t or "="} for p, t in zip(drawn.prompts, drawn.texts)
+    ]  # an empty answer has no step
     cut = args.prompts * args.answers
     labelled = label_steps(
         model, TOK, answers, legs.right_result, n=args.rollouts, sampling=SAMPLING, rule=RULE, seed=seed
@@ -133,7 +135,7 @@ def one_seed(seed: int, args: argparse.Namespace, folder: Path, say: Callable[[s
     if args.equal_tokens:
         many = math.ceil(args.prompts * (1 + labelled.tokens * share / wrote))
         more = draw(model, [s.text for s in legs.sums(many, 5000 + seed)], args.answers, seed + 77)
-        rows = outcome_rows([{"prompt": p, "completion": t} for p, t in zip(more.prompts, more.texts)])
+        rows = outcome_rows([{"prompt": p, "completion": t or "="} for p, t in zip(more.prompts, more.texts)])
         say(f"seed {seed}: an outcome model on {len(rows)} answers")
         judges["outcome, equal tokens"], reports["outcome, equal tokens"] = judge(
             "more", fresh, rows, ends[cut:], [1.0], folder, seed, whole
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--validation", type=int, default=50, help="further ones, for the choice of passes")
     parser.add_argument("--answers", type=int, default=4, help="to each of them")
     parser.add_argument("--rollouts", type=int, default=8, help="continuations of each beginning")
-    parser.add_argument("--passes", type=float, nargs="+", default=[4, 10, 20])
+    parser.add_argument("--passes", type=float, nargs="+", default=[6, 15])
     parser.add_argument("--tests", type=int, default=400, help="held-out sums")
     parser.add_argument("--n", type=int, default=16, help="answers to each, of which one is kept")
     parser.add_argument(

@@ -410,7 +410,7 @@ NAMES: dict[str, str] = {
     "GKDConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "GOLDTrainer": "DistillTrainer of rlhf_nb.train.distill, for a teacher with the same tokenizer",
     "DistillationTrainer": "DistillTrainer of rlhf_nb.train.distill, with DistillConfig(teacher=FOLDER)",
     "DistillationConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "IterativeSFTConfig": "RAFTConfig of rlhf_nb.train.raft",
-    "IterativeSFTTrainer": "RAFTTrainer of rlhf_nb.train.raft, or SFTTrainer", "PRMTrainer": "ProcessTrainer of rlhf_nb.train.process", "PRMConfig": "ProcessConfig of rlhf_nb.train.process, with boundary={'separator': ...} for step_separator",
+    "IterativeSFTTrainer": "RAFTTrainer of rlhf_nb.train.raft, or SFTTrainer", "PRMTrainer": "ProcessTrainer", "PRMConfig": "ProcessConfig, where step_separator is boundary.separator",
     "AlignPropTrainer": _PICTURES, "DDPOTrainer": _PICTURES, "AlignPropConfig": _PICTURES, "DDPOConfig": _PICTURES,
     "ScriptArguments": "the data stand in the config: DPOConfig(dataset_name=FILE), or data.path=FILE in a file",
     "TrlParser": "SFTConfig.load('run.yaml', ['learning_rate=1e-5']), or the command line: rlhf-nb sft --config run.yaml learning_rate=1e-5",

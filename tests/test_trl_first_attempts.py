@@ -135,7 +135,7 @@ trainer.push_to_hub()
 """, r"rlhf_nb\.push_to_hub\(output_dir, 'owner/name'\)"),
     "a process reward model": Attempt("""
 from rlhf_nb import PRMConfig, PRMTrainer
-""", "ProcessTrainer of rlhf_nb.train.process"),
+""", "ProcessConfig, where step_separator is boundary.separator"),
     "a process reward model, by our names": Attempt("""
 from rlhf_nb import ProcessConfig, ProcessTrainer
 training_args = ProcessConfig(output_dir=out, step_separator="\\n", max_length=96)
