@@ -23,6 +23,7 @@ from .console import Debug, as_settings, again as _again, me as _me, rank as _ra
 from .lab import fork_command, overopt_command
 from .push import push_command
 from .results import show_results
+from .sweep import sweep_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -398,6 +399,7 @@ app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
+app.command("sweep")(sweep_command(load_config, say_what_to_train))  # notebook 922
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")
