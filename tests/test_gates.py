@@ -90,7 +90,7 @@ def test_the_next_candidate_is_tried_and_the_end_may_be_the_model_before(tmp_pat
 def test_candidates_by_halving(tmp_path: Path) -> None:
     """The candidates are compared first; the best one's run becomes the stage's, and the rest follow in their order."""
     gates = {
-        "choose": "halving", "choose_by": "eval/loss", "margin": 0.5, "rules": {"sft": [{"metric": "eval/loss", "at_most": 4.9}]},
+        "choose": "halving", "choose_by": "eval/loss", "margin": 0.5, "rules": {"sft": [{"metric": "eval/loss", "at_most": 5.25}]},
         "candidates": {"sft": [{"optimizer": {"lr": 1e-6}}, {"optimizer": {"lr": 1e-3}}, {"optimizer": {"lr": 2e-3}}]},
     }  # fmt: skip
     sft = {"steps": 9, "optimizer": {"lr": 1e-5}, "data": {"eval_size": 32}}
@@ -118,7 +118,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path: Path) -> 
         ({"rules": {"dpo": [{"metric": "kl", "at_most": 1}]}}, "no stage of this pipeline"),
         ("loose", "strict"),
         ({"rules": {"ppo": [{"metric": "kl"}]}}, "no bound"),
-        ({"choose": "halve"}, "did you mean 'halving'"),
+        ({"choose": "halve"}, "Did you mean 'halving'"),
     ):
         with pytest.raises(ConfigError, match=words):
             config(tmp_path / "a", gates=gates)
