@@ -21,6 +21,7 @@ from rich.text import Text
 from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
+from .merging import merge_command
 from .push import push_command
 from .results import show_results
 from .sweep import sweep_command
@@ -392,7 +393,8 @@ for _name, _command in (
     ("chat", chat_command),
     ("get", get_command),
     ("push", push_command),
-):  # notebooks 928, 917
+    ("merge", merge_command),
+):  # notebooks 928, 917, 919
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
