@@ -36,6 +36,7 @@ from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
+from ..models.starts import keep_starts, read_starts
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -77,7 +78,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     tokenizer = load_tokenizer(model)
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
-        net = add_lora(net, model.lora, seed=train.seed)
+        net = add_lora(net, model.lora, seed=train.seed, kept=read_starts(train.output_dir))
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
@@ -593,6 +594,13 @@ class TextTrainer(Trainer):
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
+
+    def start(self, resume: bool = False, overwrite: bool = False) -> None:
+        """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again."""
+        begun = self.started
+        super().start(resume, overwrite)
+        if self.engine.is_main and not begun:
+            keep_starts(self.run_dir.path, self.method.models())
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""
