@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install "rlhf_nb[lm-eval]"')
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
 
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy

@@ -53,7 +53,7 @@ def continuations(
 # %% ../../nbs/491_evaluate_harness.ipynb #h4910010
 def _missing() -> ConfigError:
     """What to do without the package."""
-    return ConfigError('lm-eval is not installed. Type: pip install "rlhf_nb[lm-eval]" (or pip install lm-eval).')
+    return ConfigError("lm-eval is not installed. Type: pip install lm-eval.")
 
 
 @cache
