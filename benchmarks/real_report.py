@@ -11,7 +11,7 @@ from typing import Any
 
 NAMES = {
     "before": "as it came", "sft": "SFT on right numbers", "dpo": "DPO, own right against own wrong", "kto": "KTO, own answers with thumbs",
-    "grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "sft_ppo": "SFT, then PPO",
+    "grpo": "GRPO", "rloo": "RLOO, price of drift 0.01", "rloo_free": "RLOO, no price", "ppo": "PPO", "sft_ppo": "SFT, then PPO",
 }  # fmt: skip
 Run = dict[str, Any]
 
@@ -60,9 +60,20 @@ def hh_table(out: Path) -> str:
     return table(heads, rows) + f"\nStates of all layers: {found['cpu']:.0f} CPU seconds, once.\n"
 
 
+def facts(after: Run, first: Run | None) -> str:
+    """Right ones of the forty, and how many were lost and won against the model as it came."""
+    from real_words import FACTS, fact_right
+
+    if first is None:
+        return str(after["facts"])
+    was, now = ([fact_right(x, w) for x, (_, w) in zip(a["said"], FACTS)] for a in (first, after))
+    lost, won = (sum(x and not y for x, y in zip(*sides)) for sides in ((was, now), (now, was)))
+    return f"{after['facts']} (−{lost} +{won})"
+
+
 def method_table(out: Path) -> str:
     """Methods on word problems, and what was forgotten."""
-    rows = []
+    rows, first = [], runs(out, "before").get(0)
     for name, title in NAMES.items():
         found = runs(out, name)
         if not found:
@@ -73,9 +84,9 @@ def method_table(out: Path) -> str:
         spent = [r.get("cpu", 0.0) + r.get("cpu_own", 0.0) + r.get("cpu_sft", 0.0) for r in found.values()]
         rows.append([
             title, each(found), f"{each([a['right'] for a in after])} of {asked}", share(sum(a["right"] for a in after), total),
-            each([a["form"] for a in after]), each([a["kl"] for a in after], "{:.1f}"),
+            each([a["form"] for a in after]), each([f"{a['kl']:.1f} ± {a['kl_error']:.1f}" for a in after]),
             *[each([math.exp(x) for x in t], "{:.1f}") for t in texts],
-            each([a["facts"] for a in after]), each(spent, "{:.0f}") if name != "before" else "",
+            each([facts(a, None if name == "before" else first) for a in after]), each(spent, "{:.0f}") if name != "before" else "",
         ])  # fmt: skip
     if not rows:
         return ""
@@ -88,7 +99,7 @@ def method_table(out: Path) -> str:
         "number only",
         "KL, nats",
         *texts,
-        "facts of 40",
+        "facts of 40 (lost, won)",
         "CPU seconds",
     ]
     return table(heads, rows) + "\n"
@@ -110,6 +121,52 @@ def cost_table(out: Path) -> str:
     return table(heads, rows) + "\n" if rows else ""
 
 
+def format_table(out: Path) -> str:
+    """GRPO and the toy world in two number formats."""
+    rows: list[list[Any]] = []
+    for name in ("grpo", "grpo_fp32"):
+        if found := runs(out, name):
+            after = [r["after"] for r in found.values()]
+            thirds = [smooth([e["reward"] for e in r["events"]]) for r in found.values()]
+            steps = [statistics.median(r["cpu_steps"]) for r in found.values()]
+            form = {r["precision"] for r in found.values()}
+            rows.append([
+                f"GRPO on the chat model, {', '.join(sorted(form))}", each(found), f"{each([a['right'] for a in after])} of {after[0]['asked']}",
+                "; ".join(each(t, "{:.2f}") for t in thirds), each(steps, "{:.1f}"), each([r["peak_gb"] for r in found.values()], "{:.1f}"),
+            ])  # fmt: skip
+    text = ""
+    if rows:
+        heads = [
+            "run",
+            "seeds",
+            "right answers",
+            "reward, four steps at a time; seed by seed",
+            "CPU seconds a step",
+            "GB",
+        ]
+        text += table(heads, rows) + "\n"
+    rows = []
+    for form in ("fp32", "bf16"):
+        if found := runs(out, "toy_formats"):
+            made = [r[form] for r in found.values()]
+            rows.append([
+                f"toy world, {form}", each(found), each([100 * r["rm_accuracy"] for r in made], "{:.1f}"), each([r["default"]["gain"] for r in made], "{:+.2f}"),
+                each([100 * r["default"]["win"] for r in made], "{:.0f}"), each([r["default"]["curve"][-1]["kl"] for r in made], "{:.2f}"), each([r["cpu"] for r in made], "{:.0f}"),
+            ])  # fmt: skip
+    if rows:
+        heads = [
+            "run",
+            "seeds",
+            "reward model, % of held-out pairs",
+            "PPO: gold, in SFT standard deviations",
+            "wins against SFT, %",
+            "KL, nats",
+            "CPU seconds",
+        ]
+        text += "\n" * bool(text) + table(heads, rows) + "\n"
+    return text
+
+
 def smooth(values: Sequence[float], width: int = 4) -> list[float]:
     """Means of neighbouring steps, without overlap."""
     return [statistics.mean(values[i : i + width]) for i in range(0, len(values), width)]
@@ -128,14 +185,21 @@ def hack_table(out: Path) -> str:
     for seed, r in runs(out, "hack").items():
         c, std = curves(r), r["gold_std_before"] or 1.0
         best = max(range(len(c["gold"])), key=lambda i: c["gold"][i])
+        first, last = r["first"], r["last"]
+        ends = {key: f"{first[key]:.2f} → {last[key]:.2f}" for key in ("gold", "proxy")}
+        judged = lambda e: f"{e['pairs_right']} of {e['pairs_apart']}"
         rows.append([
-            seed, r["pairs"], f"{c['gold'][0]:.2f}", f"{c['gold'][best]:.2f} at √KL {c['distance'][best]:.1f}", f"{c['gold'][-1]:.2f} at √KL {c['distance'][-1]:.1f}",
+            seed, r["pairs"], f"{ends['gold']} ± {last['gold_error']:.2f}", ends['proxy'], f"{judged(first)} → {judged(last)}", f"{last['kl']:.1f} ± {last['kl_error']:.1f}", f"{c['gold'][0]:.2f}", f"{c['gold'][best]:.2f} at √KL {c['distance'][best]:.1f}", f"{c['gold'][-1]:.2f} at √KL {c['distance'][-1]:.1f}",
             f"{(c['gold'][best] - c['gold'][-1]) / std:.2f}", f"{c['proxy'][0]:.2f} → {c['proxy'][best]:.2f} → {c['proxy'][-1]:.2f}", f"{r['cpu'] + r['reward']['cpu']:.0f}",
         ])  # fmt: skip
     heads = [
         "seed",
         "pairs",
-        "gold, first steps",
+        "gold of 128 fresh answers",
+        "proxy of them",
+        "of two answers, the proxy prefers gold's",
+        "KL, nats",
+        "in training: gold, first steps",
         "best",
         "last",
         "lost, standard deviations",
@@ -164,6 +228,37 @@ def draw(out: Path, folder: Path) -> None:
     fig.savefig(folder / "over_optimisation_real.png")
 
 
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222222", "#999933", "#bbbbbb")
+
+
+def draw_methods(out: Path, folder: Path) -> None:
+    """Right answers and what is left of the forty facts, against drift; a mark for each seed, with 95 % intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from rlhf_nb.evaluate.policy import wilson_interval
+
+    fig, axes = plt.subplots(1, 2, figsize=(8, 4), dpi=90, sharex=True)
+    for (name, title), color in zip(NAMES.items(), COLORS):
+        for nth, r in enumerate(runs(out, name).values()):
+            a = r.get("after", r)
+            for axis, right, asked in ((axes[0], a["right"], a["asked"]), (axes[1], a["facts"], a["facts_asked"])):
+                share = right / asked
+                low, high = wilson_interval(share, asked)
+                axis.errorbar(
+                    a["kl"], 100 * share, yerr=[[100 * (share - low)], [100 * (high - share)]], xerr=1.96 * a["kl_error"],
+                    fmt="o" if nth == 0 else "s" if nth == 1 else "^", ms=4.5, color=color, lw=0.8, label=title if nth == 0 else None,
+                )  # fmt: skip
+    for axis, title in zip(axes, ("held-out word problems, % right", "forty facts, % right")):
+        axis.set(xlabel="KL to the model as it came, nats", title=title, ylim=(0, 100))
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False, fontsize=8)
+    fig.tight_layout(rect=(0, 0.2, 1, 1))
+    folder.mkdir(parents=True, exist_ok=True)
+    fig.savefig(folder / "real_methods.png")
+
+
 def report(out: Path, figure: Path | None = None) -> None:
     """Print what there is."""
     titles = {
@@ -171,6 +266,7 @@ def report(out: Path, figure: Path | None = None) -> None:
         "Word problems": method_table,
         "Cost": cost_table,
         "A learnt reward, maximised": hack_table,
+        "Number formats": format_table,
     }
     for title, make in titles.items():
         text = make(out)
@@ -183,5 +279,7 @@ def report(out: Path, figure: Path | None = None) -> None:
                 print(
                     f"{name}, seed {seed}: {share(r['before'], r['asked'])} → {share(r['after'], r['asked'])} of {r['asked']}, {r['cpu']:.0f} CPU s"
                 )
+    if figure is not None and runs(out, "before"):
+        draw_methods(out, figure)
     if figure is not None and runs(out, "hack"):
         draw(out, figure)

@@ -5,7 +5,8 @@
     python benchmarks/real_science.py hack --model FOLDER        # reward learnt from few noisy pairs, maximised without a price of drift
     python benchmarks/real_science.py gsm8k --model FOLDER       # supervised fine-tuning on worked answers
     python benchmarks/real_science.py length --model FOLDER      # answers within a number of words, by GRPO
-    python benchmarks/real_science.py report                     # the tables; --figure FOLDER draws over-optimisation
+    python benchmarks/real_science.py formats --model FOLDER     # GRPO in the number format that `auto` takes, and in fp32
+    python benchmarks/real_science.py report                     # the tables; --figure FOLDER draws the methods and over-optimisation
 
 FOLDER is that of SmolLM2-135M-Instruct (`rlhf-nb get smollm2` says where it is), or of another chat model. `--only grpo ppo`, `--seeds 0`, `--out
 FOLDER` (runs/real_science). HH-RLHF, GSM8K and MT-Bench are read from files (`--hh`, `--gsm8k`, `--plain`); what is missing is left out, and
@@ -39,7 +40,9 @@ METHODS: dict[str, tuple[str, str, list[str]]] = {
     "dpo": ("dpo", "smollm2_dpo", ["steps=24"]),
     "kto": ("kto", "smollm2_dpo", ["steps=24", "mini_batch_size=32"]),
     "grpo": ("grpo", "smollm2_grpo", ["steps=12"]),
+    "grpo_fp32": ("grpo", "smollm2_grpo", ["steps=12", "precision=fp32"]),
     "rloo": ("rloo", "smollm2_grpo", ["steps=12", "kl_coef=0.01"]),
+    "rloo_free": ("rloo", "smollm2_grpo", ["steps=12", "kl_coef=0"]),
     "ppo": ("ppo", "smollm2_ppo", []),
     "sft_ppo": ("ppo", "smollm2_ppo", ["steps=6"]),
 }
@@ -56,7 +59,7 @@ class Lab:
 
     def __init__(self, args: argparse.Namespace, seed: int) -> None:
         self.args, self.seed, self.tiny, self.out = args, seed, args.tiny, Path(args.out)
-        self.model, self.asked = str(args.model), 8 if args.tiny else ASKED
+        self.model, self.asked = str(args.model), 8 if args.tiny else (args.asked or ASKED)
 
     def words(self, folder: str, more: Sequence[str] = ()) -> list[str]:
         """Settings of every run, as on the command line."""
@@ -156,6 +159,7 @@ class Lab:
             "asked": self.asked, "right": int(sums.scores["right"].sum()), "form": int(sums.scores["form"].sum()),
             "kl": float(sums.kl["k1"].mean), "kl_error": float(sums.kl["k1"].stderr), "length": float(sums.lengths.float().mean()),
             "nats": texts, "facts": sum(right), "facts_asked": len(facts), "cpu_measure": time.process_time() - began,
+            "marks": [int(x) for x in sums.scores["right"].tolist()], "facts_marks": [int(r) for r in right],
             "answers": sums.texts[:8], "said": said.texts,
         }  # fmt: skip
 
@@ -331,8 +335,38 @@ def noisy_pairs(lab: Lab) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return rows, {"pairs": len(rows), "gold_before": found.means["gold"], "gold_std_before": found.stds["gold"]}
 
 
+def sentences(lab: Lab, net: Any, tokenizer: Any, engine: Any, proxy: Any, context: Any) -> dict[str, float]:
+    """Two fresh answers to each topic: gold and proxy, how well one orders like the other, and drift."""
+    import torch
+    from real_words import feelings
+
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.core import derive_seed
+    from rlhf_nb.data.sources import prompt_batch
+    from rlhf_nb.evaluate.policy import evaluate
+
+    asked, reference = topics(4 if lab.tiny else 64, lab.seed), lab.base()[0]
+    with engine.inference(), context:
+        found = evaluate(
+            net, tokenizer, prompt_batch(tokenizer, [r["prompt"] for r in asked]), {"gold": feelings, "proxy": proxy}, reference,
+            SamplingConfig(max_new_tokens=NEW), derive_seed(lab.seed, "sentences"), num_samples=2, token_budget=1024,
+        )  # fmt: skip
+    gold, learnt = found.scores["gold"], found.scores["proxy"]
+    apart = [g[0] != g[1] for g in gold.view(-1, 2)]
+    same = [(g[0] > g[1]) == (p[0] > p[1]) for g, p in zip(gold.view(-1, 2), learnt.view(-1, 2))]
+    together = float(torch.corrcoef(torch.stack([gold, learnt]))[0, 1])
+    return {
+        "answers": len(gold), "gold": found.means["gold"], "gold_error": found.stds["gold"] / len(gold) ** 0.5, "gold_std": found.stds["gold"],
+        "proxy": found.means["proxy"], "correlation": together if together == together else 0.0, "pairs_apart": int(sum(apart)),
+        "pairs_right": int(sum(s for s, a in zip(same, apart) if a)), "kl": float(found.kl["k1"].mean), "kl_error": float(found.kl["k1"].stderr),
+        "length": float(found.lengths.float().mean()), "finished": found.finished,
+    }  # fmt: skip
+
+
 def hack(lab: Lab) -> dict[str, Any]:
     """A reward model learnt from noisy pairs, and GRPO that maximises it at no price; gold is looked at, never learnt from."""
+    from contextlib import nullcontext
+
     from real_words import feelings
 
     from rlhf_nb.rewards.base import RewardModelFn, Rewards
@@ -344,21 +378,26 @@ def hack(lab: Lab) -> dict[str, Any]:
     )
     learnt = take_steps(reward, ("rewards/accuracies",))
     reward.method.finish_run()
-    drift = ["kl_coef=1e-6", "steps=40", "rollout_batch_size=32", "mini_batch_size=32", "optimizer.lr=1e-3"]
+    drift = ["kl_coef=1e-6", f"steps={lab.args.steps or 40}", "rollout_batch_size=32", "mini_batch_size=32"]
     drift += [
+        "optimizer.lr=1e-3",
         "optimizer.schedule=constant_with_warmup",
         "optimizer.warmup_steps=4",
         "reward=null",
         "data.max_prompt_length=64",
     ]
-    parts = Rewards(
-        [RewardModelFn(reward.members[0].eval(), token_budget=1024), feelings], [1.0, 0.0], ["proxy", "gold"]
-    )
+    proxy = RewardModelFn(reward.members[0].eval(), token_budget=1024)
+    parts = Rewards([proxy, feelings], [1.0, 0.0], ["proxy", "gold"])
     policy = lab.trainer("grpo", "smollm2_grpo", drift, "hack", reward=parts, rows=topics(64, lab.seed))
+    own = policy.method
+    adapter = getattr(own, "policy_adapter", nullcontext)
+    measured = lambda: sentences(lab, own.model, own.tokenizer, policy.engine, proxy, adapter())
+    first = measured()
     found = take_steps(
         policy, ("objective/kl", "objective/kl_stderr", "rewards/proxy", "rewards/gold", "completions/mean_length")
     )
-    return told | {"reward": learnt} | found | {"answers": [r["completion"] for r in policy.method.samples()]}
+    ends = {"first": first, "last": measured()}
+    return told | {"reward": learnt} | found | ends | {"answers": [r["completion"] for r in own.samples()]}
 
 
 # --- (e), (f) lengths and GSM8K ----------------------------------------------------------------------------------------------
@@ -390,7 +429,7 @@ def length(lab: Lab) -> dict[str, Any]:
     more = [
         "data.path=null",
         "reward=null",
-        "steps=10",
+        f"steps={lab.args.steps or 10}",
         "sampling.max_new_tokens=40",
         "rollout_batch_size=32",
         "mini_batch_size=32",
@@ -429,7 +468,7 @@ def gsm8k(lab: Lab) -> dict[str, Any]:
     turn = lambda r: [{"role": "user", "content": r["question"]}]
     held, lines = lines[: lab.asked], [r for r in lines[lab.asked :] if len(r["answer"]) < 400]
     rows = [{"prompt": turn(r), "completion": _said(re.sub(r"<<.*?>>", "", r["answer"]))} for r in lines]
-    more = ["data.path=null", "data.max_prompt_length=192", "data.max_length=384", "steps=24"]
+    more = ["data.path=null", "data.max_prompt_length=192", "data.max_length=384", f"steps={lab.args.steps or 24}"]
     trainer = lab.trainer("sft", "smollm2_sft", more, "gsm8k", rows=rows[:2000])
     model, tokenizer, engine = trainer.method.model, trainer.method.tokenizer, trainer.engine
     sampling = SamplingConfig(max_new_tokens=16 if lab.tiny else 160)
@@ -453,18 +492,38 @@ def gsm8k(lab: Lab) -> dict[str, Any]:
     } | spent
 
 
+# --- (g) number formats ------------------------------------------------------------------------------------------------------
+
+
+def toy_formats(lab: Lab) -> dict[str, Any]:
+    """The toy world's three stages in fp32 and in bf16, which it never takes by itself."""
+    import tempfile
+
+    import toy_science
+
+    out: dict[str, Any] = {}
+    for precision in ("fp32", "bf16"):
+        began = time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            few = (1, True, (2, 16)) if lab.tiny else (40, True, None)
+            out[precision] = toy_science.one_seed(lab.seed, folder, precision, *few)
+        out[precision]["cpu"] = time.process_time() - began
+    return out
+
+
 # --- the queue ---------------------------------------------------------------------------------------------------------------
 
 JOBS: dict[str, Callable[[Lab], dict[str, Any]]] = {
-    "hh": hh, "before": before, "own": own, "hack": hack, "gsm8k": gsm8k, "length": length,
+    "hh": hh, "before": before, "own": own, "hack": hack, "gsm8k": gsm8k, "length": length, "toy_formats": toy_formats,
     **{name: (lambda lab, name=name: method(lab, name)) for name in METHODS},
 }  # fmt: skip
 PARTS = {
     "hh": ["hh"],
-    "methods": ["before", "own", *METHODS],
+    "methods": ["before", "own", *(m for m in METHODS if m != "grpo_fp32")],
     "hack": ["hack"],
     "gsm8k": ["gsm8k"],
     "length": ["length"],
+    "formats": ["grpo", "grpo_fp32", "toy_formats"],
 }
 
 
@@ -515,6 +574,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/real_science"))
     parser.add_argument("--only", nargs="+", choices=list(JOBS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--asked", type=int, help=f"held-out questions ({ASKED})")
+    parser.add_argument("--steps", type=int, help="hack, length, gsm8k: fewer or more than the default")
     parser.add_argument("--hh", type=Path, default=harness.HH)
     parser.add_argument("--gsm8k", type=Path, default=SHARED / "gsm8k_train.jsonl.gz")
     parser.add_argument("--plain", type=Path, default=SHARED / "mt_bench_questions.jsonl")

@@ -4,6 +4,7 @@ For each seed: SFT and a reward model with the toy presets, then PPO for 100 rol
 none. Gold (the judge that no model sees) and proxy (the reward model) are measured on 512 held-out prompts along the way.
 
     python benchmarks/toy_science.py --seeds 0 1 2 --out docs/figures
+    python benchmarks/toy_science.py --precision bf16 --rollouts 40 --fair    # all stages in bf16, the default price only
 
 CPU seconds are those of this process, with one thread.
 """
@@ -39,18 +40,19 @@ def measure(ppo: PPOTrainer, prompts: Any) -> tuple[torch.Tensor, dict[str, floa
     return gold, {"gold": float(gold.mean()), "proxy": float(r.scores.mean()), "kl": kl}
 
 
-def run_ppo(config: PPOConfig, model: str, tokenizer: Any, rm: Any) -> dict[str, Any]:
-    """One PPO run with measurements along the way; `early` is after the preset's own number of rollouts."""
+def run_ppo(config: PPOConfig, model: str, tokenizer: Any, rm: Any, asked: int = 512) -> dict[str, Any]:
+    """One PPO run with measurements along the way; `early` is after the preset's own number of rollouts (or the last one)."""
     from rlhf_nb.config import ModelConfig
     from rlhf_nb.core import decide_precision
 
     policy = load_causal_lm(ModelConfig(name_or_path=model), decide_precision("cpu"))
-    early = PPOConfig.preset("toy").steps
+    rollouts = config.steps or ROLLOUTS
+    early = min(rollouts, PPOConfig.preset("toy").steps or rollouts)
     ppo = PPOTrainer(config, policy, tokenizer, reward=rm, rows=toy.train_prompts(4096, config.seed), eval_rows=[])
-    prompts = ppo.method.collate(tokenize_prompts(toy.test_prompts(512, 7), tokenizer, 64))
+    prompts = ppo.method.collate(tokenize_prompts(toy.test_prompts(asked, 7), tokenizer, 64))
     start, first = measure(ppo, prompts)
     curve, spent, out = [{"rollout": 0, **first}], 0.0, {"std": float(start.std())}
-    for i in range(1, ROLLOUTS + 1):
+    for i in range(1, rollouts + 1):
         begin = time.process_time()
         ppo.train_step()
         spent += time.process_time() - begin
@@ -67,24 +69,43 @@ def run_ppo(config: PPOConfig, model: str, tokenizer: Any, rm: Any) -> dict[str,
     return out | {"curve": curve, "cpu": spent, "fall": (peak - curve[-1]["gold"]) / out["std"]}
 
 
-def one_seed(seed: int, folder: str) -> dict[str, Any]:
-    """Everything for one seed."""
-    sft = SFTTrainer(SFTConfig.preset("toy", output_dir=f"{folder}/sft{seed}", seed=seed, console=False))
+PRICES: dict[str, dict[str, float]] = {"default": {}, "kl_coef=0": {"kl_coef": 0.0}}
+
+
+def one_seed(
+    seed: int,
+    folder: str,
+    precision: str = "auto",
+    rollouts: int = ROLLOUTS,
+    fair: bool = False,
+    few: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Everything for one seed.
+
+    Args:
+        seed: of all stages.
+        folder: for what they write.
+        precision: number format of all stages; `auto` is fp32 for so small a model.
+        rollouts: of PPO.
+        fair: only with the default price of KL.
+        few: steps of SFT and of the reward model, and held-out prompts, where the presets' own and 512 are too many.
+    """
+    more: dict[str, Any] = {"seed": seed, "console": False, "precision": precision}
+    short: dict[str, Any] = {} if few is None else {"steps": few[0], "epochs": None}
+    sft = SFTTrainer(SFTConfig.preset("toy", output_dir=f"{folder}/sft{seed}", **more, **short))
     sft.fit()
     sft.method.save_model(f"{folder}/model{seed}")
     tokenizer = sft.method.tokenizer
     reward = RewardTrainer(
-        RewardConfig.preset("toy", output_dir=f"{folder}/rm{seed}", seed=seed, console=False),
+        RewardConfig.preset("toy", output_dir=f"{folder}/rm{seed}", **more, **short),
         sft.method.model,
         tokenizer,
     )
     accuracy = reward.fit().evals[-1]["eval/accuracy"]
     out: dict[str, Any] = {"seed": seed, "rm_accuracy": accuracy}
-    for name, over in (("default", {}), ("kl_coef=0", {"kl_coef": 0.0})):
-        config = PPOConfig.preset(
-            "toy", output_dir=f"{folder}/ppo{seed}{name}", seed=seed, console=False, steps=ROLLOUTS, **over
-        )
-        out[name] = run_ppo(config, f"{folder}/model{seed}", tokenizer, reward.members[0])
+    for name in list(PRICES)[: 1 if fair else None]:
+        config = PPOConfig.preset("toy", output_dir=f"{folder}/ppo{seed}{name}", steps=rollouts, **more, **PRICES[name])
+        out[name] = run_ppo(config, f"{folder}/model{seed}", tokenizer, reward.members[0], few[1] if few else 512)
     return out
 
 
@@ -110,32 +131,42 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     fig.savefig(path / "over_optimisation.png")
 
 
+def say(r: dict[str, Any], rollouts: int) -> None:
+    """One seed in one line."""
+    d = r["default"]
+    line = f"seed {r['seed']}: RM accuracy {100 * r['rm_accuracy']:.0f} % | default: gold {d['gain']:+.2f} std, wins {100 * d['win']:.0f} %, "
+    line += f"{d['cpu_early']:.0f} CPU s; after {rollouts} rollouts {d['fall']:.2f} std below its peak, {d['cpu']:.0f} CPU s"
+    if "kl_coef=0" in r:
+        z = r["kl_coef=0"]
+        late = [c["proxy"] for c in z["curve"][-6:]]
+        line += f" | kl_coef 0: {z['fall']:.2f} std below its peak, proxy {late[0]:.2f} → {late[-1]:.2f} in the last {5 * EVERY} rollouts, {z['cpu']:.0f} CPU s"
+    print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=None, help="folder for the figure and the numbers")
+    parser.add_argument(
+        "--precision", default="auto", help="number format of all stages (auto: fp32 for so small a model)"
+    )
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    parser.add_argument("--fair", action="store_true", help="only the default price of KL; draws nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            r = one_seed(seed, folder)
-        results.append(r)
-        d, z = r["default"], r["kl_coef=0"]
-        late = [c["proxy"] for c in z["curve"][-6:]]
-        print(
-            f"seed {seed}: RM accuracy {100 * r['rm_accuracy']:.0f} % | default: gold {d['gain']:+.2f} std, wins {100 * d['win']:.0f} %, "
-            f"{d['cpu_early']:.0f} CPU s; after {ROLLOUTS} rollouts {d['fall']:.2f} std below its peak, {d['cpu']:.0f} CPU s | "
-            f"kl_coef 0: {z['fall']:.2f} std below its peak, proxy {late[0]:.2f} → {late[-1]:.2f} in the last {5 * EVERY} rollouts, {z['cpu']:.0f} CPU s",
-            flush=True,
-        )
-    mean = lambda name, key: statistics.mean(r[name][key] for r in results)
-    print(
-        f"mean: default {mean('default', 'gain'):+.2f} std, {mean('default', 'fall'):.2f} below its peak; kl_coef 0 {mean('kl_coef=0', 'fall'):.2f} below its peak"
-    )
+            results.append(one_seed(seed, folder, args.precision, args.rollouts, args.fair))
+        say(results[-1], args.rollouts)
+    for name in results[0].keys() & PRICES.keys():
+        mean = {key: statistics.mean(r[name][key] for r in results) for key in ("gain", "fall")}
+        print(f"mean, {name}: {mean['gain']:+.2f} std, {mean['fall']:.2f} below its peak")
     if args.out is not None:
-        draw(results, args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "toy_science.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if not args.fair:
+            draw(results, args.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 ONLINE = {"sampling": {"max_new_tokens": 10}}
 METHODS: dict[str, dict[str, Any]] = {
-    "sft": {}, "dpo": {}, "ppo": ONLINE, "grpo": ONLINE | {"num_generations": 4, "kl_coef": 0.05}, "reward": {},
+    "sft": {}, "kto": {}, "dpo": {}, "ppo": ONLINE, "grpo": ONLINE | {"num_generations": 4, "kl_coef": 0.05}, "reward": {},
     "rloo": ONLINE | {"num_generations": 4, "kl_coef": 0.05},
 }  # fmt: skip
 

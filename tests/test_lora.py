@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
+from rlhf_nb.models.load import save_model
 from rlhf_nb.scoring.scores import completion_logps
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -101,6 +102,51 @@ def test_ppo_with_a_moved_base(critic: str, folder: str, tmp_path: Path) -> None
     config = PPOConfig.preset("toy", **settings(folder, tmp_path / "run", KINDS["pissa"], **more))
     event = PPOTrainer(config, reward=toy.gold_reward, rows=toy.train_prompts(8)).fit()[0]
     assert abs(event["objective/kl"]) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_a_moved_base_goes_on_without_a_second_decomposition(
+    kind: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Straight and resumed runs have the same bits, frozen weights included; the adapter by itself fits the model it came from."""
+    from peft import PeftModel
+
+    def trainer(name: str) -> SFTTrainer:
+        config = SFTConfig.preset("toy", **settings(folder, tmp_path / name, KINDS[kind], steps=4))
+        return SFTTrainer(config, rows=toy.sft_rows(32))
+
+    straight, first = trainer("straight"), trainer("killed")
+    straight.fit()
+    first.start()
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    first.writer.wait()
+    first.lock.release()
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("decomposed again")
+
+    with monkeypatch.context() as m:
+        for name in ("svd", "qr"):
+            m.setattr(torch.linalg, name, never)
+        again = trainer("killed")
+        again.fit(resume=True)
+        other = {"init_lora_weights": kind, "r": 2}
+        with pytest.raises(AssertionError, match="again"):  # what was kept belongs to another rank
+            SFTTrainer(SFTConfig.preset("toy", **settings(folder, tmp_path / "killed", other)), rows=toy.sft_rows(8))
+    ours, theirs = again.method.model.state_dict(), straight.method.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    frozen = [k for k in ours if k.endswith("q_proj.base_layer.weight")]
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    name = frozen[0].removeprefix("base_model.model.").replace(".base_layer", "")
+    assert not torch.equal(ours[frozen[0]], base.state_dict()[name])  # what is frozen isn't what was loaded ...
+    save_model(again.method.model, None, tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))  # ... and the adapter fits what was loaded
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, again.method.model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        assert float((plain(ids).logits - AutoModelForCausalLM.from_pretrained(folder)(ids).logits).abs().max()) > 1e-2
 
 
 def test_start_that_nobody_knows(folder: str, tmp_path: Path) -> None:

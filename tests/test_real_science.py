@@ -66,7 +66,7 @@ def lab_of(science: Any) -> Any:
     module, folder = science
     args = argparse.Namespace(
         model=folder / "model", out=folder / "out", hh=folder / "hh.jsonl.gz", gsm8k=folder / "gsm8k.jsonl.gz",
-        plain=folder / "plain.jsonl", tiny=True, save=folder / "reward",
+        plain=folder / "plain.jsonl", tiny=True, save=folder / "reward", steps=None, asked=None,
     )  # fmt: skip
     args.out.mkdir(exist_ok=True)
     return module.Lab(args, 0)
@@ -95,7 +95,8 @@ def test_all_runs_leave_numbers_and_the_report_shows_them(science: Any, capsys: 
         and "SFT, then PPO" in said
         and "gsm8k" in said
     )
-    assert (folder / "over_optimisation_real.png").stat().st_size > 1000
+    assert "toy world, bf16" in said and "GRPO on the chat model" in said
+    assert all((folder / f"{name}.png").stat().st_size > 1000 for name in ("over_optimisation_real", "real_methods"))
 
 
 def test_the_saved_reward_model_is_read_by_plain_transformers_and_says_what_the_head_said(science: Any) -> None:

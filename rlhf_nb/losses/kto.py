@@ -213,14 +213,15 @@ def check_unpaired(loss: str, **positive: float) -> None:
 
 # %% ../../nbs/135_losses_kto.ipynb #dc8deb00
 def _unpaired_stats(
-    rewards: Tensor, logps: Tensor, labels: Tensor, baseline: Tensor | float, share: float | None
+    rewards: Tensor, logps: Tensor, labels: Tensor, baseline: Tensor | float, share: Tensor | float | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums and counts of either side; the margin's parts are scaled so that they add up over micro-batches."""
     good, bad = labels.sum(), (~labels).sum()
     sums = [torch.where(m, x, 0.0).sum() for x in (rewards, logps) for m in (labels, ~labels)]
     rows = torch.full_like(sums[0], rewards.numel())
     known = torch.as_tensor(baseline, dtype=rewards.dtype, device=rewards.device).detach().reshape(())
-    one, other = (good / rows, bad / rows) if share is None else (rows.new_tensor(share), rows.new_tensor(1 - share))
+    one = good / rows if share is None else torch.as_tensor(share, dtype=rows.dtype, device=rows.device)
+    other = 1 - one
     both = (one > 0) & (other > 0)  # a side without answers has no mean, hence no margin
     margin = torch.where(both, sums[0] / one - sums[1] / other, 0.0)
     return {
@@ -243,7 +244,7 @@ def unpaired_loss(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-    desirable_share: float | None = None,
+    desirable_share: Tensor | float | None = None,
 ) -> LossSum:
     """A loss over answers that were each called good or bad on their own.
 

@@ -18,7 +18,8 @@ from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import TokenScores, completion_logps, completion_values
 from ..scoring.head import split_head
 from .heads import RewardModel, ScalarAdapter, ScalarHead, ValueModel, load_lora_state, read_adapter
-from .load import STARTS, adapter_names, disable_dropout, find_model, lora_layers, merged_weights
+from .starts import Start, take_starts
+from .load import adapter_names, disable_dropout, find_model, merged_weights
 from .load import moves_base, quiet, save_model, saved_wholes, using_adapter
 from ..types import Completions
 
@@ -80,7 +81,10 @@ def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
             raise ModelError(f"lora.target_modules: the model has no layer {target!r}. {hint}")
 
 # %% ../../nbs/320_models_adapters.ipynb #47c15f40
-def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *, seed: int = 0) -> Any:
+def add_lora(
+    model: Any, settings: LoraSettings | None = None, adapter_name: str = "default", *,
+    seed: int = 0, kept: dict[str, Start] | None = None,
+) -> Any:  # fmt: skip
     """Freeze a causal LM and put a trainable LoRA adapter into it; or a further adapter into a model that has some.
 
     Args:
@@ -88,6 +92,7 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         settings: rank, scale, layers; `quantize_4bit` expects a model loaded in 4 bits.
         adapter_name: a name that is not taken.
         seed: of the adapter's initial weights; nothing else influences them.
+        kept: starts of pissa and olora that a run has kept (`starts.read_starts`); they save decomposing the weights again.
 
     Returns:
         The peft model; adapters already there stay trainable if they were, and the new one is active if it is the first.
@@ -114,11 +119,17 @@ def add_lora(model: Any, settings: LoraSettings | None = None, adapter_name: str
         modules_to_save=settings.modules_to_save or None,
     )  # fmt: skip
     prepare = prepare_model_for_kbit_training if settings.quantize_4bit else None
-    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare)
+    return insert_adapter(model, config, adapter_name, seed, get_peft_model, prepare, kept)
 
 # %% ../../nbs/320_models_adapters.ipynb #176387fa
-def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None) -> Any:
+def insert_adapter(
+    model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None, kept: dict[str, Start] | None = None
+) -> Any:
     """Put an adapter with a peft configuration into a model, seeded and in fp32; who was trainable stays so."""
+    start = config.init_lora_weights
+    taken = str(start).startswith(("pissa", "olora"))
+    if taken:  # first an adapter as any other, then its start out of the weights, layer by layer (notebook 315)
+        config.init_lora_weights = True
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if adapter_names(model) else set()
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -134,10 +145,10 @@ def insert_adapter(model: Any, config: Any, name: str, seed: int, wrap: Any, pre
         p.requires_grad_(id(p) in trainable or own)
         if own:
             p.data = p.data.float()
-    if str(config.init_lora_weights).startswith(("pissa", "olora")):
-        for _, layer in lora_layers(model):
-            taken = (layer.lora_A[name].weight, layer.lora_B[name].weight)
-            layer.__dict__.setdefault(STARTS, {})[name] = tuple(x.detach().clone() for x in taken)
+    if taken:
+        config.init_lora_weights = start
+        made = take_starts(model, name, str(start), seed, dict(kept or {}))
+        _log.info("%s: %d weights decomposed, the others as the run has kept them", start, made)
     return model
 
 # %% ../../nbs/320_models_adapters.ipynb #d0dbf710

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import CheckpointError, RunError
+from ..models.starts import FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
@@ -158,6 +159,8 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     shutil.rmtree(aside.path, ignore_errors=True)
     aside.checkpoints.mkdir(parents=True)
     _copy_log(source, aside, before)
+    if (source.path / STARTS_FILE).exists():
+        shutil.copy2(source.path / STARTS_FILE, aside.path)
     if begin is not None:
         shutil.copytree(begin, aside.checkpoints / begin.name)
         if problem := problem_of(aside.checkpoints / begin.name):

@@ -24,7 +24,7 @@ from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
 from .setup import Row, in_kind, toy_presets
-from ..types import Completions, LossSum
+from ..types import Completions, LossSum, along
 
 # %% auto #0
 __all__ = ['KTOConfig', 'partners', 'check_labels', 'tokenize_labelled', 'LabelledAnswers', 'KTO', 'KTOTrainer']
@@ -146,7 +146,7 @@ class LabelledAnswers(Completions):
             ids: int64[B, C], their tokens, padded on the right.
             lens: int64[B].
         """
-        real = torch.arange(ids.shape[1], device=ids.device) < lens[:, None]
+        real = along(lambda rows, n: torch.arange(rows.shape[1], device=rows.device) < n[:, None], ids, lens)
         return Completions(self.prompt_ids, self.prompt_mask, ids, lens, real)
 
     def plain(self) -> Completions:
@@ -183,7 +183,7 @@ class KTO(OfflineMethod):
         super().__init__(model, tokenizer, config, reference)
         usual = 0.99 if config.loss == "bco" else 0.0
         self.baseline = RunningMean(usual if config.baseline_decay is None else config.baseline_decay)
-        self.desirable_share = 0.5
+        self.desirable_share = torch.tensor(0.5)
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Answers with their labels and partners as tokens, with the reference's log-probs where these are cached."""
@@ -215,16 +215,15 @@ class KTO(OfflineMethod):
         if self.config.loss == "kto":
             with evaluating(self.model):
                 ratios = self.module(batch.others()).logps.sum(1) - batch.ref_other_logps
-            sums = {"total": ratios.sum(), "count": torch.tensor(float(len(ratios)), device=ratios.device)}
-            total, count = self.engine.reduce_sum(sums).values()
-            self.baseline.update(float(total), float(count))
+            sums = {"total": ratios.sum(), "count": torch.full((), float(len(ratios)), device=ratios.device)}
+            self.baseline.update(*torch.stack(list(self.engine.reduce_sum(sums).values())).tolist())
         return batch
 
     def denominators(self, mini: LabelledAnswers) -> dict[str, Tensor]:
         """Averaged over answers; the share of good ones is taken along, for the margin."""
-        counts = {"kto": torch.tensor(float(len(mini)), device=mini.label.device), "good": mini.label.sum().float()}
+        counts = {"kto": torch.full((), float(len(mini)), device=mini.label.device), "good": mini.label.sum().float()}
         reduced = self.engine.reduce_sum(counts)
-        self.desirable_share = float(reduced["good"] / reduced["kto"])
+        self.desirable_share = reduced["good"] / reduced["kto"]
         return {"kto": counts["kto"]}
 
     def micro_batches(self, mini: LabelledAnswers) -> list[LabelledAnswers]:
@@ -254,16 +253,16 @@ class KTO(OfflineMethod):
         """Mean implicit rewards of good and bad held-out answers, their margin, and how often a good one beats a bad one."""
         if not self.held_out:
             return {}
-        rewards, labels = [], []
-        with evaluating(self.model), self.engine.autocast():
-            for start in range(0, len(self.held_out), 256):
-                batch = self.collate(self.held_out[start : start + 256]).to(self.engine.device)
+        rewards, labels, mine = [], [], self.my_held_out
+        with evaluating(self.model), self.engine.autocast(), self.alone():
+            for start in range(0, len(mine), 256):
+                batch = self.collate(mine[start : start + 256]).to(self.engine.device)
                 c, ref = batch.plain(), batch.ref_logps
                 if self.reference is not None:
                     ref = self.reference.logps(c, token_budget=self.config.token_budget).sum(1)
-                rewards.append(self.config.beta * (self.module(c).logps.sum(1) - ref))
-                labels.append(batch.label)
-        reward, label = torch.cat(rewards), torch.cat(labels)
+                rewards += (self.config.beta * (self.module(c).logps.sum(1) - ref)).float().tolist()
+                labels += batch.label.tolist()
+        reward, label = torch.tensor(self.engine.in_turn(rewards)), torch.tensor(self.engine.in_turn(labels))
         good, bad = reward[label], reward[~label]
         found = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
         auc = float((good[:, None] > bad[None]).float().mean())

@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +21,19 @@ from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.sums import is_sums
-from ..evaluate.policy import evaluate, shown_as
+from ..evaluate.policy import evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
+from ..decode.named import DecoderConfig
+from .decoders import check_learnable, load_decoder
 from .entries import RewardEntry, from_entries, load_models
 from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.answers import Number
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..scoring.check import self_check
@@ -81,6 +84,10 @@ class OnlineConfig(TrainConfig):
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
+    decoder: DecoderConfig = option(
+        DecoderConfig(),
+        "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
+    )
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
@@ -259,6 +266,10 @@ class OnlineMethod(TextMethod):
                     stacklevel=2,
                 )
         self.sampler: Sampler = make_sampler(config.sampling)
+        if config.decoder.kind != "plain":
+            decoder = load_decoder(config.decoder, self.rewards, config.device, config.model.trust_remote_code)
+            check_learnable(decoder, config.decoder, self.name, self.imitates)
+            self.sampler = decoder
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
         self._warned = False
@@ -267,6 +278,11 @@ class OnlineMethod(TextMethod):
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `advantages`."""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether it learns from good answers, whoever gave them; a policy gradient needs the policy's own."""
+        return False
 
     def controls(self) -> dict[str, Control]:
         """The sampling temperature, and the price of a nat where there is a reference."""
@@ -451,11 +467,17 @@ class OnlineMethod(TextMethod):
         if not self.held_out:
             return {}
         cfg, judges = self.config, dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
-        prompts, seed = self.collate(self.held_out).to(self.engine.device), derive_seed(cfg.seed, "evaluate")
-        with self.policy_adapter():
-            found = evaluate(
-                self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, seed, token_budget=cfg.token_budget
-            )  # fmt: skip
+        engine, seed, mine = self.engine, derive_seed(cfg.seed, "evaluate"), None
+        if self.my_held_out:
+            prompts = self.collate(self.held_out).to(engine.device)
+            prompts.before = earlier(prompts)  # before they are shared out: the same samples on any number of processes
+            prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
+            with self.policy_adapter():
+                mine = evaluate(
+                    self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, seed, token_budget=cfg.token_budget
+                )  # fmt: skip
+        mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
+        found = in_turns(engine.gather_object(mine), self.tokenizer.pad_token_id)
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
 # %% ../../nbs/628_train_online.ipynb #2a7f70e2

@@ -137,9 +137,15 @@ class Process(TextMethod):
         """Accuracy, calibration, and how often the first wrong step is found, on held-out rows."""
         if not self.held_out:
             return {}
-        batch = self.collate(self.held_out)
-        values = self.net.values(batch, self.config.token_budget)
-        return {f"eval/{k}": v for k, v in process_report(values, batch.labels, batch.completion_mask).items()}
+        said, rows = list[Tensor](), self.my_held_out
+        if rows:
+            mine = self.collate(rows)
+            values = self.net.values(mine, self.config.token_budget).float().cpu()
+            said = [v[e] for v, e in zip(values, mine.completion_mask)]
+        every = self.collate(self.held_out)
+        values = torch.zeros(every.labels.shape)
+        values[every.completion_mask] = torch.cat(self.engine.in_turn(said))
+        return {f"eval/{k}": v for k, v in process_report(values, every.labels, every.completion_mask).items()}
 
     def save_model(self, directory: str | Path) -> None:
         """Write a token classifier for plain `from_pretrained`, LoRA merged into it, and the tokenizer."""

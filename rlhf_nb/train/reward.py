@@ -4,28 +4,35 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
-from ..core import derive_seed, evaluating
+from ..core import ConfigError, derive_seed, evaluating
+from ..data.shapes import DataNote
 from ..data.templates import speaks_chat
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
+from ..models.starts import weight_digest
+from ..run.engine import Engine
 from ..scoring.check import check_scores
+from ..scoring.head import text_config
+from .fit_head import Fitted, cut_body, difference_states, fit_members, keep_fit, read_fit, set_heads
 from .registry import register
 from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'baselines', 'RewardTrainer']
+           'report_of', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -44,12 +51,38 @@ class RewardConfig(TrainConfig):
     head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)
     head_dropout: float = option(0.0, "dropout before the head's last layer, while training", ge=0, lt=1)
     pooling: Literal["last", "mean"] = option("last", "state at the last real token, or the mean of all")
+    fit_head_pairs: int = option(
+        0,
+        "training pairs that the head is fitted to before the first step, on the body as it comes; 0: it is drawn",
+        ge=0,
+    )
+    body_layers: int | Literal["auto"] | None = option(
+        None,
+        "layers of the body that are kept; auto: up to the one whose states fit_head_pairs predict best; null: all",
+    )
+    train_body: bool = option(True, "false: only the head learns, and the body stays as it came")
     label_smoothing: float = option(0.0, "how often a label is believed to be wrong", ge=0, lt=0.5)
     center_coef: float = option(0.01, "weight of (chosen + rejected)²; keeps scores around 0", ge=0)
     baseline_pairs: int = option(
         5000, "training pairs that the bag of words learns from, which the model has to beat; 0: no baselines", ge=0
     )
     calibrate_rows: int = option(256, "chosen answers whose mean score is set to 0 at the end; 0: none", ge=0)
+
+    @model_validator(mode="after")
+    def _heads(self) -> RewardConfig:
+        """Only a linear head can be fitted, and an adapter belongs to a whole body."""
+        if self.fit_head_pairs and self.head != "linear":
+            raise ValueError(
+                f"fit_head_pairs is {self.fit_head_pairs}, but head is {self.head!r}: only a linear head is fitted. Set head=linear, or fit_head_pairs=0."
+            )
+        if self.body_layers == "auto" and not self.fit_head_pairs:
+            raise ValueError("body_layers is auto, but nothing is fitted to choose by: set fit_head_pairs=5000.")
+        if self.model.lora is not None and (self.body_layers is not None or not self.train_body):
+            key = "body_layers" if self.body_layers is not None else "train_body=false"
+            raise ValueError(
+                f"{key} and model.lora don't go together: an adapter trains the body, and is saved for the whole of it. Leave one of them out."
+            )
+        return self
 
 # %% ../../nbs/615_train_reward.ipynb #59312a17
 class RewardEnsemble(nn.Module):
@@ -98,6 +131,60 @@ class Reward(TextMethod):
         self.members, self.demonstrations = list(members), list(demonstrations)
         self.examples = list(examples)
         self._baselines: dict[str, float] | None = None
+        self.to_fit: list[Row] = []  # pairs as text that heads are fitted to
+        self.fitted: tuple[str, Fitted] | None = None  # hash of what it depends on, and the fit
+
+    def attach(self, engine: Engine, config: TrainConfig) -> None:
+        """Bodies are cut and heads fitted here, on the device and in the format of the run, before anything is wrapped."""
+        super().attach(engine, config)
+        layers = self.config.body_layers
+        for member in self.members:
+            if isinstance(layers, int):
+                cut_body(member.decoder, layers)
+        if self.config.fit_head_pairs:
+            self.fitted = self._fit_heads(layers)
+            set_heads(self.members, self.fitted[1], cut=layers == "auto")
+        if not self.config.train_body:
+            for member in self.members:
+                member.decoder.requires_grad_(False)
+
+    def _fit_heads(self, layers: int | str | None) -> tuple[str, Fitted]:
+        """The heads that pairs and the untrained body give (notebook 614), or those that the run has kept."""
+        config, engine, first = self.config, self.engine, self.members[0]
+        rows = self.tokenize(self.to_fit, warn=False) if self.to_fit else []
+        if not rows:
+            raise ConfigError(
+                "fit_head_pairs needs the pairs before the first step, and a stream is read as it goes: set fit_head_pairs=0, or data.streaming=false."
+            )
+        how = (len(self.members), config.seed, config.pooling, layers, str(engine.precision.compute_dtype))
+        body = [weight_digest(p) for p in first.decoder.parameters()]
+        of = weight_digest(
+            torch.zeros(0), *how, *body, *[(r["prompt_ids"], r["chosen_ids"], r["rejected_ids"]) for r in rows]
+        )
+        kept = engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]
+        if kept is not None:
+            return of, kept
+        with engine.autocast(), evaluating(first.decoder.to(engine.device)), first.speaking():
+            mine = rows[engine.rank :: engine.world_size]
+            part = (
+                difference_states(first.decoder, mine, config.pooling, layers == "auto", config.token_budget)
+                if mine
+                else None
+            )
+        parts = [p for p in engine.gather_object(None if part is None else part.cpu()) if p is not None]
+        states = torch.empty(parts[0].shape[0], len(rows), parts[0].shape[2])
+        for rank, found in enumerate(parts):
+            states[:, rank :: engine.world_size] = found
+        seeds = [derive_seed(config.seed, "fit", i) for i in range(len(self.members))]
+        depth = None if layers == "auto" else text_config(first.decoder).num_hidden_layers
+        made = fit_members(states.to(engine.device), seeds, depth) if engine.is_main else None
+        fitted = engine.gather_object(made)[0]
+        told, whole = fitted.about, text_config(first.decoder).num_hidden_layers
+        warnings.warn(
+            f"head fitted to {told['pairs']:,} pairs: it reads layer {told['layers']} of {whole}, pulled by {told['ridge']:g}; "
+            f"folds without them order {told['accuracy']:.1%} of them rightly.", DataNote, stacklevel=2,
+        )  # fmt: skip
+        return of, fitted
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
@@ -139,10 +226,17 @@ class Reward(TextMethod):
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
         if not self.held_out:
             return {}
-        report = preference_report(self.members, self.collate(self.held_out), self.config.token_budget)
+        engine, rows, scores = self.engine, self.my_held_out, list[Tensor]()
+        if rows:
+            pairs = self.collate(rows).completions()
+            found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
+            scores = list(found.view(len(rows), 2, 2).cpu())
+        every = torch.stack(engine.in_turn(scores)).view(-1, 2)
+        report = report_of(Prediction(every[:, 0], every[:, 1]), len(self.members))
         if self._baselines is None:
-            known = self.tokenize(self.examples, warn=False) if self.examples else []
-            self._baselines, self.examples = baselines(known, self.held_out) if known else {}, []
+            known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
+            self._baselines = engine.gather_object(baselines(known, self.held_out) if known else {})[0]
+            self.examples = []
         return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
     def calibrate(self) -> None:
@@ -231,7 +325,16 @@ def preference_report(
         loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for ensembles their
         disagreement.
     """
-    scores = predict(members, pairs.completions(), token_budget)
+    return report_of(predict(members, pairs.completions(), token_budget), len(members))
+
+
+def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
+    """The same from scores [2n], chosen and rejected next to each other.
+
+    Args:
+        scores: of held-out answers.
+        members: how many models they come from.
+    """
     difference = scores.mean[0::2] - scores.mean[1::2]
     out = {
         "loss": float(-torch.nn.functional.logsigmoid(difference).mean()),
@@ -239,7 +342,7 @@ def preference_report(
         "margin": float(difference.mean()),
         "ece": calibration_error(difference.sigmoid()),
     }
-    return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
+    return out | ({"disagreement": float(scores.std.mean())} if members > 1 else {})
 
 # %% ../../nbs/615_train_reward.ipynb #b0000002
 class _Words(NamedTuple):
@@ -339,7 +442,19 @@ class RewardTrainer(TextTrainer):
         chat = speaks_chat(tokenizer, config.data.as_chat)
         demonstrations = tokenize_sft(first, tokenizer, **_limits(config), chat=chat, warn=False) if first else ()
         examples = rows[: config.baseline_pairs]
-        return Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
+        method = Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
+        method.to_fit = rows[: config.fit_head_pairs]
+        return method
+
+    def start(self, resume: bool = False, overwrite: bool = False) -> None:
+        """As in `TextTrainer`; fitted heads are kept and logged."""
+        begun = self.started
+        super().start(resume, overwrite)
+        if self.engine.is_main and not begun and self.method.fitted is not None:
+            of, fitted = self.method.fitted
+            if read_fit(self.run_dir.path, of) is None:
+                keep_fit(self.run_dir.path, of, fitted)
+                self.event("fit", **fitted.about)
 
     def predict(self, c: Completions) -> Prediction:
         """Mean and disagreement of the members' scores for completions."""

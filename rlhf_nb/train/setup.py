@@ -7,6 +7,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -37,6 +38,7 @@ from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
+from ..models.starts import keep_starts, read_starts
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
@@ -78,7 +80,7 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     tokenizer = load_tokenizer(model)
     net = load_causal_lm(model, precision, tokenizer=tokenizer, seed=train.seed)
     if model.lora is not None:
-        net = add_lora(net, model.lora, seed=train.seed)
+        net = add_lora(net, model.lora, seed=train.seed, kept=read_starts(train.output_dir))
     return net, tokenizer, precision
 
 # %% ../../nbs/600_train_setup.ipynb #96e347be
@@ -413,6 +415,21 @@ class TextMethod(BaseMethod):
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless told not to."""
 
+    @property
+    def my_held_out(self) -> list[Row]:
+        """This rank's share of the held-out rows: ranks take turns, so that `engine.in_turn` puts what they found in order."""
+        return self.held_out[self.engine.rank :: self.engine.world_size]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, `module` is without the wrapper that makes ranks wait for each other in every forward."""
+        wrapped = self.module
+        self.module = self.engine.unwrap(wrapped)
+        try:
+            yield
+        finally:
+            self.module = wrapped
+
     def micro_batches(self, mini: Any) -> list[Any]:
         """One forward each: rows of similar length, within the token budget."""
         return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, self.config.micro_batch_size)]
@@ -618,6 +635,13 @@ class TextTrainer(Trainer):
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
+
+    def start(self, resume: bool = False, overwrite: bool = False) -> None:
+        """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again."""
+        begun = self.started
+        super().start(resume, overwrite)
+        if self.engine.is_main and not begun:
+            keep_starts(self.run_dir.path, self.method.models())
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""

@@ -15,6 +15,7 @@ from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
+from ..models.starts import read_starts
 from ..models.load import ensure_pad, is_made, is_toy, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
 from ..run.hf_callbacks import as_callback
@@ -208,7 +209,8 @@ def our_arguments(
         if model is None:
             config = config.replace(model={"lora": settings})
         else:
-            model = add_lora(model, LoraSettings(**settings), seed=config.seed)
+            kept = read_starts(config.output_dir)
+            model = add_lora(model, LoraSettings(**settings), seed=config.seed, kept=kept)
     named: str | None = getattr(model, "name_or_path", None)
     if tokenizer is None and named:
         tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=config.model.trust_remote_code))
