@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
+from .beam import Beam
 from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_of
 from .decoder import Decoder, Plain
+from .mixed import Mixed
 from .search import MCTS, Guided, Scorer
 from .speculative import Speculative
 from ..rewards.answers import extract_choice, extract_number
@@ -36,6 +38,9 @@ KINDS = {
     "rejection": Kind("threshold", True, True, "draw until the reward reaches a threshold, n times at most"),
     "vote": Kind("n", False, True, "of n draws one that says what most say"),
     "speculative": Kind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
+    "beam": Kind("beams", False, False, "the likeliest answer that several beginnings lead to"),
+    "mixture": Kind("weight", False, False, "logits between the policy's and another model's"),
+    "contrastive": Kind("weight", False, False, "logits moved away from a weaker model's"),
     "guided": Kind("branch", False, True, "block by block the beginning that a critic likes best"),
     "mcts": Kind("simulations", False, False, "tree search over tokens with a critic"),
 }
@@ -47,7 +52,7 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, guided, mcts; best_of_n:16 sets n, too",
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, mixture, contrastive, guided, mcts; best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
     reward: Any = Field(
@@ -71,7 +76,19 @@ class DecoderConfig(StrictConfig):
     branch: int = option(
         8, "of guided: continuations of each beginning; of mcts: likeliest tokens that are looked at", ge=1
     )
-    beams: int = option(1, "of guided: beginnings that are kept", ge=1)
+    beams: int = Field(
+        default_factory=lambda d: 4 if d.get("kind") == "beam" else 1,
+        ge=1,
+        description="of beam and guided: beginnings that are kept (null: 4 and 1)",
+    )
+    length_penalty: float = option(1.0, "of beam: power of the length that log-probs are divided by; 0: sums", ge=0)
+    other: str | None = option(
+        None, "of mixture and contrastive: folder or name of the other model, with the same vocabulary"
+    )
+    weight: float = option(
+        0.5, "of mixture: share of the other (above 1: beyond it); of contrastive: how far away from it", gt=0
+    )
+    plausible: float = option(0.1, "of contrastive: tokens below this share of the likeliest are left out", ge=0, lt=1)
     block: int = option(4, "of guided: tokens of a continuation", ge=1)
     simulations: int = option(16, "of mcts: beginnings that are opened before each token", ge=1)
     c_puct: float = option(1.5, "of mcts: weight of the policy against the critic", gt=0)
@@ -97,8 +114,8 @@ class DecoderConfig(StrictConfig):
                 )
             if colon and main is not None:
                 try:
-                    data[main] = float(value) if main == "threshold" else int(value)
-                    good = main == "threshold" or data[main] >= 1
+                    data[main] = float(value) if main in ("threshold", "weight") else int(value)
+                    good = main == "threshold" or data[main] > 0
                 except ValueError:
                     good = False
                 if not good:
@@ -123,7 +140,9 @@ class DecoderConfig(StrictConfig):
         return self.kind + (f":{getattr(self, main):g}" if main else "")
 
 # %% ../../nbs/489_decode_named.ipynb #40029cd0
-def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None, scorer: Scorer | None = None) -> Decoder:
+def make_decoder(
+    config: DecoderConfig, reward: Any = None, draft: Any = None, scorer: Scorer | None = None, other: Any = None
+) -> Decoder:
     """The decoder that settings describe.
 
     Args:
@@ -131,6 +150,7 @@ def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None, s
         reward: what draws are chosen by, where the kind needs it.
         draft: a model, where `config.draft` names one.
         scorer: of beginnings, for guided and mcts.
+        other: the second model, for mixture and contrastive.
 
     Raises:
         ConfigError: the kind needs a reward or a critic, and there is none.
@@ -157,6 +177,14 @@ def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None, s
         if kind == "guided":
             return Guided(scorer, config.branch, config.beams, config.block, reward)
         return MCTS(scorer, config.simulations, config.branch, config.c_puct, reward)
+    if kind in ("mixture", "contrastive"):
+        if other is None:
+            raise ConfigError(
+                f"decoder {kind} needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER)."
+            )
+        return Mixed(other, config.weight) if kind == "mixture" else Mixed(other, -config.weight, config.plausible)
+    if kind == "beam":
+        return Beam(config.beams, config.length_penalty)
     if kind == "speculative":
         return Speculative(config.draft if draft is None else draft, config.ahead, config.most_rows)
     return Plain()

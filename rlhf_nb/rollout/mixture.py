@@ -3,6 +3,8 @@
 # %% ../../nbs/435_rollout_mixture.ipynb #a3a3bc94
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from .sampler import as_rollout, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['sample_mixture']
+__all__ = ['Look', 'sample_joined', 'sample_mixture']
 
 # %% ../../nbs/435_rollout_mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
@@ -32,7 +34,57 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
     return logits
 
 # %% ../../nbs/435_rollout_mixture.ipynb #de422e00
+Look = Callable[[Tensor, Tensor, Chooser, int, Tensor], None]  # (policy's logits, joined, chooser, place, rows that go on)
+
+
 @torch.no_grad()
+def sample_joined(
+    policy: Any, other: Any, join: Callable[[Tensor, Tensor], Tensor], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int,
+    step: int = 0, num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None, look: Look | None = None,
+    speaking: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Rollout:  # fmt: skip
+    """Answers of two models whose logits are made one, token by token.
+
+    Args:
+        policy, other: causal language models with one vocabulary.
+        join: from the logits [B, V] of both to those that are drawn from.
+        prompts: B prompts.
+        sampling: lengths, temperature, filters.
+        tokenizer, seed, step, num_samples, greedy, eos: as in `rollout.sampler.sample`.
+        look: is shown each place.
+        speaking: a context in which the other model is itself (adapters off).
+
+    Returns:
+        As `sample`; `rollout_logps` are those of the joined logits.
+    """
+    bare: Any = unwrapped(policy)
+    device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
+    asked = prompts.to(device)
+    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
+    sample = earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
+    draws = None if greedy else uniforms(seed, step, asked.uid[rows.to(device)], sample.to(device), new)
+    stop = eos_ids(bare, tokenizer) if eos is None else eos
+    choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=device), greedy)
+    ids, mask = (x[rows.to(device)] for x in (asked.prompt_ids, asked.prompt_mask))
+    states: list[dict[str, Any]] = [{}, {}]
+    out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
+    with eval_mode(policy), eval_mode(other):
+        for i in range(new):
+            own = _last_logits(policy, states[0], ids, mask)
+            with speaking():
+                logits = join(own, _last_logits(other, states[1], ids, mask))
+            if look is not None:
+                look(own, logits, choose, i, ~done)
+            tokens, logps, ended = choose(logits, None if draws is None else draws[:, i], i)
+            out.append((tokens, logps))
+            ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
+            if bool(done.all()):
+                break
+    said, logps = (torch.stack(x, 1) for x in zip(*out))
+    said, logps, lens, finished = cut_at_eos(said, logps, choose, pad_id(tokenizer))
+    return as_rollout(asked, num_samples, said, lens, finished, logps, tokenizer)
+
+
 def sample_mixture(
     policy: Any, reference: Reference, alpha: float, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
 ) -> Rollout:  # fmt: skip
@@ -51,24 +103,7 @@ def sample_mixture(
 
     Source: Munos et al., arXiv 2312.00886, section 7.
     """
-    bare: Any = unwrapped(policy)
-    device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
-    prompts = prompts.to(device)
-    draws = uniforms(seed, step, prompts.uid, earlier(prompts).to(device), new)
-    choose = Chooser(sampling, torch.tensor(eos_ids(bare, tokenizer), dtype=torch.int64, device=device))
-    ids, mask = prompts.prompt_ids, prompts.prompt_mask
-    states: list[dict[str, Any]] = [{}, {}]
-    out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
-    with eval_mode(policy):
-        for i in range(new):
-            logits = _last_logits(policy, states[0], ids, mask)
-            with reference.speaking():
-                logits = torch.lerp(logits, _last_logits(reference.model, states[1], ids, mask), alpha)
-            tokens, logps, ended = choose(logits, draws[:, i], i)
-            out.append((tokens, logps))
-            ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
-            if bool(done.all()):
-                break
-    said, logps = (torch.stack(x, 1) for x in zip(*out))
-    said, logps, lens, finished = cut_at_eos(said, logps, choose, pad_id(tokenizer))
-    return as_rollout(prompts, 1, said, lens, finished, logps, tokenizer)
+    return sample_joined(
+        policy, reference.model, lambda own, its: torch.lerp(own, its, alpha), prompts, sampling, tokenizer=tokenizer, seed=seed, step=step,
+        speaking=reference.speaking,
+    )  # fmt: skip

@@ -58,14 +58,15 @@ def load_decoder(
     searches = config.kind in ("guided", "mcts")
     if config.reward is not None and (KINDS[config.kind].rewarded or searches):
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
-    draft = None
-    if config.kind == "speculative" and config.draft != "look-up":
-        where = ModelConfig(name_or_path=config.draft, trust_remote_code=trust_remote_code)
-        draft = load_causal_lm(where, place, trainable=False)
+    named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
+    second = None
+    if named not in (None, "look-up"):
+        where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
+        second = load_causal_lm(where, place, trainable=False)
     scorer = None
     if searches and config.critic is not None:
         scorer = critic_scorer(ValueModel.load(config.critic, trust_remote_code=trust_remote_code).to(place.device).eval())
-    return make_decoder(config, rewards, draft, scorer)
+    return make_decoder(config, rewards, second, scorer, second)
 
 
 def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitates: bool) -> None:
