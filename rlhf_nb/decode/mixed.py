@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from ..core import ConfigError
 from .decoder import Cost
 from ..fast.support import unwrapped
 from ..rollout.choosing import Chooser
-from ..rollout.mixture import sample_joined
+from ..rollout.mixture import sample_together
+from ..rollout.sampler import eos_ids, eval_mode
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -65,21 +67,30 @@ class Mixed:
             raise ConfigError(
                 f"the policy has {sizes[0]} tokens and the other model {sizes[1]}: logits are mixed token by token, so both need one vocabulary."
             )
+        stop = eos_ids(both[0], tokenizer) if eos is None else eos
+        choose = Chooser(
+            sampling, torch.tensor(stop, dtype=torch.int64, device=both[0].get_input_embeddings().weight.device)
+        )
         nats: list[Tensor] = []
 
-        def look(own: Tensor, joined: Tensor, choose: Chooser, place: int, alive: Tensor) -> None:
-            """The distance at one place, of rows that have not ended."""
+        def combined(said: list[Callable[[], Tensor]]) -> Tensor:
+            """Both models' logits as one; the distance at this place is noted."""
+            own = said[0]()
+            joined, place = self.join(own, said[1]()), len(nats)
             plain, w = choose.weights(own, place)[0], choose.weights(joined, place)[1]
             q = w / w.sum(-1, keepdim=True)
-            nats.append(
-                torch.where(alive, (torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1), 0.0)
-            )
+            nats.append((torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1))
+            return joined
 
-        r = sample_joined(
-            model, self.other, self.join, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos,
-            look=None if greedy else look,
-        )  # fmt: skip
+        with eval_mode(both[0]), eval_mode(both[1]):
+            r = sample_together(
+                both, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy, num_samples=num_samples, eos=stop
+            )  # fmt: skip
         n = int(r.completion_lens.sum())
-        kl = None if greedy else max(0.0, float(torch.stack(nats).sum(0).double().mean()))
+        kl = (
+            None
+            if greedy
+            else max(0.0, float(torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double().mean()))
+        )
         self.cost = Cost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if greedy else "estimate")
         return r

@@ -35,7 +35,11 @@ def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = Fal
     if isinstance(said, str):
         said = {"model": said}
     found = build_rewards(said, device=device, key="decoder.reward", trust_remote_code=trust_remote_code)
-    rewards = found if isinstance(found, Rewards) else Rewards(RewardModelFn(found) if isinstance(found, RewardModel) else found)
+    rewards = (
+        found
+        if isinstance(found, Rewards)
+        else Rewards(RewardModelFn(found) if isinstance(found, RewardModel) else found)
+    )
     for fn in rewards.fns:
         for part in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(part, nn.Module):
@@ -65,7 +69,9 @@ def load_decoder(
         second = load_causal_lm(where, place, trainable=False)
     scorer = None
     if searches and config.critic is not None:
-        scorer = critic_scorer(ValueModel.load(config.critic, trust_remote_code=trust_remote_code).to(place.device).eval())
+        scorer = critic_scorer(
+            ValueModel.load(config.critic, trust_remote_code=trust_remote_code).to(place.device).eval()
+        )
     return make_decoder(config, rewards, second, scorer, second)
 
 
