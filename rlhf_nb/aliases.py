@@ -436,7 +436,7 @@ NAMES: dict[str, str] = {
     "WinRateCallback": "GRPOConfig(eval={'judges': [...]}) lets a judge compare at evaluations; win_rate(...) does it on its own",
     "SyncRefModelCallback": "DPOConfig(reference='moving', sync_every=512, sync_mixup=0.6)",
     "BEMACallback": "DPOConfig(reference='moving', sync_every=512, sync_mixup=0.6) moves the reference; the policy itself isn't averaged",
-    "MergeModelCallback": "trainer.save_model(folder) merges adapters; models of different runs aren't mixed here",
+    "MergeModelCallback": "trainer.save_model(folder) merges adapters; rlhf-nb merge A B -o OUT mixes models of different runs",
     "WeaveCallback": "TrainConfig(trackers=['wandb']) reports the numbers, samples.jsonl has the answers",
     "TextEnvironment": "an answer is written in one go; a reward function may run an environment on it", "TextHistory": "answers are in samples.jsonl",
     "get_dataset": "SFTConfig(data={'mix': [{'path': FILE, 'weight': 1.0}]})", "DatasetMixtureConfig": "DataConfig(mix=[{'path': FILE, 'weight': 1.0}])",

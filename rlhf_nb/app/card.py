@@ -20,6 +20,7 @@ from ..data.hub import sha256_of
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
 from ..models.load import is_toy, load_model
+from ..models.merge import RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain, read_metrics
 from ..train.online import as_rewards, load_reward
@@ -82,6 +83,7 @@ class Told:
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # what could not be found out, in sentences
+    merged: dict[str, Any] = field(default_factory=dict)  # of a model that was merged: recipe and what was read
 
     @property
     def kind(self) -> str:
@@ -96,6 +98,25 @@ def _is_model(folder: Path) -> bool:
     return any((folder / f).is_file() for f in ("config.json", "adapter_config.json")) and any(
         folder.glob("*.safetensors")
     )
+
+
+def _merge_record(path: Path) -> dict[str, Any]:
+    """What a merged model's record says of it.
+
+    Raises:
+        RunError: it can't be read.
+    """
+    try:
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, Unreadable) as e:
+        raise RunError(f"{path} can't be read ({e}): merge again.") from e
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("recipe"), dict)
+        or not isinstance(found.get("read"), list)
+    ):
+        raise RunError(f"{path} is no record of a merge: take it away, or merge again.")
+    return found
 
 
 def _method_of(run: Path, logged: str) -> MethodInfo:
@@ -128,6 +149,8 @@ def read_run(place: str | Path) -> Told:
         raise RunError(f"{folder} holds no model.{here}")
     run = folder if model != folder else folder.parent if folder.name == "model" else None
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
+        if (model / RECORD).is_file():
+            return Told(model, merged=_merge_record(model / RECORD))
         return Told(
             model, missing=["no run's folder was beside the weights, so nothing is known of how they were made"]
         )
@@ -378,6 +401,7 @@ _LIMITS = {
         "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, and nothing else was measured.",
         "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; look at the answers.",
     ),
+    "merged": ("Nothing was measured when it was made: a merge can be better than its models, and worse. Compare it with each of them.",),
     "reward": ("It scores answers of the kind it was trained on. Other kinds it scores too, and nothing says how well.",),
 }  # fmt: skip
 
@@ -405,7 +429,7 @@ def front_matter(told: Told, license: str | None) -> str:
     about: dict[str, Any] = {"library_name": "peft" if told.kind == "adapter" else "transformers"}
     if license:
         about["license"] = license
-    tags = ["rlhf-nb", *([told.info.name] if told.info else [])]
+    tags = ["rlhf-nb", *([told.info.name] if told.info else []), *(["merge"] if told.merged else [])]
     if told.config is not None:
         base = hub_name(told.config.model.name_or_path)
         places = [told.config.data.path] if told.config.data.mix is None else [p.path for p in told.config.data.mix]
@@ -457,6 +481,8 @@ def _prompt_to_try(told: Told) -> Any:
 # %% ../../nbs/916_app_card.ipynb #ce9f22e0
 def _facts(told: Told) -> list[dict[str, Any]]:
     """Method, base, data, seed, time, machine and versions, one a row."""
+    if told.merged:
+        return _merge_facts(told.merged)
     if told.config is None or told.info is None:
         return []
     config, machine = told.config, told.start.get("machine")
@@ -482,6 +508,24 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     if not isinstance(machine, dict):
         told.missing.append("the run is older than the record of its machine and versions")
     return [{"what": k, "this run": v} for k, v in found.items() if v not in (None, "", [])]
+
+
+def _merge_facts(merged: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A recipe and what was read for it, one a row."""
+    recipe = merged["recipe"]
+    rows = [{"what": k, "this merge": _spelled(v)} for k, v in recipe.items() if k not in ("models", "base")]
+    parts = {str(p.get("model")): p for p in recipe.get("models") or [] if isinstance(p, dict)}
+    for read in merged["read"]:
+        name, files = str(read.get("model")), read.get("files") or {}
+        own = ", ".join(f"{k} {_spelled(v)}" for k, v in parts.get(name, {}).items() if k != "model")
+        sums = ", ".join(f"{f} (SHA-256 {str(s)[:16]}…)" for f, s in files.items())
+        rows.append(
+            {
+                "what": "base" if name == recipe.get("base") else "model",
+                "this merge": f"{name}{f': {own}' if own else ''}; {sums}",
+            }
+        )
+    return rows
 
 
 def _settings(told: Told) -> list[dict[str, str]]:
@@ -523,6 +567,11 @@ def card(
         parts.append(
             f"{cell(base)} after {len(told.steps):,} steps of {cell(info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
         )
+    if told.merged:
+        method = cell(told.merged["recipe"].get("method"))
+        parts.append(
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{RECORD}` beside the weights is the recipe.\n"
+        )
     parts.append(f"## Use it\n\n```python\n{use_code(told, name, _prompt_to_try(told))}\n```\n")
     if measured is not None:
         kind = (
@@ -561,7 +610,8 @@ def card(
             parts.append(
                 f"The first of these lines needs what isn't part of this folder: {', '.join(map(cell, needed))}.\n"
             )
-    limits = [*_LIMITS["reward" if told.kind == "reward" else "policy"], *(f"Not known: {m}." for m in told.missing)]
+    kind_of = "merged" if told.merged else "reward" if told.kind == "reward" else "policy"
+    limits = [*_LIMITS[kind_of], *(f"Not known: {m}." for m in told.missing)]
     if license is None:
         limits.append("No licence is stated, so nobody but its owner may use it.")
     if told.steps and len(told.steps) >= 6 and told.run is not None:

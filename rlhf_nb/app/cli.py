@@ -21,8 +21,10 @@ from rich.text import Text
 from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .lab import fork_command, overopt_command
+from .merging import merge_command
 from .push import push_command
 from .results import show_results
+from .sweep import sweep_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
 from ..core import ConfigError, RunError, printable, suggest
@@ -391,13 +393,15 @@ for _name, _command in (
     ("chat", chat_command),
     ("get", get_command),
     ("push", push_command),
-):  # notebooks 928, 917
+    ("merge", merge_command),
+):  # notebooks 928, 917, 919
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
 app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
+app.command("sweep")(sweep_command(load_config, say_what_to_train))  # notebook 922
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb
 @config_app.command("show")

@@ -20,6 +20,9 @@ from rich.text import Text
 
 from .console import Debug, me, tell, told
 from .talk import _load, manner_of
+from ..decode.decoder import Cost, total
+from ..decode.named import KINDS, DecoderConfig
+from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
 from ..core import ConfigError, DataError, decide_precision, did_you_mean, printable
 from ..data.formats import prompt_text
@@ -74,6 +77,7 @@ class EvalConfig(_Judging):
     slice: str | None = option(None, "column by which scores are told apart; null: the suite's own")
     clusters: int | None = option(None, "tell scores apart by so many clusters of prompts", ge=1)
     embed: bool = option(False, "clusters by the model's own vectors instead of words")
+    decoder: DecoderConfig = option(DecoderConfig(), "how answers are made; decoder=best_of_n:16 (docs/decoding.md)")
     measures: list[RewardEntry] = Field(
         default_factory=list, description="further rewards that are reported, as in rewards"
     )
@@ -281,9 +285,14 @@ def evaluate_suite(
                 (folder / name).unlink(missing_ok=True)
         net, tokenizer, says = loaded or _load(model, config.raw)
         samples = 1 if choice else config.samples or suite.config.samples
+        decoder, paid = (
+            None if config.decoder.kind == "plain" or choice else load_decoder(config.decoder, device=config.device),
+            list[Cost](),
+        )
+        differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
         how = manner_of(
-            tokenizer, says, raw=config.raw, greedy=samples == 1 and config.temperature is None and config.top_p is None,
-            temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens, n=samples,
+            tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
+            temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens, n=differ,
         )  # fmt: skip
         settings: dict[str, Any] = {
             "model": model,
@@ -303,10 +312,13 @@ def evaluate_suite(
                 eos=how.eos or None,
                 system=config.system,
                 raw=config.raw,
+                decoder=decoder,
+                paid=paid,
             )
             work = answer_work(ask, rule, samples)
             settings |= {"seed": config.seed, "system": config.system, "greedy": how.greedy, **how.sampling.to_dict()}
             settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
+            settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
             if suite.config.rule.get("judge"):
                 settings["judge"] = _judge_said(config)
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
@@ -326,6 +338,8 @@ def evaluate_suite(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
         results.save(folder / "results.json")
+        if decoder is not None and paid and say is not None:
+            say(f"decoder {config.decoder}: {total(paid)}")
     return results, folder
 
 

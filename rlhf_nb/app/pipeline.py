@@ -37,6 +37,7 @@ from rlhf_nb.app.gates import (
     settings_text,
     verdict_page,
 )
+from .sweep import best_first
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
@@ -159,6 +160,10 @@ class PipelineConfig(StrictConfig):
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
+        if self.gates is not None and self.gates.choose == "halving" and self.processes > 1:
+            raise ValueError(
+                f"gates.choose is halving, which runs each candidate in one process, and processes is {self.processes}: take choose: next."
+            )
         for key in ("rules", "candidates"):
             for name in getattr(self.gates, key, {}):
                 if name not in self.stages or name == "base":
@@ -326,6 +331,11 @@ class RLHFPipeline:
         return own if own.named or shared is None else own.replace(path=shared)
 
     def stage_config(self, stage: str) -> Any:
+        """A stage's config with everything filled in that follows from its place, and from a candidate that is being tried."""
+        config, tried = self._filled(stage), self.attempts(stage)
+        return config.replace(**self.candidates(stage)[tried - 1]) if tried else config
+
+    def _filled(self, stage: str) -> Any:
         """A stage's config with everything filled in that follows from its place."""
         config: Any = getattr(self.config, stage, None)
         if config is None:
@@ -343,10 +353,13 @@ class RLHFPipeline:
         scorer = self.config.made_by("reward")
         if get(stage).online and not rewarded(config) and scorer is not None:
             over["reward"] = str(self.model_dir(scorer))
-        tried = self.attempts(stage)
-        return config.replace(
-            **merge(over, self.config.gates.candidates[stage][tried - 1]) if tried and self.config.gates else over
-        )
+        return config.replace(**over)
+
+    def candidates(self, stage: str) -> list[dict[str, Any]]:
+        """Settings to try when a stage's gate refuses it: as they are listed, or as a halving has ordered them."""
+        listed = [] if self.config.gates is None else self.config.gates.candidates.get(stage, [])
+        order = read_json(self.path / "candidates" / stage / "order.json").get("order", [])
+        return [listed[i] for i in order] if sorted(order) == list(range(len(listed))) else listed
 
     def attempts(self, stage: str) -> int:
         """How many attempts at a stage its gate has refused, as far as there are candidates for the next."""
@@ -423,7 +436,7 @@ class RLHFPipeline:
         """
         saved = (self.path / "config.yaml").exists()
         if saved and overwrite and not resume:
-            for left in ("base", *methods(), "figures", "rejected"):
+            for left in ("base", *methods(), "figures", "rejected", "candidates"):
                 shutil.rmtree(self.path / left, ignore_errors=True)
             for name in ("results.json", "gates.json", "gates.html"):
                 (self.path / name).unlink(missing_ok=True)
@@ -480,11 +493,13 @@ class RLHFPipeline:
         if gates is None or stage == "base":
             self.stage(stage, resume, overwrite)
             return True
-        limit = len(gates.candidates.get(stage, [])) + 1
+        limit = len(self.candidates(stage)) + 1
         while True:
             refused = self._refused(stage)
             if refused >= limit:
                 break
+            if refused == 1 and limit > 2 and gates.choose == "halving" and not self.finished(stage):
+                best_first(self._filled(stage), getattr(self.config, stage), self.path, gates, self.say)
             self.stage(stage, resume, overwrite)
             known = read_json(self.path / stage / "gate.json")
             verdict = Verdict.from_dict(known) if known else self._look(stage, gates)
@@ -493,7 +508,13 @@ class RLHFPipeline:
             self.say(f"{stage}: refused by its gate. {verdict.reasons}")
             self._reject(stage)
             if refused + 1 < limit:
-                self.say(f"{stage}: trying {settings_text(gates.candidates[stage][refused])}")
+                halve = gates.choose == "halving" and refused == 0 and limit > 2
+                words = (
+                    "its candidates are compared"
+                    if halve
+                    else f"trying {settings_text(self.candidates(stage)[refused])}"
+                )
+                self.say(f"{stage}: {words}")
         last = [v for v in self.verdicts if v.stage == stage][-1]
         words = f"{stage} didn't pass its gate ({last.reasons}). The model before it stays: {self.final_model()}. See {self.path / 'gates.html'}."
         if gates.on_failure == "stop":
@@ -531,7 +552,7 @@ class RLHFPipeline:
             metrics |= numbers
         checks += check_rules(metrics, gates.rules.get(stage, []))
         tried = self.attempts(stage)
-        verdict = Verdict(stage, tried, tuple(checks), gates.candidates[stage][tried - 1] if tried else {})
+        verdict = Verdict(stage, tried, tuple(checks), self.candidates(stage)[tried - 1] if tried else {})
         write_json(self.path / stage / "gate.json", verdict.to_dict())
         said = [*(v.to_dict() for v in self.verdicts), verdict.to_dict()]
         final = self.model_dir(stage) if verdict.passed and get(stage).leaves == "policy" else self._before(stage)

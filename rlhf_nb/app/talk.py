@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from .console import Debug, me, tell, told
-from ..config import ModelConfig, SamplingConfig
+from ..config import ModelConfig, SamplingConfig, parse_overrides
 from rlhf_nb.core import (
     ConfigError,
     DataError,
@@ -26,11 +26,14 @@ from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
 from ..models.load import find_model, is_toy, load_causal_lm, load_tokenizer, pretrained
+from ..decode.decoder import Decoder, Plain
+from ..decode.named import KINDS, DecoderConfig
+from ..types import PromptBatch
 from ..models.places import SHORT_NAMES, cache_folder, find_copy
 
 # %% auto #0
-__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'sample_command', 'chat_command',
-           'get_command']
+__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings', 'sample_command',
+           'chat_command', 'get_command']
 
 # %% ../../nbs/928_app_talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")
@@ -159,6 +162,7 @@ class Partner:
         system: instructions at the start; None: the template's.
         says: of the model's generation config.
         seed: with the number of the turn it determines what is drawn.
+        decoder: who makes the answers, which then come whole; None: they come word by word.
 
     Raises:
         ModelError: there is no chat template.
@@ -166,7 +170,7 @@ class Partner:
 
     def __init__(
         self, model: Any, tokenizer: Any, manner: Manner, name: str = "", system: str | None = None,
-        says: dict[str, Any] | None = None, seed: int = 0,
+        says: dict[str, Any] | None = None, seed: int = 0, decoder: Decoder | None = None,
     ) -> None:  # fmt: skip
         if not manner.chat:
             raise ModelError(
@@ -174,7 +178,7 @@ class Partner:
             )
         self.model, self.tokenizer, self.manner, self.name, self.seed = model, tokenizer, manner, name, seed
         self.says = {k: v for k, v in (says or {}).items() if k in _OTHERS}
-        self.turns = 0
+        self.turns, self.decoder = 0, decoder
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
@@ -215,6 +219,8 @@ class Partner:
             ids, left_out = self.prompt()
             if left_out:
                 tell(f"Note: the {left_out} oldest turns no longer fit the model's window and are left out.")
+            if self.decoder is not None:
+                return self._whole(ids, say)
             s, device = self.manner.sampling, self.model.get_input_embeddings().weight.device
             how: dict[str, Any] = {
                 "max_new_tokens": s.max_new_tokens,
@@ -238,9 +244,27 @@ class Partner:
         except BaseException:
             self.history.pop()
             raise
+        return self._said(pieces.text)
+
+    def _whole(self, ids: list[int], say: Callable[[str], None]) -> str:
+        """The decoder's answer to these tokens, and its bill."""
+        assert self.decoder is not None
+        device = self.model.get_input_embeddings().weight.device
+        asked = PromptBatch.from_lists([ids], prompts=[list(self.history)]).to(device)
+        r = self.decoder.generate(
+            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer, seed=derive_seed(self.seed, "chat", self.turns),
+            greedy=self.manner.greedy, eos=self.manner.eos or None,
+        )  # fmt: skip
+        text = r.texts[0].strip()
+        say(text)
+        tell(f"\n({self.decoder.cost})", end="")
+        return self._said(text)
+
+    def _said(self, text: str) -> str:
+        """Remember an answer."""
         self.turns += 1
-        self.history.append({"role": "assistant", "content": pieces.text.strip()})
-        return pieces.text
+        self.history.append({"role": "assistant", "content": text.strip()})
+        return text
 
 # %% ../../nbs/928_app_talk.ipynb #f1e0d35d
 HELP = "/reset: forget what was said · /system TEXT: begin anew with these instructions · /quit or Ctrl-D: end · Ctrl-C: stop an answer"
@@ -346,6 +370,49 @@ _TopP = typer.Option(
 _Greedy = typer.Option(False, "--greedy", help="the likeliest token instead of a drawn one")
 _System = typer.Option(None, help="instructions; default: those in the model's template")
 _Seed = typer.Option(0, min=0, help="of the draw")
+_Decoder = typer.Option(
+    None, metavar="KIND[:N]", help=f"{', '.join(KINDS)}; for example best_of_n:16 (docs/decoding.md)"
+)
+_Reward = typer.Option(
+    None, help="what a decoder chooses by: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"
+)
+_Options = typer.Option(
+    None, "--set", metavar="KEY=VALUE", help="further settings of the decoder, such as draft=FOLDER, tau=0.5"
+)
+
+
+def decoder_settings(decoder: str | None, reward: str | None, more: Sequence[str] | None) -> DecoderConfig | None:
+    """The decoder that a command line asks for; None: nobody did.
+
+    Args:
+        decoder: kind, and behind a colon its main number.
+        reward: as it was typed.
+        more: KEY=VALUE texts.
+
+    Raises:
+        ConfigError: an unknown kind or setting, or settings for no decoder.
+    """
+    said = parse_overrides([*([f"reward={reward}"] if reward else []), *(more or [])])
+    if decoder is None:
+        if said:
+            raise ConfigError(
+                f"{next(iter(said))} belongs to a decoder, and none is named: add --decoder best_of_n:16, for example."
+            )
+        return None
+    return DecoderConfig.model_validate({"kind": decoder, **said})
+
+
+def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> Decoder | None:
+    """The decoder with its models; greedy was asked for only where it makes sense."""
+    if settings is None:
+        return None
+    if greedy and KINDS[settings.kind].draws:
+        raise ConfigError(
+            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is nothing to choose from."
+        )
+    from rlhf_nb.train.decoders import load_decoder
+
+    return load_decoder(settings, device=str(device))
 
 
 def _load(name: str, raw: bool = False) -> tuple[Any, Any, dict[str, Any]]:
@@ -370,16 +437,19 @@ def sample_command(
     raw: bool = typer.Option(False, "--raw", help="continue the bare text, without the chat template"),
     system: str = _System,
     seed: int = _Seed,
+    decoder: str = _Decoder,
+    reward: str = _Reward,
+    more: list[str] = _Options,
     chat: bool = typer.Option(False, "--chat", hidden=True),  # what is done anyway where there is a template
     debug: bool = Debug,
 ) -> None:
     """Let a model answer prompts. A chat model is spoken to through its template and draws as its makers say; --raw continues the bare text."""
     with told(debug):
-        from rlhf_nb.rollout import sampler
-
+        settings = decoder_settings(decoder, reward, more)
         net, tokenizer, says = _load(model, raw)
         how = manner_of(
-            tokenizer, says, raw=raw, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=n
+            tokenizer, says, raw=raw, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
+            n=max(n, 2) if settings is not None and KINDS[settings.kind].draws and not greedy else n,
         )  # fmt: skip
         if chat and not how.chat:
             raise ConfigError(
@@ -391,9 +461,11 @@ def sample_command(
                 f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which sample leaves out; {me()} chat obeys it."
             )
         texts = [mended(p).replace("\\n", "\n") for p in prompts]
-        batch = prompt_batch(tokenizer, texts, system, raw).to(net.get_input_embeddings().weight.device)
-        tell(f"({how})")
-        answers = sampler.sample(
+        device = net.get_input_embeddings().weight.device
+        maker = _load_decoder(settings, greedy, device)
+        batch = prompt_batch(tokenizer, texts, system, raw).to(device)
+        tell(f"({how})" if settings is None else f"({how}; decoder {settings})")
+        answers = (maker or Plain()).generate(
             net, batch, how.sampling, tokenizer=tokenizer, seed=seed, num_samples=n, greedy=how.greedy, eos=how.eos or None
         )  # fmt: skip
         for i, text in enumerate(texts):
@@ -401,6 +473,8 @@ def sample_command(
             for row in range(i * n, (i + 1) * n):
                 cut = "" if bool(answers.finished[row]) or not how.chat else " …"
                 tell(f"  → {answers.texts[row].strip()}{cut}", err=False)
+        if maker is not None:
+            tell(f"({maker.cost})")
 
 
 def chat_command(
@@ -416,6 +490,9 @@ def chat_command(
     top_p: float = _TopP,
     greedy: bool = _Greedy,
     seed: int = _Seed,
+    decoder: str = _Decoder,
+    reward: str = _Reward,
+    more: list[str] = _Options,
     debug: bool = Debug,
 ) -> None:
     """Talk to a chat model, word by word; /reset, /system, /quit. Lines may come from a pipe."""
@@ -425,14 +502,20 @@ def chat_command(
             raise ConfigError(
                 f"nobody to talk to: name a model, such as {me()} chat smollm2, or two: {me()} chat --compare A B."
             )
-        partners = []
+        partners, settings = [], decoder_settings(decoder, reward, more)
         for name in names:
             net, tokenizer, says = _load(name)
+            drawn = settings is not None and KINDS[settings.kind].draws and not greedy
             how = manner_of(
-                tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens
-            )
-            partners.append(Partner(net, tokenizer, how, name, system, says, seed))
-            tell(f"({name}: {how})")
+                tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=2 if drawn else 1
+            )  # fmt: skip
+            maker = _load_decoder(settings, greedy, net.get_input_embeddings().weight.device)
+            if maker is not None and how.unused:
+                tell(
+                    f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which a decoder leaves out."
+                )
+            partners.append(Partner(net, tokenizer, how, name, system, says, seed, maker))
+            tell(f"({name}: {how})" if settings is None else f"({name}: {how}; decoder {settings})")
         converse(partners)
 
 

@@ -25,7 +25,8 @@ from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
 from .metrics import is_refusal
 from ..rewards.answers import extract_choice
-from ..rollout.sampler import eval_mode, sample
+from ..decode.decoder import Cost, Decoder, Plain
+from ..rollout.sampler import eval_mode
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
 from ..types import Completions
@@ -250,7 +251,7 @@ Ask = Callable[[Sequence[Any], int], Said]  # prompts, answers to each
 
 def model_asker(
     model: Any, tokenizer: Any, sampling: SamplingConfig, *, seed: int = 0, greedy: bool = True, eos: list[int] | None = None,
-    system: str | None = None, raw: bool = False,
+    system: str | None = None, raw: bool = False, decoder: Decoder | None = None, paid: list[Cost] | None = None,
 ) -> Ask:  # fmt: skip
     """A model that answers prompts.
 
@@ -261,11 +262,18 @@ def model_asker(
         seed: of what is drawn; greedy: the likeliest tokens instead.
         eos: tokens that end an answer, if not the model's own.
         system: instructions in front; raw: the bare text is continued.
+        decoder: how answers are made; None: plainly.
+        paid: a list that is told what each call of the decoder cost.
     """
+    maker = decoder or Plain()
 
     def ask(prompts: Sequence[Any], samples: int) -> Said:
         batch = prompt_batch(tokenizer, list(prompts), system, raw).to(model.get_input_embeddings().weight.device)
-        r = sample(model, batch, sampling, tokenizer=tokenizer, seed=seed, num_samples=samples, greedy=greedy, eos=eos)
+        r = maker.generate(
+            model, batch, sampling, tokenizer=tokenizer, seed=seed, num_samples=samples, greedy=greedy, eos=eos
+        )
+        if paid is not None and maker.cost is not None:
+            paid.append(maker.cost)
         return Said([t.strip() for t in r.texts], r.completion_lens.tolist(), r.finished.tolist())
 
     return ask

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .support import enabled
+from .workers import HUGE
 
 # %% auto #0
 __all__ = ['PACK', 'rms_norm', 'rotate', 'rotary_table', 'plain_weight', 'half_copies', 'half_of', 'rounded_products',
@@ -136,23 +140,50 @@ def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     return merged, bias
 
 # %% ../../nbs/158_fast_linear.ipynb #5b1e0a02
-_copies: ContextVar[Mapping[tuple[int, torch.Size], Tensor] | None] = ContextVar("half_copies", default=None)
+class _Copies:
+    """Weights that don't change for a while, each rounded when it is first asked for.
+
+    Args:
+        weights: of linear layers.
+        dtype: what they are rounded to.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], dtype: torch.dtype) -> None:
+        self.known, self.dtype, self.lock = {_key(w) for w in weights}, dtype, Lock()
+        self.made: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy of a weight, the same for all threads; None of a weight that isn't among these."""
+        key = _key(weight)
+        if dtype != self.dtype or key not in self.known:
+            return None
+        with self.lock, torch.inference_mode(False):
+            if key not in self.made:
+                self.made[key] = weight.detach().to(dtype)
+            return self.made[key]
+
+
+_copies: ContextVar[_Copies | None] = ContextVar("half_copies", default=None)
 
 
 @contextmanager
 def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, `half_of` finds one copy of each linear layer's weight, made here, instead of making one at each call.
+    """Inside, `half_of` makes one copy of each linear layer's weight and finds it again, instead of making one at each call.
 
     Args:
-        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the weights.
+        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the weights. Above a billion
+            parameters nothing is kept: copies are half as large as the model.
         dtype: of products; None, or float32 and wider: nothing is copied.
     """
-    if dtype is None or dtype.itemsize >= 4 or _copies.get():
+    if dtype is None or dtype.itemsize >= 4 or _copies.get() is not None or not enabled():
         yield
         return
-    weights = [m.weight for m in module.modules() if type(m) is nn.Linear]
-    made = {_key(w): w.detach().to(dtype) for w in weights if _is_wide(w)}
-    token = _copies.set(made)
+    layers = [m.weight for m in module.modules() if type(m) is nn.Linear]
+    weights = [w for w in layers if type(w) is nn.Parameter and w.numel() and _is_wide(w)]  # no rank's part of one
+    if not weights or sum(w.numel() for w in weights) > HUGE:
+        yield
+        return
+    token = _copies.set(_Copies(weights, dtype))
     try:
         yield
     finally:
@@ -170,10 +201,10 @@ def _key(w: Tensor) -> tuple[int, torch.Size]:
 
 
 def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in another number format: the copy that `half_copies` made, or a new one."""
+    """A weight in another number format: the one copy inside `half_copies`, or a new one."""
     copies = _copies.get() if dtype != weight.dtype else None
-    found = copies.get(_key(weight)) if copies else None
-    return found if found is not None and found.dtype == dtype else weight.detach().to(dtype)
+    found = copies.of(weight, dtype) if copies else None
+    return weight.detach().to(dtype) if found is None else found
 
 
 class _RoundedProducts(torch.autograd.Function):

@@ -35,11 +35,11 @@ class Sampler(Protocol):
 
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False,
+        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None.
 
-        greedy: the likeliest token instead of a drawn one.
+        greedy: the likeliest token instead of a drawn one; eos: tokens that end an answer, if not the model's own.
         """
         ...
 
@@ -60,12 +60,12 @@ class OurSampler:
 
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False,
+        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """See `Sampler`."""
         used: list[int] = []
         r = sample(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy,
+            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos,
             batch_size=self.batch_size, cache_bytes=self.cache_bytes, used=used,
         )  # fmt: skip
         self.slots_in_use = int(r.completion_lens.sum()) / sum(used)
@@ -113,7 +113,7 @@ class TransformersContinuous:
 
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False,
+        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -124,7 +124,8 @@ class TransformersContinuous:
                     f"{self.name} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto."
                 )
         bare: Any = unwrapped(model)
-        rows, eos, pad = len(prompts) * num_samples, eos_ids(bare, tokenizer), pad_id(tokenizer)
+        rows, pad = len(prompts) * num_samples, pad_id(tokenizer)
+        eos = eos_ids(bare, tokenizer) if eos is None else eos
         each = math.ceil(check_request(bare, prompts, sampling, num_samples) / self.page_size) + 1
         pages = self.cache_bytes // (cache_bytes_per_token(bare) * self.page_size)  # at least for one row
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

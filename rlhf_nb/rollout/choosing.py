@@ -105,15 +105,31 @@ class Chooser:
         Returns:
             Tokens int64[B], their log-probs [B] at the temperature, *before* minimum length and filters, and bool[B]: is it an EOS?
         """
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        warm = logits / self.sampling.temperature if self.sampling.temperature != 1.0 else logits
-        logps = torch.log_softmax(warm, -1)
-        allowed = self._without_eos(logps, position)
+        logps, allowed = self._allowed(logits, position)
         if self.greedy or u is None:
             tokens = allowed.argmax(-1)
         else:
             tokens = inverse_cdf(filter_logps(allowed, self.sampling).exp(), u)
         return tokens, logps.gather(-1, tokens[:, None]).squeeze(-1), self.ended(tokens)
+
+    def weights(self, logits: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+        """What a token is drawn from.
+
+        Args:
+            logits, position: as for a call.
+
+        Returns:
+            Log-probs [B, V] at the temperature, before minimum length and filters, and the unnormalised weights [B, V] after them.
+        """
+        logps, allowed = self._allowed(logits, position)
+        return logps, filter_logps(allowed, self.sampling).exp()
+
+    def _allowed(self, logits: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+        "Log-probs at the temperature, and the same without an EOS that comes too early."
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        warm = logits / self.sampling.temperature if self.sampling.temperature != 1.0 else logits
+        logps = torch.log_softmax(warm, -1)
+        return logps, self._without_eos(logps, position)
 
     def _without_eos(self, logps: Tensor, position: int | Tensor) -> Tensor:
         "EOS is forbidden before the minimum length."

@@ -262,6 +262,11 @@ class Engine:
         crew = self._replicas_of(method.module)
         with split_among(crew.workers if crew else 1):
             micros = method.micro_batches(mini)
+        steady = self.device.type == "cpu" and self.strategy.name in ("single", "ddp")  # else weights come and go
+        copies = half_copies(method.module, self.precision.compute_dtype if steady else None)
+        if crew is None and steady:
+            with copies:
+                return list(self._one_by_one(method, micros, counts))
         if crew is None:
             return self._one_by_one(method, micros, counts)
 
@@ -273,7 +278,7 @@ class Engine:
             [learnt] = self._one_by_one(through, [micro], counts)
             return learnt
 
-        with half_copies(method.module, self.precision.compute_dtype):
+        with copies:
             return crew.run(alone, micros, [method.cost(micro) for micro in micros])
 
     def _one_by_one(

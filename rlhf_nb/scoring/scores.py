@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core import ConfigError, DataError, ModelError
 from ..fast.attention import branches_pay, flex_mask, flex_works
 from ..fast.blocks import decode_states
+from ..fast.linear import half_copies
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
 from rlhf_nb.scoring.head import (
@@ -256,8 +257,15 @@ def completion_logps(
         value = h.new_zeros(len(h)) if value_head is None else _flat(value_head(h))
         return index[p.rows], p.cols, value, *read_head(head, h, p.targets, how)
 
-    found = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
+    with half_copies(model, _rounded(c)):
+        found = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read, tied)
     return _token_scores(found, c, entropy, value_head is not None, log_sum_sq)
+
+
+def _rounded(c: Completions) -> torch.dtype | None:
+    """What weights are rounded to on a CPU where nobody learns, so that all passes may share one copy; None elsewhere."""
+    alone = c.prompt_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+    return torch.get_autocast_dtype("cpu") if alone else None
 
 
 def _token_scores(

@@ -26,6 +26,8 @@ from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
+from ..decode.named import DecoderConfig
+from .decoders import check_learnable, load_decoder
 from .entries import RewardEntry, from_entries, load_models
 from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.answers import Number
@@ -81,6 +83,10 @@ class OnlineConfig(TrainConfig):
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
+    decoder: DecoderConfig = option(
+        DecoderConfig(),
+        "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
+    )
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
@@ -259,6 +265,10 @@ class OnlineMethod(TextMethod):
                     stacklevel=2,
                 )
         self.sampler: Sampler = make_sampler(config.sampling)
+        if config.decoder.kind != "plain":
+            decoder = load_decoder(config.decoder, self.rewards, config.device, config.model.trust_remote_code)
+            check_learnable(decoder, config.decoder, self.name, self.imitates)
+            self.sampler = decoder
         self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
         self._collected: dict[str, float] = {}
         self._warned = False
@@ -267,6 +277,11 @@ class OnlineMethod(TextMethod):
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `advantages`."""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether it learns from good answers, whoever gave them; a policy gradient needs the policy's own."""
+        return False
 
     def controls(self) -> dict[str, Control]:
         """The sampling temperature, and the price of a nat where there is a reference."""

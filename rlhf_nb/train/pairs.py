@@ -79,6 +79,11 @@ class PairMethod(OnlineMethod):
     keeps_reference = True
     config: OnlineDPOConfig
 
+    @property
+    def imitates(self) -> bool:
+        """Of two answers of whomever the better one is preferred; against another opponent both sides must be who they say they are."""
+        return self.config.opponent == "policy" and self.config.loss != "nash_md"
+
     def controls(self) -> dict[str, Control]:
         """The sampling temperature; the price of drift is `beta`, which doesn't move."""
         return {"temperature": super().controls()["temperature"]}

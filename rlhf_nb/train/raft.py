@@ -50,6 +50,11 @@ class RAFT(OnlineMethod):
     columns = ("reward", "reward_std", "raft/kept", "completions/mean_length", "loss", "lr")
     config: RAFTConfig
 
+    @property
+    def imitates(self) -> bool:
+        """Good answers are imitated, whoever gave them."""
+        return True
+
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """1 for the best answers of each group whose answers differ in reward, 0 for the others."""

@@ -1,0 +1,81 @@
+"""A sweep over settings: killed and begun again it ends with the same table, in one process or two; what fails is told and left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_nb.core import RunError
+from rlhf_nb.train.candidates import Range
+from rlhf_nb.train.dpo import DPOConfig
+from rlhf_nb.train.registry import get
+from rlhf_nb.train.sft import SFTConfig
+from rlhf_nb.train.sweep import sweep
+
+SMALL: dict[str, Any] = {"steps": 3, "epochs": None, "mini_batch_size": 8, "data": {"eval_size": 16}, "console": False}
+WORDS = ["optimizer.lr=1e-5,1e-3,2e-3", "steps=3", "epochs=null", "mini_batch_size=8", "data.eval_size=16"]
+OVER = {"optimizer.lr": [1e-5, 1e-3, 2e-3]}
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
+    """kill -9 in the middle of a halving with two workers; these end with it, and the same line ends with the same table."""
+    line = [sys.executable, "-m", "rlhf_nb", "sweep", "sft", "--toy", *WORDS, "--search", "halving", "--seeds", "2", "--processes", "2", "--to", str(tmp_path / "killed")]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while (
+        not list((tmp_path / "killed").glob("*/*/rounds.json")) and time.monotonic() < limit and running.poll() is None
+    ):
+        time.sleep(0.05)
+    assert running.poll() is None, "it ended before it could be killed"
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Winner: optimizer.lr=0.002" in done.stdout, done.stdout + done.stderr
+    whole = sweep(SFTConfig.preset("toy", **SMALL), OVER, tmp_path / "whole", search="halving", seeds=2)
+    killed = json.loads((tmp_path / "killed" / "sweep.json").read_text())
+    assert killed == json.loads((tmp_path / "whole" / "sweep.json").read_text())
+    assert whole.model().is_dir() and not list((tmp_path / "whole").glob("*/*/checkpoints"))
+
+
+def test_what_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One candidate's runs fail; the others are compared. Where all fail, the reason is the error."""
+    begin = get("dpo").trainer
+
+    def broken(config: Any) -> Any:
+        if config.beta > 0.3:
+            raise RunError("no memory is left")
+        return begin(config)
+
+    monkeypatch.setattr("rlhf_nb.train.stage.of", lambda config: _with(get("dpo"), broken))
+    base = DPOConfig.preset("toy", **{**SMALL, "steps": 2})
+    made = sweep(base, {"beta": [0.1, 0.5]}, tmp_path / "a", seeds=1)
+    assert (
+        made.best == {"beta": 0.1}
+        and "seed 0: no memory is left" in made.table[1].failed
+        and "One seed" in made.notes[0]
+    )
+    with pytest.raises(RunError, match="every candidate failed; beta=0.5, seed 0: no memory"):
+        sweep(base, {"beta": [0.5, 0.6]}, tmp_path / "b", seeds=1)
+
+
+def _with(method: Any, trainer: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(method, trainer=trainer)
+
+
+def test_hyperband_draws_and_a_larger_sweep_keeps_what_is_there(tmp_path: Path) -> None:
+    base, over = SFTConfig.preset("toy", **{**SMALL, "steps": 4}), {"optimizer.lr": Range(1e-5, 3e-3, log=True)}
+    made = sweep(base, over, tmp_path / "h", search="hyperband", eta=2, least=0.5, seeds=1)
+    assert [len({s.share for s in made.table}), len(made.table)] == [2, 4] and made.cost == 3.5
+    rows = {json.dumps(s.candidate): s.share for s in made.table}
+    assert sorted(rows.values()) == [0.5, 1.0, 1.0, 1.0]
