@@ -16,7 +16,7 @@ def requirements(key: str) -> list[str]:
     return cfg.get(key, "").split()
 
 
-extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "gguf", "browser", "dev")}
+extras = {name: requirements(f"{name}_requirements") for name in ("deepspeed", "trackers", "qlora", "verify", "gguf", "lm_eval", "browser", "dev")}
 extras["test"] = extras["dev"] + extras["deepspeed"] + extras["verify"] + extras["gguf"] + ["tensorboard"]
 
 setup(

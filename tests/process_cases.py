@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,54 @@ def nash_md(**over: Any) -> Any:
     return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
 
 
+def evaluations(root: Path, held: int = 7, skip: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """What every kind of method measures on held-out rows before it learns anything; one row stands there twice.
+
+    Args:
+        root: of the runs.
+        held: rows that are held out.
+        skip: methods to leave out.
+    """
+    from rlhf_nb.data import toy
+    from rlhf_nb.data.convert import to_unpaired
+    from rlhf_nb.train.distill import DistillConfig, DistillTrainer
+    from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+    from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+    from rlhf_nb.train.reward import RewardConfig, RewardTrainer
+    from rlhf_nb.train.sft import SFTConfig, SFTTrainer
+
+    pairs = toy.preference_rows(held, 9)
+    asked = toy.test_prompts(held, 9)
+    said = toy.sft_rows(held, 9)
+    for rows in (pairs, asked, said):
+        rows[-1] = rows[0]
+    short = {"sampling": {"max_new_tokens": 10}}
+    learnt, prompts = toy.preference_rows(16), {"rows": toy.train_prompts(16), "eval_rows": asked}
+    unpaired = {"rows": list(to_unpaired(learnt)), "eval_rows": list(to_unpaired(pairs[: held // 2 + 1]))[:held]}
+    todo: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+        "sft": (SFTConfig, SFTTrainer, {}, {"rows": toy.sft_rows(16), "eval_rows": said}),
+        "reward": (RewardConfig, RewardTrainer, {"ensemble_size": 2}, {"rows": learnt, "eval_rows": pairs}),
+        "dpo": (DPOConfig, DPOTrainer, {}, {"rows": learnt, "eval_rows": pairs}),
+        "kto": (KTOConfig, KTOTrainer, {}, unpaired),
+        "grpo": (GRPOConfig, GRPOTrainer, {"kl_coef": 0.05, "num_generations": 4, **short}, {"reward": toy.gold_reward, **prompts}),
+        "distill": (DistillConfig, DistillTrainer, short, {"teacher": toy.build_model(1), **prompts}),
+    }  # fmt: skip
+    for name in [*skip, *(["kto"] if held == 1 else [])]:  # which needs two prompts
+        todo.pop(name, None)
+    out = {}
+    for name, (config, trainer, settings, parts) in todo.items():
+        run = trainer(config.preset("toy", **common(output_dir=str(root / name), **settings)), *toy_model(), **parts)
+        if name in ("dpo", "kto", "grpo"):  # a policy that is no longer its reference
+            import torch
+
+            with torch.no_grad():
+                for p in run.method.model.parameters():
+                    p.mul_(1.05)
+        out[name] = run.evaluate()
+    return out
+
+
 CASES = {f.__name__: f for f in (sft, reward, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
 LORA = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
@@ -212,7 +261,12 @@ def main(cases: str, root: Path, over: dict[str, Any]) -> None:
     import torch
 
     resume = over.pop("resume", False)
-    for case in cases.split(","):
+    if cases.startswith("evaluations"):
+        torch.set_num_threads(1)
+        found = [evaluations(root, held, **over) for held in (7, 1)]
+        (root / f"evaluations-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+        cases = ""
+    for case in filter(None, cases.split(",")):
         rank_main(case, root / case if "," in cases else root, resume, **over)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -322,3 +322,35 @@ def test_mt_bench_killed_twice_gives_the_same_numbers(tmp_path: Path) -> None:
     results = Results.read(killed)
     print({k: str(results.metrics[k]) for k in ("score", "turn_1", "turn_2", "length", "finished")})
     assert len(results.rows) == 80 and len(results.slices) == 8
+
+
+def test_truthfulqa_as_it_is_on_the_hub(tmp_path: Path) -> None:
+    """MC1 is decided among its own choices, MC2's mass among its own; both as if each were a row by itself."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.evaluate.suites import choice_work, load_suite
+
+    one = {"choices": ["Owls live in the forest.", "Owls live in the sea."], "labels": [1, 0]}
+    two = {
+        "choices": ["Owls live in the forest.", "They live in the forest.", "Owls live in the desert."],
+        "labels": [1, 1, 0],
+    }
+    row = {"question": "Visitor: Where do owls live?\nPip:", "mc1_targets": one, "mc2_targets": two}
+    apart = [
+        {"question": row["question"], "choices": s["choices"], "answer": [i for i, x in enumerate(s["labels"]) if x]}
+        for s in (one, two)
+    ]
+    work, found = choice_work(toy.build_model(0, "tiny"), toy.build_tokenizer()), []
+    for name, rows in (("hub", [row]), ("apart", apart)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        found.append([lines[0]["scores"] for lines in work(load_suite("truthfulqa", tmp_path / f"{name}.jsonl").rows)])
+    (hub,), (first, second) = found
+    assert (
+        hub["score"] == first["score"]
+        and hub["said"] == pytest.approx(first["said"], rel=1e-4)
+        and hub["mass"] == pytest.approx(second["mass"], rel=1e-4)
+    )
+    (tmp_path / "broken.jsonl").write_text(
+        json.dumps({**row, "mc1_targets": {"choices": ["a"], "labels": [1, 0]}}) + "\n"
+    )
+    with pytest.raises(DataError, match="as many labels"):
+        load_suite("truthfulqa", tmp_path / "broken.jsonl")

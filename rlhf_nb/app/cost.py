@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ..config import LoraSettings, SamplingConfig
 from ..core import Precision
+from ..fast.linear import half_copies
+from ..fast.workers import Replicas, workers_of_size
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
@@ -24,7 +26,7 @@ from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'Cost', 'step_cost', 'Estimate',
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost', 'Estimate',
            'estimate']
 
 # %% ../../nbs/918_app_cost.ipynb #156544a2
@@ -95,6 +97,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
         sampling: of answers; None: there are none.
     """
     shape = shape_of(model_config)
+    workers = cores(shape, job)
     c = _rows(job, shape.hidden)
     found: dict[str, list[float]] = {"forward": [], "learn": [], "decode": []}
     n, k = row_tokens(job, shape.hidden)
@@ -108,9 +111,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
             with torch.no_grad():
                 completion_logps(net, c)
 
-        def learn(net: Any = net) -> None:
-            torch.autograd.backward(completion_logps(net, c).logps.sum())
-            net.zero_grad(set_to_none=True)
+        learn = _learning(net, lambda part: torch.autograd.backward(completion_logps(part, c).logps.sum()), workers)
 
         def draw(new: int, net: Any = net) -> None:
             how = SamplingConfig(max_new_tokens=new)
@@ -121,14 +122,38 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
         for name, seconds in zip(("forward", "learn", "decode"), times):
             found[name].append(seconds)
     layer = {name: max(0.0, (three - one) / 2) for name, (one, three) in found.items()}
+    layer["learn"] /= workers  # each has learnt from all rows
     weights = [p for p in net.parameters() if p.requires_grad]
     return Speed(
-        layer["forward"] / tokens, layer["learn"] / tokens, *_head(shape, lora is None),
+        layer["forward"] / tokens, layer["learn"] / tokens, *_head(shape, lora is None, workers),
         layer["decode"] / answers, _choice(shape, answers, sampling) / answers if sampling is not None else 0.0, _adam(weights),
     )  # fmt: skip
 
 
-def _head(shape: Shape, trains: bool) -> tuple[float, float]:
+def cores(shape: Shape, job: Job) -> int:
+    """How many cores take rows of their own in an update, by the rule of training (notebook 155)."""
+    trained = shape.lora(job.lora) if job.lora else shape.total
+    decoders = max(1, job.decoders)
+    return workers_of_size((shape.total + (trained if job.lora else 0)) * decoders, trained * decoders)
+
+
+def _learning(module: nn.Module, work: Callable[[nn.Module], Any], workers: int) -> Callable[[], None]:
+    """A forward and backward pass as training makes it: by one thread of many, or by each core for itself."""
+    crew = Replicas(module, workers) if workers > 1 else None
+    half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+    def learn() -> None:
+        if crew is None:
+            work(module)
+        else:
+            with half_copies(module, half):
+                crew.run(lambda part, _: work(part), range(workers))
+        module.zero_grad(set_to_none=True)
+
+    return learn
+
+
+def _head(shape: Shape, trains: bool, workers: int) -> tuple[float, float]:
     """Seconds of a predicted token, without and with gradient."""
     head = nn.Linear(shape.hidden, shape.vocab, bias=False, device="meta").to_empty(device="cpu")
     nn.init.constant_(head.weight, 0.01).requires_grad_(trains)
@@ -143,11 +168,10 @@ def _head(shape: Shape, trains: bool) -> tuple[float, float]:
         with torch.no_grad():
             read_head(head, states, targets, how)
 
-    def learn() -> None:
-        torch.autograd.backward(read_head(head, states.clone().requires_grad_(True), targets, how)[0].sum())
-        head.zero_grad(set_to_none=True)
+    def read(part: nn.Module) -> None:
+        torch.autograd.backward(read_head(part, states.clone().requires_grad_(True), targets, how)[0].sum())
 
-    return _timed(score) / n, _timed(learn) / n
+    return _timed(score) / n, _timed(_learning(head, read, workers)) / n / workers
 
 
 def _choice(shape: Shape, answers: int, sampling: SamplingConfig) -> float:

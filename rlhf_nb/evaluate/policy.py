@@ -24,8 +24,8 @@ from ..rollout.backends import make_sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'pass_curve', 'vote_accuracy',
-           'before_after', 'markdown_table']
+__all__ = ['WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'in_turns', 'pass_curve',
+           'vote_accuracy', 'before_after', 'markdown_table']
 
 # %% ../../nbs/490_evaluate_policy.ipynb #4735b549
 class WinRate(NamedTuple):
@@ -204,6 +204,24 @@ def evaluate(
     own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
     k1, k3 = (torch.where(rollout.completion_mask, kl_estimate(own, ref, k), 0.0).sum(1).double().cpu() for k in _KINDS)
     return PolicyEval(rollout, scores, k1, k3)
+
+# %% ../../nbs/490_evaluate_policy.ipynb #1f541103
+def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
+    """One evaluation of shares `prompts[rank::world]`, in the order of the prompts.
+
+    Args:
+        parts: of each rank; None where it had no prompt.
+        pad_id: fills token columns where ranks have different widths.
+    """
+    found = [p for p in parts if p is not None]
+    if len(found) == 1:
+        return found[0]
+    order = torch.tensor([j * len(parts) + r for r, p in enumerate(found) for j in range(len(p.prompts))]).argsort()
+    rollout = Rollout.cat([p.rollout.to("cpu") for p in found], pad_id)[order]
+    scores = {k: torch.cat([p.scores[k] for p in found])[order] for k in found[0].scores}
+    k1, k3 = ([getattr(p, k) for p in found] for k in ("kl_k1", "kl_k3"))
+    kl = [None if parts_[0] is None else torch.cat(parts_)[order] for parts_ in (k1, k3)]
+    return PolicyEval(rollout, scores, *kl)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #2f55d3fb
 def pass_curve(

@@ -97,10 +97,26 @@ class Suite:
             raise DataError(f"{path} holds no suite as `rlhf-nb eval` leaves it ({e}): evaluate again.") from e
 
 
+def _targets(row: Row, where: str) -> Row:
+    """A row of TruthfulQA as the hub has it: one list of choices, and which of them belong to MC1 and to MC2."""
+    sets = {k: row.get(f"{k}_targets") or row["mc1_targets"] for k in ("mc1", "mc2")}
+    if not all(
+        isinstance(s, Mapping) and len(s.get("choices", [])) == len(s.get("labels", [])) > 1 for s in sets.values()
+    ):
+        raise DataError(f"{where}: mc1_targets and mc2_targets need choices and as many labels, 1 for what is true.")
+    choices = list(dict.fromkeys(c for s in sets.values() for c in s["choices"]))
+    true = {c for s in sets.values() for c, label in zip(s["choices"], s["labels"]) if label}
+    places = {k: [choices.index(c) for c in s["choices"]] for k, s in sets.items()}
+    kept = {k: v for k, v in row.items() if k not in ("mc1_targets", "mc2_targets")}
+    return {**kept, "choices": choices, "answer": [i for i, c in enumerate(choices) if c in true], **places}
+
+
 def _prepared(row: Row, config: SuiteConfig, i: int) -> Row:
     """A row with `id` and `turns`."""
     row = {config.columns.get(k, k): v for k, v in row.items()}
     where = f"suite {config.name}, row {i}"
+    if "mc1_targets" in row and "choices" not in row:
+        row = _targets(row, where)
     if config.template is not None:
         lacking = [g for g in re.findall(r"\{(\w+)\}", config.template) if g not in row]
         if lacking:
@@ -356,10 +372,12 @@ def choice_work(model: Any, tokenizer: Any, *, raw: bool = False, token_budget: 
             mine, at = np.array(logps[at : at + len(made)]), at + len(made)
             p = np.exp(mine - mine.max())
             p /= p.sum()
-            top = int(p.argmax())
+            one, many = (np.array(row.get(k) or range(len(p))) for k in ("mc1", "mc2"))
+            top, even = int(one[p[one].argmax()]), int(one[(mine / np.maximum(size, 1))[one].argmax()])
             scores = {
-                "score": float(top in wanted), "normalized": float(int((mine / np.maximum(size, 1)).argmax()) in wanted),
-                "mass": float(p[list(wanted)].sum()), "said": float(p[top]),
+                "score": float(top in wanted), "normalized": float(even in wanted),
+                "mass": float(p[[i for i in many if i in wanted]].sum() / p[many].sum() if "mc2" in row else p[list(wanted)].sum()),
+                "said": float(p[top] / p[one].sum() if "mc1" in row else p[top]),
             }  # fmt: skip
             out.append(
                 [

@@ -22,7 +22,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'spread', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
+__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'workers_of_size', 'spread', 'replica_of', 'balance', 'Replicas',
+           'draws_numbers']
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
 SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
@@ -38,14 +39,25 @@ def workers_for(model: nn.Module, threads: int | None = None, learning: bool = F
         threads: cores that may be used; None: PyTorch's number of threads.
         learning: whether it is to train.
     """
-    threads = torch.get_num_threads() if threads is None else threads
-    if threads < 2 or not enabled():
-        return 1
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
     kept = sum(p.numel() for p in parameters if p.requires_grad) if learning else 0
-    fits = SMALL <= size <= HUGE and kept <= LARGE
-    return threads if fits and all(p.device.type == "cpu" for p in parameters) else 1
+    workers = workers_of_size(size, kept, threads)
+    return workers if workers == 1 or all(p.device.type == "cpu" for p in parameters) else 1
+
+
+def workers_of_size(parameters: int, trained: int = 0, threads: int | None = None) -> int:
+    """The same of a model that isn't there yet.
+
+    Args:
+        parameters: all that it has.
+        trained: those that train; 0: it is only scored.
+        threads: as in `workers_for`.
+    """
+    threads = torch.get_num_threads() if threads is None else threads
+    if threads < 2 or not enabled():
+        return 1
+    return threads if SMALL <= parameters <= HUGE and trained <= LARGE else 1
 
 # %% ../../nbs/155_fast_workers.ipynb #ecae4195
 _pool: ThreadPoolExecutor | None = None

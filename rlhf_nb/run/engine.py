@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -404,6 +404,35 @@ class Engine:
                     out.append(seen.get(key, 0))
                 seen[key] = seen.get(key, 0) + 1
         return torch.tensor(out, device=keys.device)
+
+    def in_turn(self, mine: Sequence[Any]) -> list[Any]:
+        """What all ranks have made of rows that were dealt out in turn, in the order of the rows.
+
+        Args:
+            mine: something for each of this rank's rows, `rows[rank::world_size]`; ranks may have one more or less.
+        """
+        told = self.gather_object(list(mine))
+        out: list[Any] = [None] * sum(map(len, told))
+        for rank, part in enumerate(told):
+            out[rank :: self.world_size] = part
+        return out
+
+    def mean_of(self, mine: LossSum | None) -> float:
+        """The mean of a loss over what all ranks have summed; a rank without rows gives None."""
+        if self.world_size == 1 and mine is not None:
+            return float(mine.mean)
+        pair = {} if mine is None else {"": (float(mine.total), float(mine.count))}
+        total, count = self.sum_pairs(pair).get("", (0.0, 0.0))
+        return total / count if count else 0.0
+
+    def sum_pairs(self, local: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Sums and counts by name, added over ranks; a rank may lack any of them."""
+        total: dict[str, tuple[float, float]] = {}
+        for part in self.gather_object(dict(local)):
+            for key, (value, count) in part.items():
+                before = total.get(key, (0.0, 0.0))
+                total[key] = (before[0] + value, before[1] + count)
+        return total
 
     def share(self, batch: BatchT) -> BatchT:
         """This rank's part of a batch that every rank holds: neighbouring rows."""

@@ -17,6 +17,7 @@ from ..data.sources import collate_completions, collate_prompts, tokenize_prompt
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..rollout.backends import Sampler, make_sampler
+from ..rollout.sampler import earlier
 from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
@@ -167,7 +168,8 @@ class Distill(TextMethod):
     def answers(self, batch: Any, seed: int, step: int) -> Completions:
         """The student's own answers; off-policy the data's."""
         if isinstance(batch, PromptBatch):
-            batch.before = self.engine.repeats(batch.uid)  # the same samples on any number of processes
+            if batch.before is None:
+                batch.before = self.engine.repeats(batch.uid)  # the same samples on any number of processes
             with self.meter.time("generate"):
                 batch = self.sampler.generate(
                     self.model,
@@ -230,12 +232,20 @@ class Distill(TextMethod):
         """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are learnt on: on held-out answers)."""
         if not self.held_out:
             return {}
-        batch = self.collate(self.held_out).to(self.engine.device)
-        batch = self.only_prompts(batch) if self.config.own_share > 0 else batch
-        c = self.taught(self.answers(batch, derive_seed(self.config.seed, "evaluate") % 2**31, 0))
-        apart, agree = self.module(c)
-        found = distill_loss(apart, agree, c.completion_mask)
-        return {f"eval/{key.removeprefix('distill/')}": float(s / n) for key, (s, n) in found.stats.items()}
+        mine: dict[str, tuple[float, float]] = {}
+        if self.my_held_out:
+            batch = self.collate(self.held_out).to(self.engine.device)
+            batch = self.only_prompts(batch) if self.config.own_share > 0 else batch
+            if isinstance(batch, PromptBatch):
+                batch.before = earlier(batch)  # before it is shared out: the same samples on any number of processes
+            batch = batch[torch.arange(self.engine.rank, len(batch), self.engine.world_size)]
+            c = self.taught(self.answers(batch, derive_seed(self.config.seed, "evaluate") % 2**31, 0))
+            with self.alone():
+                apart, agree = self.module(c)
+            stats = distill_loss(apart, agree, c.completion_mask).stats
+            mine = {key: (float(s), float(n)) for key, (s, n) in stats.items()}
+        found = self.engine.sum_pairs(mine)
+        return {f"eval/{key.removeprefix('distill/')}": s / n for key, (s, n) in found.items()}
 
 # %% ../../nbs/675_train_distill.ipynb #b5d1e8e9
 @register(

@@ -187,14 +187,16 @@ class DPO(OfflineMethod):
         if not self.held_out:
             return {}
         sums: dict[str, list[float]] = {}
-        with evaluating(self.model), self.engine.autocast():
-            for start in range(0, len(self.held_out), 256):
-                batch = self.collect(self.collate(self.held_out[start : start + 256]).to(self.engine.device), 0)
+        mine = self.held_out if self.whole_batch else self.my_held_out  # a loss that sorts pairs must see them all
+        with evaluating(self.model), self.engine.autocast(), self.alone():
+            for start in range(0, len(mine), 256):
+                batch = self.collect(self.collate(mine[start : start + 256]).to(self.engine.device), 0)
                 for term, _ in self.loss(batch).values():
                     for key, (value, count) in {"loss": (term.total, term.count), **term.stats}.items():
                         total = sums.setdefault(key, [0.0, 0.0])
                         total[0], total[1] = total[0] + float(value), total[1] + float(count)
-        return {f"eval/{k}": value / count for k, (value, count) in sums.items() if k != "loss/nll"}
+        found = self.engine.sum_pairs({k: (value, count) for k, (value, count) in sums.items()})
+        return {f"eval/{k}": value / count for k, (value, count) in found.items() if k != "loss/nll"}
 
     def state_dict(self) -> dict[str, Any]:
         """A moving reference, and BCO's threshold."""

@@ -253,16 +253,16 @@ class KTO(OfflineMethod):
         """Mean implicit rewards of good and bad held-out answers, their margin, and how often a good one beats a bad one."""
         if not self.held_out:
             return {}
-        rewards, labels = [], []
-        with evaluating(self.model), self.engine.autocast():
-            for start in range(0, len(self.held_out), 256):
-                batch = self.collate(self.held_out[start : start + 256]).to(self.engine.device)
+        rewards, labels, mine = [], [], self.my_held_out
+        with evaluating(self.model), self.engine.autocast(), self.alone():
+            for start in range(0, len(mine), 256):
+                batch = self.collate(mine[start : start + 256]).to(self.engine.device)
                 c, ref = batch.plain(), batch.ref_logps
                 if self.reference is not None:
                     ref = self.reference.logps(c, token_budget=self.config.token_budget).sum(1)
-                rewards.append(self.config.beta * (self.module(c).logps.sum(1) - ref))
-                labels.append(batch.label)
-        reward, label = torch.cat(rewards), torch.cat(labels)
+                rewards += (self.config.beta * (self.module(c).logps.sum(1) - ref)).float().tolist()
+                labels += batch.label.tolist()
+        reward, label = torch.tensor(self.engine.in_turn(rewards)), torch.tensor(self.engine.in_turn(labels))
         good, bad = reward[label], reward[~label]
         found = {"chosen": good.mean(), "rejected": bad.mean(), "margins": good.mean() - bad.mean()}
         auc = float((good[:, None] > bad[None]).float().mean())

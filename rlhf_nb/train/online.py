@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.sums import is_sums
-from ..evaluate.policy import evaluate, shown_as
+from ..evaluate.policy import evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
 from ..models.adapters import Reference
@@ -33,6 +33,7 @@ from ..models.load import disable_dropout, is_toy, using_adapter
 from ..rewards.answers import Number
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..scoring.check import self_check
@@ -465,11 +466,17 @@ class OnlineMethod(TextMethod):
         if not self.held_out:
             return {}
         cfg, judges = self.config, dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
-        prompts, seed = self.collate(self.held_out).to(self.engine.device), derive_seed(cfg.seed, "evaluate")
-        with self.policy_adapter():
-            found = evaluate(
-                self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, seed, token_budget=cfg.token_budget
-            )  # fmt: skip
+        engine, seed, mine = self.engine, derive_seed(cfg.seed, "evaluate"), None
+        if self.my_held_out:
+            prompts = self.collate(self.held_out).to(engine.device)
+            prompts.before = earlier(prompts)  # before they are shared out: the same samples on any number of processes
+            prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
+            with self.policy_adapter():
+                mine = evaluate(
+                    self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, seed, token_budget=cfg.token_budget
+                )  # fmt: skip
+        mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
+        found = in_turns(engine.gather_object(mine), self.tokenizer.pad_token_id)
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
 # %% ../../nbs/628_train_online.ipynb #2a7f70e2

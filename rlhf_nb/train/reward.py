@@ -32,7 +32,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'baselines', 'RewardTrainer']
+           'report_of', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -226,10 +226,17 @@ class Reward(TextMethod):
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
         if not self.held_out:
             return {}
-        report = preference_report(self.members, self.collate(self.held_out), self.config.token_budget)
+        engine, rows, scores = self.engine, self.my_held_out, list[Tensor]()
+        if rows:
+            pairs = self.collate(rows).completions()
+            found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
+            scores = list(found.view(len(rows), 2, 2).cpu())
+        every = torch.stack(engine.in_turn(scores)).view(-1, 2)
+        report = report_of(Prediction(every[:, 0], every[:, 1]), len(self.members))
         if self._baselines is None:
-            known = self.tokenize(self.examples, warn=False) if self.examples else []
-            self._baselines, self.examples = baselines(known, self.held_out) if known else {}, []
+            known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
+            self._baselines = engine.gather_object(baselines(known, self.held_out) if known else {})[0]
+            self.examples = []
         return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
     def calibrate(self) -> None:
@@ -318,7 +325,16 @@ def preference_report(
         loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for ensembles their
         disagreement.
     """
-    scores = predict(members, pairs.completions(), token_budget)
+    return report_of(predict(members, pairs.completions(), token_budget), len(members))
+
+
+def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
+    """The same from scores [2n], chosen and rejected next to each other.
+
+    Args:
+        scores: of held-out answers.
+        members: how many models they come from.
+    """
     difference = scores.mean[0::2] - scores.mean[1::2]
     out = {
         "loss": float(-torch.nn.functional.logsigmoid(difference).mean()),
@@ -326,7 +342,7 @@ def preference_report(
         "margin": float(difference.mean()),
         "ece": calibration_error(difference.sigmoid()),
     }
-    return out | ({"disagreement": float(scores.std.mean())} if len(members) > 1 else {})
+    return out | ({"disagreement": float(scores.std.mean())} if members > 1 else {})
 
 # %% ../../nbs/615_train_reward.ipynb #b0000002
 class _Words(NamedTuple):

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -390,6 +391,21 @@ class TextMethod(BaseMethod):
     @abstractmethod
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless told not to."""
+
+    @property
+    def my_held_out(self) -> list[Row]:
+        """This rank's share of the held-out rows: ranks take turns, so that `engine.in_turn` puts what they found in order."""
+        return self.held_out[self.engine.rank :: self.engine.world_size]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, `module` is without the wrapper that makes ranks wait for each other in every forward."""
+        wrapped = self.module
+        self.module = self.engine.unwrap(wrapped)
+        try:
+            yield
+        finally:
+            self.module = wrapped
 
     def micro_batches(self, mini: Any) -> list[Any]:
         """One forward each: rows of similar length, within the token budget."""

@@ -126,8 +126,12 @@ class SFT(TextMethod):
         """Mean negative log-likelihood per token on held-out rows, and its exponential."""
         if not self.held_out:
             return {}
-        c = self.collate(self.held_out).to(self.engine.device)
-        nll = float(sft_loss(self.module(c).logps, c.completion_mask).mean)
+        found: LossSum | None = None
+        if self.my_held_out:
+            c = self.collate(self.my_held_out).to(self.engine.device)
+            with self.alone():
+                found = sft_loss(self.module(c).logps, c.completion_mask)
+        nll = float(self.engine.mean_of(found))
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 
 # %% ../../nbs/610_train_sft.ipynb #26c2c8e5
