@@ -99,7 +99,9 @@ def sample_mixture(
             return torch.lerp(logits, next_logits[1](), alpha)
 
     with eval_mode(policy):
-        return sample_together([policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step)
+        return sample_together(
+            [policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step
+        )
 
 # %% ../../nbs/435_rollout_mixture.ipynb #e4350002
 Rule = Literal["logits", "product", "probabilities", "vote"]
@@ -169,4 +171,6 @@ def sample_ensemble(
     with ExitStack() as stack:
         for m in models:
             stack.enter_context(eval_mode(m))
-        return sample_together(models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy)
+        return sample_together(
+            models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy
+        )
