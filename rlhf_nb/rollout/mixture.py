@@ -3,12 +3,15 @@
 # %% ../../nbs/435_rollout_mixture.ipynb #a3a3bc94
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+from ..core import ModelError, check_choice
 from ..models.adapters import Reference
 from ..fast.support import unwrapped
 from .choosing import Chooser
@@ -17,7 +20,7 @@ from .sampler import as_rollout, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['sample_mixture']
+__all__ = ['Rule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
 
 # %% ../../nbs/435_rollout_mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
@@ -33,6 +36,44 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
 
 # %% ../../nbs/435_rollout_mixture.ipynb #de422e00
 @torch.no_grad()
+def sample_together(
+    models: Sequence[Any], combined: Callable[[list[Callable[[], Tensor]]], Tensor], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
+    seed: int, step: int, greedy: bool = False, num_samples: int = 1, eos: list[int] | None = None,
+) -> Rollout:  # fmt: skip
+    """Answers of several models together.
+
+    Args:
+        models: causal language models with one vocabulary, the policy first; in evaluation mode.
+        combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of them.
+        prompts: B prompts; sampling: lengths, temperature, filters.
+        tokenizer, seed, step, greedy, num_samples, eos: as in `rollout.sampler.sample`.
+
+    Returns:
+        As `sample`; `rollout_logps` are those of the combination.
+    """
+    bare: Any = unwrapped(models[0])
+    device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
+    prompts = prompts.to(device)
+    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
+    sample = earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
+    draws = uniforms(seed, step, prompts.uid[rows.to(device)], sample.to(device), new)
+    stop = eos_ids(bare, tokenizer) if eos is None else eos
+    choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=device), greedy)
+    ids, mask = (x[rows.to(device)] for x in (prompts.prompt_ids, prompts.prompt_mask))
+    states: list[dict[str, Any]] = [{} for _ in models]
+    out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
+    for i in range(new):
+        said_next = [lambda m=m, s=s, x=ids, k=mask: _last_logits(m, s, x, k) for m, s in zip(models, states)]
+        tokens, logps, ended = choose(combined(said_next), draws[:, i], i)  # type: ignore[arg-type]
+        out.append((tokens, logps))
+        ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
+        if bool(done.all()):
+            break
+    all_tokens, all_logps = (torch.stack(list(x), 1) for x in zip(*out))
+    said, kept, lens, finished = cut_at_eos(all_tokens, all_logps, choose, pad_id(tokenizer))
+    return as_rollout(prompts, num_samples, said, lens, finished, kept, tokenizer)
+
+
 def sample_mixture(
     policy: Any, reference: Reference, alpha: float, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
 ) -> Rollout:  # fmt: skip
@@ -51,24 +92,85 @@ def sample_mixture(
 
     Source: Munos et al., arXiv 2312.00886, section 7.
     """
-    bare: Any = unwrapped(policy)
-    device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
-    prompts = prompts.to(device)
-    draws = uniforms(seed, step, prompts.uid, earlier(prompts).to(device), new)
-    choose = Chooser(sampling, torch.tensor(eos_ids(bare, tokenizer), dtype=torch.int64, device=device))
-    ids, mask = prompts.prompt_ids, prompts.prompt_mask
-    states: list[dict[str, Any]] = [{}, {}]
-    out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
+
+    def combined(next_logits: list[Callable[[], Tensor]]) -> Tensor:
+        logits = next_logits[0]()
+        with reference.speaking():
+            return torch.lerp(logits, next_logits[1](), alpha)
+
     with eval_mode(policy):
-        for i in range(new):
-            logits = _last_logits(policy, states[0], ids, mask)
-            with reference.speaking():
-                logits = torch.lerp(logits, _last_logits(reference.model, states[1], ids, mask), alpha)
-            tokens, logps, ended = choose(logits, draws[:, i], i)
-            out.append((tokens, logps))
-            ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
-            if bool(done.all()):
-                break
-    said, logps = (torch.stack(x, 1) for x in zip(*out))
-    said, logps, lens, finished = cut_at_eos(said, logps, choose, pad_id(tokenizer))
-    return as_rollout(prompts, 1, said, lens, finished, logps, tokenizer)
+        return sample_together(
+            [policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step
+        )
+
+# %% ../../nbs/435_rollout_mixture.ipynb #e4350002
+Rule = Literal["logits", "product", "probabilities", "vote"]
+
+
+def ensemble_logits(logits: Sequence[Tensor], rule: Rule = "logits", weights: Sequence[float] | None = None) -> Tensor:
+    """Several models' logits as one distribution's, normalised.
+
+    Args:
+        logits: [..., V] each.
+        rule: logits, product, probabilities or vote.
+        weights: one a model, ≥ 0; None: all alike.
+
+    Raises:
+        ConfigError: an unknown rule.
+    """
+    check_choice("ensemble rule", rule, ("logits", "product", "probabilities", "vote"))
+    w = torch.tensor(weights if weights is not None else [1.0] * len(logits), dtype=torch.float64)
+    shares: list[float] = (w / w.sum()).tolist()
+    logps = [torch.log_softmax(x.float(), -1) for x in logits]
+    if rule in ("logits", "product"):
+        power = len(logits) if rule == "product" else 1
+        out = sum((x * (power * v) for x, v in zip(logps, shares)), torch.zeros_like(logps[0]))
+        return torch.log_softmax(out, -1)
+    mixture = sum((x.exp() * v for x, v in zip(logps, shares)), torch.zeros_like(logps[0]))
+    if rule == "probabilities":
+        return mixture.log()
+    votes = torch.zeros_like(mixture)
+    for x, v in zip(logps, shares):
+        votes.scatter_add_(-1, x.argmax(-1, keepdim=True), torch.full_like(votes[..., :1], v))
+    votes = torch.where(votes > 0, votes + 1e-6 * mixture, 0.0)
+    return torch.log(votes / votes.sum(-1, keepdim=True))
+
+
+def sample_ensemble(
+    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, rule: Rule = "logits", weights: Sequence[float] | None = None,
+    greedy: bool = False, seed: int = 0, step: int = 0,
+) -> Rollout:  # fmt: skip
+    """Answers of several models together, token by token; one to each prompt.
+
+    Args:
+        models: causal language models with one vocabulary, on one device.
+        prompts: B prompts.
+        sampling: lengths, temperature, filters; the temperature is that of the ensemble.
+        tokenizer: of all of them.
+        rule, weights: see `ensemble_logits`.
+        greedy: take the likeliest token instead of sampling.
+        seed, step: as in `rollout.sampler.sample`.
+
+    Returns:
+        As `sample`; `rollout_logps` are those of the ensemble.
+
+    Raises:
+        ModelError: models with different vocabularies.
+    """
+    bare: list[Any] = [unwrapped(m) for m in models]
+    sizes = [int(m.config.get_text_config().vocab_size) for m in bare]
+    if len(set(sizes)) > 1:
+        raise ModelError(
+            f"the models have vocabularies of {', '.join(map(str, sizes))} tokens: only models with one vocabulary can answer token by token together."
+        )
+    check_choice("ensemble rule", rule, ("logits", "product", "probabilities", "vote"))
+
+    def combined(next_logits: list[Callable[[], Tensor]]) -> Tensor:
+        return ensemble_logits([f() for f in next_logits], rule, weights)
+
+    with ExitStack() as stack:
+        for m in models:
+            stack.enter_context(eval_mode(m))
+        return sample_together(
+            models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy
+        )
