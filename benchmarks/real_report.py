@@ -147,8 +147,8 @@ def format_table(out: Path) -> str:
         text += table(heads, rows) + "\n"
     rows = []
     for form in ("fp32", "bf16"):
-        if found := runs(out, "toy_formats"):
-            made = [r[form] for r in found.values()]
+        if found := runs(out, f"toy_{form}"):
+            made = list(found.values())
             rows.append([
                 f"toy world, {form}", each(found), each([100 * r["rm_accuracy"] for r in made], "{:.1f}"), each([r["default"]["gain"] for r in made], "{:+.2f}"),
                 each([100 * r["default"]["win"] for r in made], "{:.0f}"), each([r["default"]["curve"][-1]["kl"] for r in made], "{:.2f}"), each([r["cpu"] for r in made], "{:.0f}"),

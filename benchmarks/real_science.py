@@ -438,7 +438,7 @@ def length(lab: Lab) -> dict[str, Any]:
     model, tokenizer, engine = trainer.method.model, trainer.method.tokenizer, trainer.engine
     held = held[:4] if lab.tiny else held
 
-    def ask() -> list[bool]:
+    def ask() -> tuple[int, float, list[str]]:
         prompts = prompt_batch(tokenizer, [r["prompt"] for r in held])
         with engine.inference():
             found = evaluate(
@@ -446,11 +446,14 @@ def length(lab: Lab) -> dict[str, Any]:
                 SamplingConfig(max_new_tokens=40), lab.seed,
             )  # fmt: skip
         ended = found.rollout.finished.tolist()
-        return [e and 0 < len(t.split()) <= r["limit"] for t, r, e in zip(found.texts, held, ended)]
+        kept = sum(e and 0 < len(t.split()) <= r["limit"] for t, r, e in zip(found.texts, held, ended))
+        return kept, sum(len(t.split()) for t in found.texts) / len(held), found.texts[:: max(1, len(held) // 9)]
 
     first = ask()
     spent = take_steps(trainer, ("objective/scores", "completions/mean_length"))
-    return {"asked": len(held), "before": sum(first), "after": sum(ask())} | spent
+    last = ask()
+    kept = {"asked": len(held), "before": first[0], "after": last[0]}
+    return kept | {"words": [first[1], last[1]], "answers": [first[2], last[2]]} | spent
 
 
 def gsm8k(lab: Lab) -> dict[str, Any]:
@@ -495,26 +498,23 @@ def gsm8k(lab: Lab) -> dict[str, Any]:
 # --- (g) number formats ------------------------------------------------------------------------------------------------------
 
 
-def toy_formats(lab: Lab) -> dict[str, Any]:
-    """The toy world's three stages in fp32 and in bf16, which it never takes by itself."""
+def toy_format(lab: Lab, precision: str) -> dict[str, Any]:
+    """The toy world's three stages in a number format; bf16 is one that it never takes by itself."""
     import tempfile
 
     import toy_science
 
-    out: dict[str, Any] = {}
-    for precision in ("fp32", "bf16"):
-        began = time.process_time()
-        with tempfile.TemporaryDirectory() as folder:
-            few = (1, True, (2, 16)) if lab.tiny else (40, True, None)
-            out[precision] = toy_science.one_seed(lab.seed, folder, precision, *few)
-        out[precision]["cpu"] = time.process_time() - began
-    return out
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        few = (1, True, (2, 16)) if lab.tiny else (40, True, None)
+        found = toy_science.one_seed(lab.seed, folder, precision, *few)
+    return found | {"cpu": time.process_time() - began}
 
 
 # --- the queue ---------------------------------------------------------------------------------------------------------------
 
 JOBS: dict[str, Callable[[Lab], dict[str, Any]]] = {
-    "hh": hh, "before": before, "own": own, "hack": hack, "gsm8k": gsm8k, "length": length, "toy_formats": toy_formats,
+    "hh": hh, "before": before, "own": own, "hack": hack, "gsm8k": gsm8k, "length": length, "toy_fp32": lambda lab: toy_format(lab, "fp32"), "toy_bf16": lambda lab: toy_format(lab, "bf16"),
     **{name: (lambda lab, name=name: method(lab, name)) for name in METHODS},
 }  # fmt: skip
 PARTS = {
@@ -523,7 +523,7 @@ PARTS = {
     "hack": ["hack"],
     "gsm8k": ["gsm8k"],
     "length": ["length"],
-    "formats": ["grpo", "grpo_fp32", "toy_formats"],
+    "formats": ["grpo", "grpo_fp32", "toy_fp32", "toy_bf16"],
 }
 
 

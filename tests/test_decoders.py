@@ -57,6 +57,8 @@ def test_sample_prints_the_bill(folder: str) -> None:
         (["--decoder", "vote:4", "--set", "vot=text"], "Did you mean 'vote'"),
         (["--decoder", "vote:4", "--greedy"], "contradict"),
         (["--set", "tau=3"], "--decoder"),
+        (["--decoder", "mixture:0.5"], "--set other="),
+        (["--decoder", "mcts"], "--set critic="),
     ],
 )
 def test_mistakes_get_a_sentence(folder: str, words: list[str], hint: str) -> None:

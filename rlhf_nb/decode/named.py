@@ -10,8 +10,11 @@ from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
+from .beam import Beam
 from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_of
 from .decoder import Decoder, Plain
+from .mixed import Mixed
+from .search import MCTS, Guided, Scorer
 from .speculative import Speculative
 from ..rewards.answers import extract_choice, extract_number
 
@@ -35,6 +38,11 @@ KINDS = {
     "rejection": Kind("threshold", True, True, "draw until the reward reaches a threshold, n times at most"),
     "vote": Kind("n", False, True, "of n draws one that says what most say"),
     "speculative": Kind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
+    "beam": Kind("beams", False, False, "the likeliest answer that several beginnings lead to"),
+    "mixture": Kind("weight", False, False, "logits between the policy's and another model's"),
+    "contrastive": Kind("weight", False, False, "logits moved away from a weaker model's"),
+    "guided": Kind("branch", False, True, "block by block the beginning that a critic likes best"),
+    "mcts": Kind("simulations", False, False, "tree search over tokens with a critic"),
 }
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_of}
 
@@ -43,7 +51,8 @@ class DecoderConfig(StrictConfig):
     """How answers are made from what the policy says."""
 
     kind: str = option(
-        "plain", "plain, best_of_n, soft_best_of_n, rejection, vote, speculative; best_of_n:16 sets n, too"
+        "plain",
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, mixture, contrastive, guided, mcts; best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
     reward: Any = Field(
@@ -63,6 +72,26 @@ class DecoderConfig(StrictConfig):
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
+    critic: str | None = option(None, "of guided and mcts: folder of a critic, such as runs/ppo/model/critic")
+    branch: int = option(
+        8, "of guided: continuations of each beginning; of mcts: likeliest tokens that are looked at", ge=1
+    )
+    beams: int = Field(
+        default_factory=lambda d: 4 if d.get("kind") == "beam" else 1,
+        ge=1,
+        description="of beam and guided: beginnings that are kept (null: 4 and 1)",
+    )
+    length_penalty: float = option(1.0, "of beam: power of the length that log-probs are divided by; 0: sums", ge=0)
+    other: str | None = option(
+        None, "of mixture and contrastive: folder or name of the other model, with the same vocabulary"
+    )
+    weight: float = option(
+        0.5, "of mixture: share of the other (above 1: beyond it); of contrastive: how far away from it", gt=0
+    )
+    plausible: float = option(0.1, "of contrastive: tokens below this share of the likeliest are left out", ge=0, lt=1)
+    block: int = option(4, "of guided: tokens of a continuation", ge=1)
+    simulations: int = option(16, "of mcts: beginnings that are opened before each token", ge=1)
+    c_puct: float = option(1.5, "of mcts: weight of the policy against the critic", gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -85,8 +114,8 @@ class DecoderConfig(StrictConfig):
                 )
             if colon and main is not None:
                 try:
-                    data[main] = float(value) if main == "threshold" else int(value)
-                    good = main == "threshold" or data[main] >= 1
+                    data[main] = float(value) if main in ("threshold", "weight") else int(value)
+                    good = main == "threshold" or data[main] > 0
                 except ValueError:
                     good = False
                 if not good:
@@ -111,16 +140,20 @@ class DecoderConfig(StrictConfig):
         return self.kind + (f":{getattr(self, main):g}" if main else "")
 
 # %% ../../nbs/489_decode_named.ipynb #40029cd0
-def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -> Decoder:
+def make_decoder(
+    config: DecoderConfig, reward: Any = None, draft: Any = None, scorer: Scorer | None = None, other: Any = None
+) -> Decoder:
     """The decoder that settings describe.
 
     Args:
         config: of it.
         reward: what draws are chosen by, where the kind needs it.
         draft: a model, where `config.draft` names one.
+        scorer: of beginnings, for guided and mcts.
+        other: the second model, for mixture and contrastive.
 
     Raises:
-        ConfigError: the kind needs a reward, and there is none.
+        ConfigError: the kind needs a reward or a critic, and there is none.
     """
     kind, n = config.kind, config.n
     if KINDS[kind].rewarded and reward is None:
@@ -136,6 +169,22 @@ def make_decoder(config: DecoderConfig, reward: Any = None, draft: Any = None) -
         return Rejection(reward, float(config.threshold or 0.0), n)
     if kind == "vote":
         return OneOfMany("vote", n, weigh_votes(VOTES[config.vote]))
+    if kind in ("guided", "mcts"):
+        if scorer is None:
+            raise ConfigError(
+                f"decoder {kind} needs somebody who judges half an answer: critic=FOLDER, such as runs/ppo/model/critic (on a command line --set critic=FOLDER)."
+            )
+        if kind == "guided":
+            return Guided(scorer, config.branch, config.beams, config.block, reward)
+        return MCTS(scorer, config.simulations, config.branch, config.c_puct, reward)
+    if kind in ("mixture", "contrastive"):
+        if other is None:
+            raise ConfigError(
+                f"decoder {kind} needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER)."
+            )
+        return Mixed(other, config.weight) if kind == "mixture" else Mixed(other, -config.weight, config.plausible)
+    if kind == "beam":
+        return Beam(config.beams, config.length_penalty)
     if kind == "speculative":
         return Speculative(config.draft if draft is None else draft, config.ahead, config.most_rows)
     return Plain()

@@ -20,7 +20,7 @@ from .sampler import as_rollout, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Rule', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
+__all__ = ['Rule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
 
 # %% ../../nbs/435_rollout_mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
@@ -36,17 +36,30 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
 
 # %% ../../nbs/435_rollout_mixture.ipynb #de422e00
 @torch.no_grad()
-def _drawn(
+def sample_together(
     models: Sequence[Any], combined: Callable[[list[Callable[[], Tensor]]], Tensor], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
-    seed: int, step: int, greedy: bool = False,
+    seed: int, step: int, greedy: bool = False, num_samples: int = 1, eos: list[int] | None = None,
 ) -> Rollout:  # fmt: skip
-    """Answers of several models together, one to each prompt; `combined` gets one function a model, which gives its next logits [B, V]."""
+    """Answers of several models together.
+
+    Args:
+        models: causal language models with one vocabulary, the policy first; in evaluation mode.
+        combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of them.
+        prompts: B prompts; sampling: lengths, temperature, filters.
+        tokenizer, seed, step, greedy, num_samples, eos: as in `rollout.sampler.sample`.
+
+    Returns:
+        As `sample`; `rollout_logps` are those of the combination.
+    """
     bare: Any = unwrapped(models[0])
     device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
     prompts = prompts.to(device)
-    draws = uniforms(seed, step, prompts.uid, earlier(prompts).to(device), new)
-    choose = Chooser(sampling, torch.tensor(eos_ids(bare, tokenizer), dtype=torch.int64, device=device), greedy)
-    ids, mask = prompts.prompt_ids, prompts.prompt_mask
+    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
+    sample = earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
+    draws = uniforms(seed, step, prompts.uid[rows.to(device)], sample.to(device), new)
+    stop = eos_ids(bare, tokenizer) if eos is None else eos
+    choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=device), greedy)
+    ids, mask = (x[rows.to(device)] for x in (prompts.prompt_ids, prompts.prompt_mask))
     states: list[dict[str, Any]] = [{} for _ in models]
     out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
     for i in range(new):
@@ -58,7 +71,7 @@ def _drawn(
             break
     all_tokens, all_logps = (torch.stack(list(x), 1) for x in zip(*out))
     said, kept, lens, finished = cut_at_eos(all_tokens, all_logps, choose, pad_id(tokenizer))
-    return as_rollout(prompts, 1, said, lens, finished, kept, tokenizer)
+    return as_rollout(prompts, num_samples, said, lens, finished, kept, tokenizer)
 
 
 def sample_mixture(
@@ -86,7 +99,9 @@ def sample_mixture(
             return torch.lerp(logits, next_logits[1](), alpha)
 
     with eval_mode(policy):
-        return _drawn([policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step)
+        return sample_together(
+            [policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step
+        )
 
 # %% ../../nbs/435_rollout_mixture.ipynb #e4350002
 Rule = Literal["logits", "product", "probabilities", "vote"]
@@ -156,4 +171,6 @@ def sample_ensemble(
     with ExitStack() as stack:
         for m in models:
             stack.enter_context(eval_mode(m))
-        return _drawn(models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy)
+        return sample_together(
+            models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy
+        )

@@ -12,9 +12,10 @@ from ..core import ConfigError, decide_precision
 from ..data import toy
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
+from ..decode.search import critic_scorer
 from ..models.load import load_causal_lm
 from ..rewards.base import RewardModelFn, Rewards
-from ..models.heads import RewardModel
+from ..models.heads import RewardModel, ValueModel
 from .entries import build_rewards
 
 # %% auto #0
@@ -58,13 +59,20 @@ def load_decoder(
         trust_remote_code: run Python code that comes with models.
     """
     place = decide_precision(device)
-    if config.reward is not None and KINDS[config.kind].rewarded:
+    searches = config.kind in ("guided", "mcts")
+    if config.reward is not None and (KINDS[config.kind].rewarded or searches):
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
-    draft = None
-    if config.kind == "speculative" and config.draft != "look-up":
-        where = ModelConfig(name_or_path=config.draft, trust_remote_code=trust_remote_code)
-        draft = load_causal_lm(where, place, trainable=False)
-    return make_decoder(config, rewards, draft)
+    named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
+    second = None
+    if named not in (None, "look-up"):
+        where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
+        second = load_causal_lm(where, place, trainable=False)
+    scorer = None
+    if searches and config.critic is not None:
+        scorer = critic_scorer(
+            ValueModel.load(config.critic, trust_remote_code=trust_remote_code).to(place.device).eval()
+        )
+    return make_decoder(config, rewards, second, scorer, second)
 
 
 def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitates: bool) -> None:
