@@ -42,6 +42,7 @@ class _Knobs:
         for request, text, hint in (
             ("pause", "Pause", "stand still at the end of this step"), ("resume", "Resume", "go on"), ("save", "Save now", "write a checkpoint"),
             ("evaluate", "Evaluate", "measure on held-out prompts"), ("stop", "Stop", "end after this step, with a checkpoint"),
+            ("fork", "Fork here", "a checkpoint, and the command that begins another future from it"),
         ):  # fmt: skip
             style = "warning" if request == "stop" else ""
             button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
@@ -152,6 +153,7 @@ class Dashboard:
         self.group, self.smoothing, self.widgets = group, smoothing, widgets
         self.wishes: deque[tuple[str, str | None, float | None]] = deque()  # filled by clicks, in any thread
         self.answer = ""  # what became of the last request
+        self._saves: int | None = None  # the newest checkpoint when a fork was asked for; None: none was
         self.knobs: _Knobs | None = None
         self.failure, self.spent = "", 0.0  # of the drawing thread: its last error, its CPU seconds
         self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
@@ -174,6 +176,12 @@ class Dashboard:
         """Write what was asked into the run's control file."""
         while self.wishes:
             request, key, value = self.wishes.popleft()
+            if request == "fork":
+                self._saves = self._saved()
+                if self.target.status.over:
+                    self.answer, self._saves = self._fork_line(self.target.status.step), None
+                    continue
+                request = "save"
             what = request if value is None else f"{key} = {value:.4g}"
             if self.target.status.over:
                 self.answer = f"{what}: the run is over, so nobody would hear it"
@@ -184,6 +192,15 @@ class Dashboard:
             except RunError as error:
                 self.answer = f"{what}: {error}"
 
+    def _saved(self) -> int:
+        """The step of the target's newest checkpoint; 0: none."""
+        return max((int(e.get("step", 0)) for e in self.target.events if e.get("type") == "save"), default=0)
+
+    def _fork_line(self, step: int) -> str:
+        """How to begin another future, for a terminal or another notebook: the run itself isn't touched."""
+        path = shlex.quote(str(self.target.path))
+        return f"another future from step {step}: rlhf-nb fork {path} --at {step} KEY=VALUE"
+
     def refresh(self, force: bool = False) -> tuple[str, str] | None:
         """Read what is new; HTML of the curves and of the words, or None when nothing changed."""
         self.send_wishes()
@@ -193,6 +210,8 @@ class Dashboard:
             if controls and controls[-1] is not self._drawn_control:
                 self._drawn_control = controls[-1]
                 self.answer = f"step {controls[-1].get('step', 0):,}: {control_text(controls[-1])}"
+        if self._saves is not None and (saved := self._saved()) > self._saves:
+            self.answer, self._saves = self._fork_line(saved), None
         state = (self.group, self.smoothing, self.answer, *(str(r.status) for r in self.readers))
         if not (any(grew) or force or state != self._drawn):
             return None
