@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .models.adapters import add_lora
     from .models.heads import RewardModel, ValueModel
     from .models.load import load_model, load_tokenizer, save_model
+    from .models.process import ProcessModel
     from .rewards.base import Rewards
     from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .train.online_dpo import OnlineDPOTrainer
     from .train.pairs import OnlineDPOConfig
     from .train.ppo import PPOConfig, PPOTrainer
+    from .train.process import ProcessConfig, ProcessTrainer
     from .train.reward import RewardConfig, RewardTrainer
     from .train.rloo import RLOOConfig, RLOOTrainer
     from .train.sft import SFTConfig, SFTTrainer
@@ -47,6 +49,7 @@ _HOMES = {
     "models.adapters": "add_lora",
     "models.heads": "RewardModel ValueModel",
     "models.load": "load_model load_tokenizer save_model",
+    "models.process": "ProcessModel",
     "rewards.base": "Rewards",
     "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
@@ -58,6 +61,7 @@ _HOMES = {
     "train.online_dpo": "OnlineDPOTrainer",
     "train.pairs": "OnlineDPOConfig",
     "train.ppo": "PPOConfig PPOTrainer",
+    "train.process": "ProcessConfig ProcessTrainer",
     "train.reward": "RewardConfig RewardTrainer",
     "train.rloo": "RLOOConfig RLOOTrainer",
     "train.sft": "SFTConfig SFTTrainer",

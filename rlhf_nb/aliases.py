@@ -14,6 +14,7 @@ __all__ = ['SAME', 'CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'NEE
 
 # %% ../nbs/005_aliases.ipynb #0cb324d5
 SAME: dict[str, str] = {
+    "step_separator": "boundary.separator",
     "num_train_epochs": "epochs", "num_iterations": "num_inner_epochs", "num_ppo_epochs": "num_inner_epochs",
     "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "adam_epsilon": "optimizer.eps",
     "max_grad_norm": "optimizer.max_grad_norm", "lr_scheduler_type": "optimizer.schedule",
@@ -264,7 +265,7 @@ EXPLAINED: dict[str, str] = {
     "entropy_coef": "a bonus for entropy: here ppo has entropy_coef; grpo has none",
     "packing_strategy": "how rows are joined: here rows of like length share a forward instead; leave it out",
     "lora_task_type": "what the adapter is for: here a language model; leave it out",
-    "step_separator": "what stands between steps: here nothing learns from single steps",
+    "step_separator": "what stands between steps: here process has boundary.separator",
     "judge": "a judge by its name: here judge.model=FOLDER in rlaif, and in Python reward=EndpointJudge(...) for OnlineDPOTrainer",
     "normalize_reward": "scores of mean 0 and variance 1: here ppo has normalize_scores",
     "token_level_kl": "where the price of drift stands: here rloo has it in the reward, grpo in the loss, token by token",
@@ -388,7 +389,6 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
     return out
 
 # %% ../nbs/005_aliases.ipynb #a51f0e02
-_NO_PRM = "nothing here learns from single steps: RewardTrainer learns from pairs of whole answers; rows with steps are read as the format stepwise"
 _REWARDS_HOME = "rlhf_nb.rewards.answers"
 _TEMPLATE = "write rows of messages as they are, every trainer applies the tokenizer's template (set_chat_template of rlhf_nb.data.templates gives it one)"
 _ROWS = "every trainer reads rows in any of these formats; for your own code there is to_rows(rows, 'preference') of rlhf_nb.data.formats"
@@ -410,7 +410,7 @@ NAMES: dict[str, str] = {
     "GKDConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "GOLDTrainer": "DistillTrainer of rlhf_nb.train.distill, for a teacher with the same tokenizer",
     "DistillationTrainer": "DistillTrainer of rlhf_nb.train.distill, with DistillConfig(teacher=FOLDER)",
     "DistillationConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "IterativeSFTConfig": "RAFTConfig of rlhf_nb.train.raft",
-    "IterativeSFTTrainer": "RAFTTrainer of rlhf_nb.train.raft, or SFTTrainer", "PRMTrainer": _NO_PRM, "PRMConfig": _NO_PRM,
+    "IterativeSFTTrainer": "RAFTTrainer of rlhf_nb.train.raft, or SFTTrainer", "PRMTrainer": "ProcessTrainer", "PRMConfig": "ProcessConfig, where step_separator is boundary.separator",
     "AlignPropTrainer": _PICTURES, "DDPOTrainer": _PICTURES, "AlignPropConfig": _PICTURES, "DDPOConfig": _PICTURES,
     "ScriptArguments": "the data stand in the config: DPOConfig(dataset_name=FILE), or data.path=FILE in a file",
     "TrlParser": "SFTConfig.load('run.yaml', ['learning_rate=1e-5']), or the command line: rlhf-nb sft --config run.yaml learning_rate=1e-5",

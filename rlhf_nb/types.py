@@ -642,6 +642,8 @@ class Rollout(Completions):
     old_logps: Tensor | None = None  # float[B, C], under the policy at collect time
     ref_logps: Tensor | None = None  # float[B, C], under the frozen reference
     values: Tensor | None = None  # float[B, C], value of the state before each token
+    step_rewards: Tensor | None = None  # float[B, C], the part of the scores that was earned at ends of steps
+    step_ends: Tensor | None = None  # bool[B, C], 1 = a step ends here
     token_rewards: Tensor | None = None  # float[B, C], KL penalty, and the score at the last token
     advantages: Tensor | None = None  # float[B, C]
     returns: Tensor | None = None  # float[B, C]

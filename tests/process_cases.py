@@ -54,6 +54,17 @@ def reward(lora: bool = False, **over: Any) -> Any:
     return RewardTrainer(RewardConfig.preset("toy", **common(**over)), *toy_model(lora), rows=toy.preference_rows(80))
 
 
+def process(lora: bool = False, **over: Any) -> Any:
+    from rlhf_nb.config import LoraSettings
+    from rlhf_nb.data import legs
+    from rlhf_nb.models.adapters import add_lora
+    from rlhf_nb.train.process import ProcessConfig, ProcessTrainer
+
+    model = add_lora(legs.build_model(0), LoraSettings(r=4), seed=0) if lora else legs.build_model(0)
+    config = ProcessConfig.preset("toy", **common(**over))
+    return ProcessTrainer(config, model, legs.build_tokenizer(), legs.legs_steps(80))
+
+
 def dpo(lora: bool = False, **over: Any) -> Any:
     from rlhf_nb.data import toy
     from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
@@ -180,8 +191,8 @@ def evaluations(root: Path, held: int = 7, skip: Sequence[str] = ()) -> dict[str
     return out
 
 
-CASES = {f.__name__: f for f in (sft, reward, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
-LORA = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
+CASES = {f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
+LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
 
 def make(case: str, **over: Any) -> Any:

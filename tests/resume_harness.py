@@ -45,6 +45,7 @@ CASES: dict[str, str] = {
     "rloo": "resume_harness:rloo",
     "online": "resume_harness:online",
     "nash": "resume_harness:nash",
+    "process": "resume_harness:process",
 }
 
 
@@ -226,6 +227,15 @@ def rloo(run_dir: Path) -> Trainer:
     config = RLOOConfig.preset("toy", **_toy(**_GROUPS, baseline="remax"))
     rows, held = toy.train_prompts(64), toy.test_prompts(4)
     return RLOOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
+
+
+def process(run_dir: Path) -> Trainer:
+    from rlhf_nb.data import legs
+    from rlhf_nb.train.process import ProcessConfig, ProcessTrainer
+
+    config = ProcessConfig.preset("toy", **_toy(steps=16, mini_batch_size=8))
+    rows, held = legs.legs_steps(64), legs.legs_steps(8, seed=1, test=True)
+    return ProcessTrainer(config, legs.build_model(0), legs.build_tokenizer(), rows, held, run_dir=run_dir)
 
 
 def online(run_dir: Path) -> Trainer:

@@ -135,6 +135,7 @@ def test_tokenizer_generation_config_and_card_come_along(family: Path, tmp_path:
     assert "Merged by linear from 2 models" in card and "SHA-256" in card and str(tmp_path) not in card
     pushed = Path(push_to_hub(tmp_path / "out", "me/soup", dry_run=tmp_path / "push"))
     assert "tags: [rlhf-nb, merge]" in (pushed / "README.md").read_text()
+    assert "base_model" not in (pushed / "README.md").read_text()  # a folder's name is no name on the hub
     assert (pushed / "merge.yaml").exists() and str(tmp_path) not in (pushed / "merge.yaml").read_text()
     assert read_run(tmp_path / "out").merged["recipe"]["method"] == "linear"
 
@@ -198,6 +199,7 @@ def test_the_answer_to_a_typo(family: Path, tmp_path: Path) -> None:
     for words, wanted in [
         ((m1, m2, "--method", "tise"), "Did you mean 'ties'?"),
         ((m1, family / "m22"), "Did you mean"),
+        ((m1, "smollm"), "Did you mean 'smollm2'?"),
         ((m1, m2, "--weights", "0.5,x"), "--weights is '0.5,x'"),
         ((m1, m2, "--t", "0.3"), "--t means nothing to linear"),
         ((m1, m2, "--method", "slerp", "--t", "3"), "between 0 and 1"),

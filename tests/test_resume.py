@@ -20,7 +20,7 @@ def test_two_straight_runs_agree_and_differ_from_another_seed(tmp_path: Path) ->
     assert a != b
 
 
-@pytest.mark.parametrize("case", ["sft", "reward", "ppo", "dpo", "kto", "grpo", "rloo", "online", "nash"])
+@pytest.mark.parametrize("case", ["sft", "reward", "process", "ppo", "dpo", "kto", "grpo", "rloo", "online", "nash"])
 def test_methods_survive_two_kills(case: str, tmp_path: Path) -> None:
     assert campaign(case, tmp_path, kills=2, seed=1, most_steps=4) >= 1
 
@@ -33,6 +33,6 @@ def test_ten_kills(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["regression", "sft", "reward", "ppo", "dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("case", ["regression", "sft", "reward", "process", "ppo", "dpo", "kto", "grpo", "rloo"])
 def test_twenty_kills(case: str, tmp_path: Path) -> None:
     assert campaign(case, tmp_path, kills=20, seed=2, most_steps=5) >= 1

@@ -135,7 +135,15 @@ trainer.push_to_hub()
 """, r"rlhf_nb\.push_to_hub\(output_dir, 'owner/name'\)"),
     "a process reward model": Attempt("""
 from rlhf_nb import PRMConfig, PRMTrainer
-""", "RewardTrainer learns from pairs of whole answers"),
+""", "ProcessConfig, where step_separator is boundary.separator"),
+    "a process reward model, by our names": Attempt("""
+from rlhf_nb import ProcessConfig, ProcessTrainer
+training_args = ProcessConfig(output_dir=out, step_separator="\\n", max_length=96)
+steps = [{"prompt": "Which is larger?", "completions": ["First.", "Then."], "labels": [True, False]}] * 8
+trainer = ProcessTrainer(model=model_id, args=training_args, train_dataset=steps)
+trainer.train()
+assert trainer.config.boundary.separator == "\\n"
+"""),
     # -- answers of its own --------------------------------------------------------------------------------------------
     "grpo, as in the README": Attempt(REWARD + """
 from rlhf_nb import GRPOConfig, GRPOTrainer

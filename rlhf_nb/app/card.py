@@ -435,6 +435,9 @@ def front_matter(told: Told, license: str | None) -> str:
         places = [told.config.data.path] if told.config.data.mix is None else [p.path for p in told.config.data.mix]
         sets = sorted({name for p in places if (name := hub_name(p))})
         about |= ({"base_model": base} if base else {}) | ({"datasets": sets} if sets else {})
+    known = sorted({n for read in told.merged.get("read", ()) if (n := SHORT_NAMES.get(str(read.get("model"))))})
+    if known:
+        about["base_model"] = known
     if told.kind != "reward":
         about["pipeline_tag"] = "text-generation"
     return f"---\n{dump_yaml(about | {'tags': tags})}---\n"

@@ -14,6 +14,7 @@ from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
 from ..data.formats import format_of, to_format, whole_rows
+from ..data.steps import tokenize_steps
 from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key, tokenize_preferences, tokenize_prompts, tokenize_sft,
@@ -36,7 +37,12 @@ class LookConfig(StrictConfig):
     seed: int = option(0, "of draws among worse answers", ge=0)
 
 
-_KINDS: dict[str, Kind] = {"preference": "preference", "unpaired": "unpaired", "prompt": "prompt"}  # all others: sft
+_KINDS: dict[str, Kind] = {
+    "preference": "preference",
+    "unpaired": "unpaired",
+    "prompt": "prompt",
+    "stepwise": "stepwise",
+}  # all others: sft
 LOOKED_AT = 10_000  # rows
 
 
@@ -200,6 +206,8 @@ def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
         return tokenize_prompts(look.rows, tokenizer, **limits)
     if look.kind == "unpaired":
         return tokenize_labelled(look.rows, tokenizer, data, warn=False)
+    if look.kind == "stepwise":
+        return tokenize_steps(look.rows, tokenizer, max_length=data.max_length, **limits)
     if look.kind == "preference":
         return tokenize_preferences(look.rows, tokenizer, data.max_length, **limits)
     return tokenize_sft(look.rows, tokenizer, data.max_length, completion_only=data.completion_only, **limits)

@@ -20,8 +20,10 @@ from .cost import estimate
 from .pipeline import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
-from ..data import toy
+from ..data import legs, toy
 from ..data.formats import DataWarning
+from ..data.legs import is_legs
+from ..data.steps import tokenize_steps
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
@@ -135,6 +137,16 @@ def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: Kind) ->
         )
     elif kind == "unpaired":
         tokens = tokenize_labelled(rows, tokenizer, data, warn=False)
+    elif kind == "stepwise":
+        tokens = tokenize_steps(
+            rows,
+            tokenizer,
+            config.boundary.rule,
+            data.max_length,
+            max_prompt_length=data.max_prompt_length,
+            chat=chat,
+            warn=False,
+        )
     else:
         make: Callable[..., list[Row]] = tokenize_sft if kind == "sft" else tokenize_preferences
         tokens = make(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, chat=chat, warn=False)
@@ -398,6 +410,8 @@ def load_start(model: ModelConfig) -> Start:
     name = named(model)
     if is_toy(name):
         return Start(toy.build_tokenizer(), toy.toy_model_config())
+    if is_legs(name):
+        return Start(legs.build_tokenizer(), legs.build_model().config)
     kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}

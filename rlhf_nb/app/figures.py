@@ -34,6 +34,8 @@ def curves_of(method: MethodInfo) -> Curves:
         return {"reward": scores, "drift": {"objective/kl": ("KL to the reference, nats", GREEN)}}
     if method.rows == "sft":
         return {"loss per token": {"loss": ("training", BLUE), "eval/loss": ("held out", ORANGE)}}
+    if method.leaves == "process":
+        return {"steps judged rightly": {"steps/accuracies": ("training", BLUE), "eval/accuracy": ("held out", ORANGE)}}
     held_out = "eval/accuracy" if method.leaves == "reward" else "eval/rewards/accuracies"
     accuracy: Curves = {"accuracy": {"rewards/accuracies": ("training", BLUE), held_out: ("held out", ORANGE)}}
     if method.leaves == "reward":

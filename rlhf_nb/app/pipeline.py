@@ -25,7 +25,7 @@ from ..data.templates import speaks_chat
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
-from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
+from ..models.load import is_made, is_toy, load_causal_lm, load_tokenizer, save_model
 from .figures import draw_training, save_figures
 from rlhf_nb.app.gates import (
     Check,
@@ -150,7 +150,7 @@ class PipelineConfig(StrictConfig):
                 inside = getattr(self, name).replace(output_dir=str(Path(self.output_dir) / name))
                 object.__setattr__(self, name, inside)
             stage, source = getattr(self, name), self.source(name)
-            if source and stage.model.name_or_path is not None and not is_toy(stage.model.name_or_path):
+            if source and stage.model.name_or_path is not None and not is_made(stage.model.name_or_path):
                 raise ValueError(
                     f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} makes. Leave one of the two out."
                 )

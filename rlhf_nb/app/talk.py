@@ -25,7 +25,7 @@ from rlhf_nb.core import (
 from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
-from ..models.load import find_model, is_toy, load_causal_lm, load_tokenizer, pretrained
+from ..models.load import find_model, is_made, load_causal_lm, load_tokenizer, pretrained
 from ..decode.decoder import Decoder, Plain
 from ..decode.named import KINDS, DecoderConfig
 from ..types import PromptBatch
@@ -68,7 +68,7 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
     """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none."""
     from transformers import GenerationConfig
 
-    if is_toy(place.name_or_path):
+    if is_made(place.name_or_path):
         return {}
     kind, where = find_model(str(place.name_or_path), place.revision)
     if kind == "gguf":

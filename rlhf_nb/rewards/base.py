@@ -351,6 +351,9 @@ class Rewards:
             for i in range(len(self.fns))
         ]
         self.stats: dict[str, float] = {}
+        self.steps: tuple[Tensor, Tensor] | None = (
+            None  # of the last rollout: what is rewarded at steps, and where these end, [B, C]
+        )
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Score a rollout.
@@ -360,12 +363,12 @@ class Rewards:
 
         Returns:
             scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no opinion. `stats` then holds
-            each part's mean and the counts of missing opinions and failures.
+            each part's mean and the counts of missing opinions and failures; `steps` what of the scores belongs to the ends of steps, if anything does.
 
         Raises:
             RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
         """
-        self.stats = {}
+        self.stats, self.steps = {}, None
         n, device = len(rollout), rollout.completion_ids.device
         total, opinions = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
         parts: dict[str, Tensor] = {}
@@ -375,6 +378,9 @@ class Rewards:
             total += torch.where(has, column * weight, torch.zeros_like(column))
             opinions += has & (weight != 0 or not any(self.weights))  # what is only watched decides nothing
             parts[name] = column.float().to(device)
+            if "step_rewards" in extra:
+                placed, ends = weight * extra.pop("step_rewards").to(device), extra.pop("step_ends").to(device)
+                self.steps = (placed, ends) if self.steps is None else (self.steps[0] + placed, self.steps[1] | ends)
             parts.update({f"{name}/{k}": v.detach().float().to(device) for k, v in extra.items()})
             self.stats[f"rewards/{name}"] = float(column[has].mean()) if has.any() else math.nan
             counts = {"no_opinion": int((~has).sum()) - failed, "failed": failed}

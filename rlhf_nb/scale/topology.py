@@ -209,7 +209,7 @@ class Job:
     @property
     def decoders(self) -> int:
         """Models that train, whose activations are there at the same time."""
-        scored = self.models.count("reward model") if self.info.leaves == "reward" else 0
+        scored = self.models.count("reward model") if self.info.leaves in ("reward", "process") else 0
         return scored + sum(held in ("policy", "critic", "critic adapter") for held in self.models)
 
     @property
@@ -370,7 +370,7 @@ def roles_of(shape: Shape, job: Job) -> list[Weights]:
         job: what it holds, adapters.
     """
     full, body, thin = shape.total, shape.decoder, shape.lora(job.lora or 0)
-    scored = job.info.leaves == "reward"  # then the reward model is what trains
+    scored = job.info.leaves in ("reward", "process")  # then the reward model is what trains
 
     def trained(role: str, size: int) -> Weights:
         return Weights(role, thin, size) if job.lora else Weights(role, size, 0)
@@ -478,7 +478,7 @@ def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split)
     if job.info.leaves == "policy":
         n = min(tokens, rows * job.completion)
         yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
-    head = 0 if job.lora or job.info.leaves == "reward" else shape.vocab * shape.hidden
+    head = 0 if job.lora or job.info.leaves in ("reward", "process") else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
     text = _product(trained, f.grad) + (f" / {split.gpus}" if split.stage >= 2 else "")
     yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))

@@ -191,6 +191,11 @@ def _sources(p: Pack) -> Tensor:
     return p.source
 
 
+def _themselves(p: Pack) -> Tensor:
+    """The tokens' own places."""
+    return along(lambda places, rows, cols: places[rows, cols], p.places, p.rows, p.cols)
+
+
 def _ends(p: Pack) -> Tensor:
     """Where sequences end."""
     return p.last
@@ -335,6 +340,7 @@ def completion_values(
     token_budget: int = TOKEN_BUDGET,
     targets: Literal["mask", "all"] = "mask",
     share_prompts: Share = True,
+    seen: bool = False,
 ) -> Tensor:
     """Value of the state before each completion token, [B, C].
 
@@ -345,12 +351,13 @@ def completion_values(
         token_budget: tokens of one forward pass at most.
         targets: which tokens get a value, as in `completion_logps`; 0 elsewhere.
         share_prompts: as in `completion_logps`.
+        seen: True reads the state after the token: what a judge says who has seen it.
     """
 
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, ...]:
         return index[p.rows], p.cols, _flat(head(h))
 
-    found = _forwards(decoder, c, token_budget, share_prompts, targets, _sources, read)
+    found = _forwards(decoder, c, token_budget, share_prompts, targets, _themselves if seen else _sources, read)
     rows, cols, values = (list(x) for x in zip(*found, strict=True)) if found else [[]] * 3
     return _place(values, rows, cols, c.completion_ids)
 

@@ -27,6 +27,7 @@ from ..rewards.answers import ExactMatch, MultipleChoice, Number
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..rewards.classifier import load_classifier
 from ..rewards.code import PythonTests
+from ..rewards.process import load_process_reward
 from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFormat, near_target, soft_overlong
 
 # %% auto #0
@@ -84,12 +85,12 @@ _COMMON = ("weight", "name")
 _OUTSIDE = ("timeout", "retries")
 _KINDS: dict[str, tuple[str, ...]] = {  # the settings that go with each
     "file": ("fn", *_OUTSIDE), "fn": _OUTSIDE, "verify": ("options", *_OUTSIDE), "model": ("mode",),
-    "url": ("columns", "key_env", "batch", *_OUTSIDE), "classifier": ("label", "output", "reads"),
+    "url": ("columns", "key_env", "batch", *_OUTSIDE), "classifier": ("label", "output", "reads"), "process": ("aggregate", "place"),
 }  # fmt: skip
 
 
 class RewardEntry(StrictConfig):
-    """One reward: exactly one of fn, file (with fn), verify, model, url, classifier."""
+    """One reward: exactly one of fn, file (with fn), verify, model, url, classifier, process."""
 
     fn: str | None = option(None, "package.module:function; with file: the function's name")
     file: PathText | None = option(None, "a Python file; a relative one is looked for beside the config file")
@@ -99,6 +100,7 @@ class RewardEntry(StrictConfig):
     )
     url: str | None = option(None, "a server that is sent prompts, completions and columns, and answers with scores")
     classifier: PathText | None = option(None, "folder or hub name of a sequence classifier")
+    process: PathText | None = option(None, "folder or hub name of a process reward model")
     weight: float = option(1.0, "of its score in the sum; 0: only logged")
     name: str | None = option(None, "in the log, rewards/NAME; null: the function's, verifier's, label's own")
     timeout: float | None = option(None, "seconds for one try; null: reward_timeout (url: 60)", gt=0)
@@ -111,6 +113,12 @@ class RewardEntry(StrictConfig):
     label: str | int | None = option(None, "of a classifier: its name, or its place")
     output: Literal["logit", "probability"] = option("logit", "of a classifier; both rise with the label")
     reads: Literal["completion", "both"] = option("completion", "what a classifier reads: both: the prompt, too")
+    aggregate: Literal["min", "product", "last", "mean"] = option(
+        "min", "of the values of steps: one number for an answer"
+    )
+    place: Literal["steps", "end"] = option(
+        "steps", "steps are rewarded where they end, or the whole answer at its end"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -118,7 +126,11 @@ class RewardEntry(StrictConfig):
         """What stands beside `verify` and is no setting of an entry is one of the verifier."""
         if not isinstance(data, Mapping) or "verify" not in data:
             return data
-        own = {k: v for k, v in data.items() if k in cls.model_fields and k not in ("options", "reads", "output")}
+        own = {
+            k: v
+            for k, v in data.items()
+            if k in cls.model_fields and k not in ("options", "reads", "output", "aggregate", "place")
+        }
         more = {k: v for k, v in data.items() if k not in own and k != "options"}
         return own | {"options": {**(data.get("options") or {}), **more}}
 
@@ -131,7 +143,7 @@ class RewardEntry(StrictConfig):
 
     @property
     def kind(self) -> str:
-        """Which of the six it is."""
+        """Which of the seven it is."""
         return next(k for k in _KINDS if getattr(self, k) is not None)
 
     @property
@@ -469,6 +481,9 @@ def build_rewards(
         elif isinstance(e, RewardEntry) and e.classifier is not None:
             options: dict[str, Any] = {"output": e.output, "reads": e.reads, "name": e.name}
             made[i] = load_classifier(e.classifier, e.label, device=device, **options, **trust)
+        elif isinstance(e, RewardEntry) and e.process is not None:
+            how: dict[str, Any] = {"aggregate": e.aggregate, "place": e.place, "name": e.name or "process"}
+            made[i] = load_process_reward(e.process, device=device, token_budget=token_budget, **how, **trust)
     if len(known) == 1 and isinstance(made[0], RewardModel | Ensemble) and getattr(known[0], "weight", 1.0) == 1.0:
         return made[0]
     names = [getattr(e, "name", None) if isinstance(e, RewardEntry) else None for e in known]

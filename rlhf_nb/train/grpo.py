@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..losses.advantages import group_advantages, moments
+from ..losses.advantages import group_advantages, kl_shaped_rewards, moments
 from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
+from ..losses.process import group_step_advantages, move_to_steps
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
@@ -93,6 +94,12 @@ class GRPO(OnlineMethod):
     def advantages(self, r: Rollout) -> Rollout:
         """Scores against the group's mean, divided by the standard deviation of the group, of the batch, or not."""
         scale, scores = self.config.switch("scale"), r.need("scores")
+        if r.step_rewards is not None and r.step_ends is not None:
+            mask, none = r.completion_mask, torch.zeros_like(r.step_rewards)
+            rewards = move_to_steps(kl_shaped_rewards(scores, none, none, mask, 0.0), r.step_rewards, mask)
+            r.token_rewards, size = rewards, self.config.num_generations
+            r.advantages = group_step_advantages(rewards, r.step_ends, mask, size, scale)
+            return r
         std = moments(scores, torch.ones_like(scores, dtype=torch.bool)).var.sqrt() if scale == "batch" else None
         each = group_advantages(scores, self.config.num_generations, scale_std=scale == "group", std=std)
         r.advantages = torch.where(r.completion_mask, each[:, None], 0.0)

@@ -383,6 +383,7 @@ class OnlineMethod(TextMethod):
         """
         cfg = self.config
         r.scores, r.reward_parts = self.rewards(r)
+        r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
         r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
         scores, ended = r.need("scores"), r.finished
         if cfg.missing_eos is not None and cfg.missing_eos_mode == "fixed":

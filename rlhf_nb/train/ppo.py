@@ -17,6 +17,7 @@ from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
 from ..run.control import Control
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
+from ..losses.process import move_to_steps
 from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
@@ -132,7 +133,9 @@ class PPO(OnlineMethod):
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
         """Fill `scores`; of unit size if asked for."""
         r = super().score(r, unit)
-        r.scores = self.normalizer(r.need("scores")) if self.normalizer is not None else r.scores
+        if self.normalizer is not None:
+            r.scores = self.normalizer(r.need("scores"))
+            r.step_rewards = None if r.step_rewards is None else self.normalizer.normalize(r.step_rewards)
         return r
 
     @torch.no_grad()
@@ -140,6 +143,8 @@ class PPO(OnlineMethod):
         """Fill `token_rewards`, `advantages` and `returns`."""
         cfg, mask, old, ref = self.config, r.completion_mask, r.need("old_logps"), r.need("ref_logps")
         rewards = kl_shaped_rewards(r.need("scores"), old, ref, mask, self.kl_coef, cfg.kl_kind)
+        if r.step_rewards is not None:
+            rewards = move_to_steps(rewards, r.step_rewards, mask)
         if cfg.whiten_rewards:
             rewards = whiten(rewards, self.learns(r), shift_mean=False)
         advantages, returns = gae(rewards, r.need("values"), mask, cfg.gamma, cfg.lam)

@@ -27,10 +27,12 @@ class MethodInfo:
     name: str  # also of its stage in a pipeline, and of its folder there
     config: type[StrictConfig]
     trainer: Callable[[Any], Any]  # does the work that a config describes
-    rows: Literal["sft", "preference", "unpaired", "prompt"]  # the format it reads
+    rows: Literal["sft", "preference", "unpaired", "prompt", "stepwise"]  # the format it reads
     about: str = ""  # one line of help
     online: bool = False  # samples answers and asks a reward
-    leaves: Literal["policy", "reward", "pairs"] = "policy"  # a model that answers, one that scores, or labelled pairs
+    leaves: Literal["policy", "reward", "process", "pairs"] = (
+        "policy"  # a model that answers, one that scores answers or steps, or labelled pairs
+    )
     starts_from: tuple[str, ...] = ("sft",)  # stages whose policy it takes: the first that there is, "base" after all
     # in memory; what `reward` names comes on top
     holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = ("policy",)
@@ -92,7 +94,7 @@ def add_method(method: MethodInfo) -> None:
 
 # %% ../../nbs/605_train_registry.ipynb #f4ca0814
 BUILT_IN = {  # name: module in `train`
-    "sft": "sft", "rlaif": "rlaif", "reward": "reward", "ppo": "ppo", "grpo": "grpo", "rloo": "rloo", "online": "online_dpo", "dpo": "dpo", "kto": "kto", "distill": "distill", "raft": "raft",
+    "sft": "sft", "rlaif": "rlaif", "reward": "reward", "process": "process", "ppo": "ppo", "grpo": "grpo", "rloo": "rloo", "online": "online_dpo", "dpo": "dpo", "kto": "kto", "distill": "distill", "raft": "raft",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from ..losses.advantages import gae, kl_shaped_rewards, rloo_baseline, whiten
 from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
+from ..losses.process import move_to_steps
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
@@ -70,6 +71,8 @@ class RLOO(OnlineMethod):
         rewards = kl_shaped_rewards(
             scores, old, old if r.ref_logps is None else r.ref_logps, mask, self.kl_coef, cfg.kl_kind
         )
+        if r.step_rewards is not None and self.by_token:
+            rewards = move_to_steps(rewards, r.step_rewards, mask)
         if self.by_token:
             each = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]
             each = whiten(each, mask)

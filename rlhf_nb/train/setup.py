@@ -27,6 +27,7 @@ from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
 from ..data.templates import speaks_chat
+from ..data.legs import is_legs, legs_demonstrations, legs_pairs, legs_prompts, legs_steps
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn
@@ -42,13 +43,13 @@ from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 
 Row = dict[str, Any]
-Kind = Literal["sft", "preference", "unpaired", "prompt"]
+Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'Pairs', 'CausalScorer', 'load_policy', 'made_rows',
-           'place_of', 'parts_of', 'names_of', 'weights_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows',
-           'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod', 'frozen_parts',
-           'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
+__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 'Pairs', 'CausalScorer', 'load_policy',
+           'made_rows', 'place_of', 'parts_of', 'names_of', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
+           'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod',
+           'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -111,28 +112,50 @@ def _sums_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
 
 
+LEGS_ROWS = 4000
+
+
+def _legs_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+    """Sums written out leg by leg (notebook 237); what is held out asks for other sums, the same ones whatever the seed."""
+    if kind == "stepwise":
+        return legs_steps(LEGS_ROWS, derive_seed(seed, kind)), legs_steps(TOY_HELD_OUT, 0, True)
+    make = {"preference": legs_pairs, "unpaired": legs_pairs, "prompt": legs_prompts, "sft": legs_demonstrations}[kind]
+    n = LEGS_ROWS if kind != "sft" else 5 * LEGS_ROWS
+    rows, held = make(n, derive_seed(seed, kind)), make(TOY_HELD_OUT, 0, True)
+    return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
+
+
 def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[Row]] | None:
     """Rows to train on and held-out rows that the package makes itself; None where a name stands for none of its worlds.
 
     Args:
-        name: "toy", "sums", or a place of data.
-        kind: "sft", "preference", "unpaired" or "prompt".
+        name: "toy", "sums", "legs", or a place of data.
+        kind: "sft", "preference", "unpaired", "prompt" or "stepwise".
         seed: of the generators.
+
+    Raises:
+        DataError: a world has no rows of this kind.
     """
+    if is_legs(name):
+        return _legs_rows(kind, seed)
+    if kind == "stepwise" and (is_toy(name) or is_sums(name)):
+        raise DataError(
+            f"data.path is {name}, and its answers have no steps that could be judged: data.path=legs has, or give a file with prompt, completions and labels."
+        )
     if is_toy(name):
         return _toy_rows(kind, seed)
     return _sums_rows(kind, seed) if is_sums(name) else None
 
 
 def place_of(data: DataConfig) -> str:
-    """File, directory or hub name of a run's rows, or "toy" or "sums".
+    """File, directory or hub name of a run's rows, or "toy", "sums" or "legs".
 
     Raises:
         ConfigError: nobody has said where they are.
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy' or 'sums' for a world made here.",
+            "data.path is null: set it to a file, a directory, a hub name, or 'toy', 'sums' or 'legs' for a world made here.",
             python="In Python a trainer also takes rows=.",
         )
     return data.path
@@ -563,7 +586,9 @@ class TextTrainer(Trainer):
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
         streamed = (
-            rows is None and config.data.streaming and not (is_toy(config.data.path) or is_sums(config.data.path))
+            rows is None
+            and config.data.streaming
+            and not any(made(config.data.path) for made in (is_toy, is_sums, is_legs))
         )
         keeps = rows is None and eval_rows is None and not streamed and bool(config.data.cache)
         ours = type(self).make_method.__module__.startswith("rlhf_nb.")

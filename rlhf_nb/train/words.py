@@ -16,7 +16,7 @@ from ..core import ConfigError, DataError
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
 from ..models.starts import read_starts
-from ..models.load import ensure_pad, is_toy, load_tokenizer, pretrained, resize_embeddings
+from ..models.load import ensure_pad, is_made, is_toy, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
 from ..run.hf_callbacks import as_callback
 from ..run.loop import Trainer
@@ -129,6 +129,8 @@ def _model_type(model: Any, config: Any) -> str:
     name = config.model.name_or_path
     if model is None and (name is None or is_toy(name)):
         return "llama"
+    if model is None and is_made(name):
+        return "gpt2"
     if model is None:
         from transformers import AutoConfig
 
