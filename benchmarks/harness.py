@@ -234,6 +234,8 @@ def show(ours: Worker, theirs: Worker, warmup: int, unit: str, count: str) -> di
     for worker, speed in ((ours, a), (theirs, b)):
         print(f"  {worker.name:28s} {statistics.median(speed):10.2f} {unit}/s   ({min(speed):.2f} to {max(speed):.2f})")
     print(f"  ratio of medians {ratio:.2f}x  (steps: {ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x)")
+    seconds = [statistics.median(s["cpu"] for s in w.steps[warmup:]) for w in (ours, theirs)]
+    print(f"  CPU seconds a step (medians) {seconds[0]:.2f} / {seconds[1]:.2f}")
     print(
         f"  peak memory {peaks[0]:.0f} / {peaks[1]:.0f} MiB = {peaks[0] / peaks[1]:.2f}; "
         f"above what was there before training {used[0]:.0f} / {used[1]:.0f} MiB = {used[0] / max(used[1], 1):.2f}"

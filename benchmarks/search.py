@@ -4,6 +4,7 @@ For each seed: base, SFT, reward model, PPO; then the PPO policy answers held-ou
 block with the critic, and by tree search with the critic. Finished answers are compared by the reward model in all of them. Gold is what nobody saw.
 
     python benchmarks/search.py --worlds FOLDER            # trains what FOLDER lacks: about two minutes of CPU a seed
+    python benchmarks/search.py --demo runs/demo           # the world that `rlhf-nb demo` left
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def train(seed: int, place: Path, steps: int) -> None:
         shutil.copytree(str(config.reward), place / "reward")
 
 
-def compare(place: Path, seed: int, prompts: int, budgets: list[int]) -> list[dict[str, Any]]:
+def compare(place: Path, reward: Path, seed: int, prompts: int, budgets: list[int]) -> list[dict[str, Any]]:
     """Rows of the table for one world."""
     from transformers import AutoModelForCausalLM
 
@@ -53,10 +54,10 @@ def compare(place: Path, seed: int, prompts: int, budgets: list[int]) -> list[di
     tok = toy.build_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(place).eval()
     critic = critic_scorer(ValueModel.load(place / "critic"))
-    proxy = Rewards(RewardModelFn(RewardModel.load(place / "reward")))
+    proxy = Rewards(RewardModelFn(RewardModel.load(reward)))
     texts = list(dict.fromkeys(r["prompt"] for r in toy.test_prompts(4 * prompts, 11)))[:prompts]
     batch = PromptBatch.from_lists([tok(t)["input_ids"] for t in texts], prompts=texts)
-    made: list[tuple[str, int, Any]] = [("plain", 1, Plain())]
+    made: list[tuple[str, int, Any]] = [("plain", 1, Plain()), ("greedy", 1, Plain())]
     for n in budgets:
         made += [
             ("best-of-n, reward model", n, best_of_n(proxy, n)),
@@ -66,7 +67,9 @@ def compare(place: Path, seed: int, prompts: int, budgets: list[int]) -> list[di
     rows = []
     for name, n, decoder in made:
         begin = time.process_time()
-        r = decoder.generate(model, batch, SamplingConfig(max_new_tokens=28), tokenizer=tok, seed=seed)
+        r = decoder.generate(
+            model, batch, SamplingConfig(max_new_tokens=28), tokenizer=tok, seed=seed, greedy=name == "greedy"
+        )
         spent, cost = time.process_time() - begin, decoder.cost
         gold = torch.tensor(toy.gold_reward(r.prompts, r.texts))
         rows.append({
@@ -80,7 +83,9 @@ def compare(place: Path, seed: int, prompts: int, budgets: list[int]) -> list[di
 def main() -> None:
     """Print a row for each decoder and seed, and means over the seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--worlds", type=Path, help="folder of a world for each seed; what it lacks is trained")
+    where.add_argument("--demo", type=Path, help="folder that `rlhf-nb demo` left: one world")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=25, help="of PPO")
     parser.add_argument("--prompts", type=int, default=96)
@@ -88,11 +93,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for seed in args.seeds:
+    if args.demo:
+        rows += compare(args.demo / "ppo/model", args.demo / "reward/model", 0, args.prompts, args.budgets)
+    for seed in [] if args.demo else args.seeds:
         place = args.worlds / str(seed)
         if not (place / "reward").exists():
             train(seed, place, args.steps)
-        rows += compare(place, seed, args.prompts, args.budgets)
+        rows += compare(place, place / "reward", seed, args.prompts, args.budgets)
     names = [k for k in rows[0] if k not in ("seed", "decoder", "n")]
     print("| decoder | n | seeds, gold | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 3))
     for key in dict.fromkeys((r["decoder"], r["n"]) for r in rows):

@@ -197,15 +197,23 @@ def probe_gpu(device: torch.device) -> GPU:
 
 @cache
 def probe_cpu() -> float:
-    """How many times as fast as in fp32 this CPU multiplies matrices in bf16; measured once, in some milliseconds."""
-    x, w = torch.ones(256, 576), torch.ones(1536, 576)
+    """How many times as fast as in fp32 this CPU multiplies matrices in bf16; measured once, in some milliseconds.
+
+    One thread's own seconds count, so that other programs on the machine don't change the answer.
+    """
+    x, w = torch.ones(128, 576), torch.ones(1536, 576)
     best: dict[torch.dtype, float] = {}
-    for dtype in (torch.float32, torch.bfloat16) * 4:  # the first of each warms up
-        a, b = x.to(dtype), w.to(dtype)
-        start = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        best[dtype] = min(best.get(dtype, math.inf), time.perf_counter() - start)
-    return best[torch.float32] / best[torch.bfloat16]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for dtype in (torch.float32, torch.bfloat16) * 6:  # the first of each warms up
+            a, b = x.to(dtype), w.to(dtype)
+            start = time.thread_time()
+            torch.nn.functional.linear(a, b)
+            best[dtype] = min(best.get(dtype, math.inf), time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return best[torch.float32] / max(best[torch.bfloat16], 1e-9)
 
 
 class Precision(NamedTuple):

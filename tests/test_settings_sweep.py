@@ -79,3 +79,22 @@ def test_hyperband_draws_and_a_larger_sweep_keeps_what_is_there(tmp_path: Path) 
     assert [len({s.share for s in made.table}), len(made.table)] == [2, 4] and made.cost == 3.5
     rows = {json.dumps(s.candidate): s.share for s in made.table}
     assert sorted(rows.values()) == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_settings_that_no_run_can_begin_with_are_told_once(tmp_path: Path) -> None:
+    from rlhf_nb.core import ConfigError
+    from rlhf_nb.train.ppo import PPOConfig
+
+    said: list[str] = []
+    for processes in (1, 2):
+        with pytest.raises(ConfigError, match=r"the first run, kl_coef=0\.\d+, can't begin: reward is not set"):
+            base = PPOConfig.preset("toy", steps=2, epochs=None)
+            sweep(
+                base,
+                {"kl_coef": [0.01, 0.05]},
+                tmp_path / str(processes),
+                seeds=1,
+                processes=processes,
+                say=said.append,
+            )
+    assert not any("failed" in line for line in said)

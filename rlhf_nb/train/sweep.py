@@ -128,13 +128,17 @@ class _Job(NamedTuple):
     share: float
 
 
+_SETTINGS = "settings: "  # before a problem that the first run has and all others would have
+
+
 def _do(job: _Job) -> str:
     """Do it; why not, in a sentence, or ""."""
     try:
         run_share(get(job.method).config.model_validate(job.config), job.share)
         return ""
     except (RlhfError, OSError, RuntimeError, ValueError) as e:
-        return str(e).strip() or type(e).__name__
+        said = str(getattr(e, "at_cli", None) or e).strip() or type(e).__name__
+        return f"{_SETTINGS}{said}" if isinstance(e, ConfigError) else said
 
 
 def device_for(worker: int, visible: str | None, count: int) -> dict[str, str]:
@@ -384,6 +388,11 @@ class _Sweep:
             nonlocal count
             candidate, seed = where[job.config["output_dir"]]
             count += 1
+            if problem.startswith(_SETTINGS) and count == 1 and share == min(self.shares):
+                raise ConfigError(
+                    f"the first run, {name_of(candidate)}, can't begin: {problem.removeprefix(_SETTINGS)}"
+                )
+            problem = problem.removeprefix(_SETTINGS)
             part = "" if share >= 1 else f" to {share:.1%} of its steps"
             if problem:
                 self.failures[name_of(candidate)] = f"seed {seed}: {problem}"
