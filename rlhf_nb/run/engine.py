@@ -262,11 +262,6 @@ class Engine:
         crew = self._replicas_of(method.module)
         with split_among(crew.workers if crew else 1):
             micros = method.micro_batches(mini)
-        steady = self.device.type == "cpu" and self.strategy.name in ("single", "ddp")  # else weights come and go
-        copies = half_copies(method.module, self.precision.compute_dtype if steady else None)
-        if crew is None and steady:
-            with copies:
-                return list(self._one_by_one(method, micros, counts))
         if crew is None:
             return self._one_by_one(method, micros, counts)
 
@@ -278,8 +273,12 @@ class Engine:
             [learnt] = self._one_by_one(through, [micro], counts)
             return learnt
 
-        with copies:
-            return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+        return crew.run(alone, micros, [method.cost(micro) for micro in micros])
+
+    def steady(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a module's weights don't change: where a CPU computes in bf16, each is rounded once."""
+        here = self.device.type == "cpu" and self.strategy.name in ("single", "ddp")  # else weights come and go
+        return half_copies(module, self.precision.compute_dtype if here else None)
 
     def _one_by_one(
         self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]

@@ -298,8 +298,7 @@ class Trainer:
                     break
                 data = self.collect(batch)
                 stats = self.update(data)
-                event = self.finish_step(stats)
-                asked = self._between_steps(event, stop)
+                asked = self._between_steps(self.finish_step(stats), stop)
             self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
         self.method.finish_run()
         return self.history
@@ -359,8 +358,9 @@ class Trainer:
             engine.set_lr(self.step)
             for mini in self._mini_batches(data):
                 sums, counts = Sums(), engine.reduce_sum(method.denominators(mini))
-                for terms, loss in engine.learn(method, mini, counts):  # method.loss and backward, each micro-batch
-                    sums.add(terms, loss)
+                with engine.steady(method.module):
+                    for terms, loss in engine.learn(method, mini, counts):  # method.loss and backward, each micro-batch
+                        sums.add(terms, loss)
                 report = engine.step(sums.loss, sums.vector(engine.device))  # clip, check, update
                 if not report.applied:
                     skipped += 1
