@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +142,12 @@ def nash_md(**over: Any) -> Any:
     return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
 
 
-def evaluations(root: Path, held: int = 7, skip: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     """What every kind of method measures on held-out rows before it learns anything; one row stands there twice.
 
     Args:
         root: of the runs.
         held: rows that are held out.
-        skip: methods to leave out.
     """
     from rlhf_nb.data import toy
     from rlhf_nb.data.convert import to_unpaired
@@ -176,8 +174,8 @@ def evaluations(root: Path, held: int = 7, skip: Sequence[str] = ()) -> dict[str
         "grpo": (GRPOConfig, GRPOTrainer, {"kl_coef": 0.05, "num_generations": 4, **short}, {"reward": toy.gold_reward, **prompts}),
         "distill": (DistillConfig, DistillTrainer, short, {"teacher": toy.build_model(1), **prompts}),
     }  # fmt: skip
-    for name in [*skip, *(["kto"] if held == 1 else [])]:  # which needs two prompts
-        todo.pop(name, None)
+    if held == 1:  # one prompt, and it needs two
+        del todo["kto"]
     out = {}
     for name, (config, trainer, settings, parts) in todo.items():
         run = trainer(config.preset("toy", **common(output_dir=str(root / name), **settings)), *toy_model(), **parts)

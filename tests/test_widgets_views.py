@@ -16,10 +16,10 @@ import torch
 
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
+from rlhf_nb.decode.choose import best_of_bound
 from rlhf_nb.widgets.explorers import (
     EXPLORERS,
     Explorers,
-    best_of_n_kl,
     best_of_n_mean,
     optimal_policy,
 )
@@ -218,7 +218,7 @@ def test_optimum_and_best_of_n_by_simulation() -> None:
     assert best_of_n_mean(pool, pool, 8) == pytest.approx(float(draws.mean()), abs=0.02)
     ranks = torch.arange(1, 401, dtype=torch.float64)  # KL of the best of n, from the distribution of its rank
     p = (ranks / 400) ** 8 - ((ranks - 1) / 400) ** 8
-    assert best_of_n_kl(8) == pytest.approx(float((p * (p * 400).log()).sum()), abs=0.01)
+    assert best_of_bound(8) == pytest.approx(float((p * (p * 400).log()).sum()), abs=0.01)
 
 
 VIEWS = [*sorted((ROOT / "nbs").glob("8[456]_*.ipynb")), *sorted((ROOT / "nbs" / "tutorials").glob("*_li*.ipynb")), *sorted((ROOT / "nbs" / "tutorials").glob("label*.ipynb"))]  # fmt: skip

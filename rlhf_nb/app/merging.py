@@ -223,6 +223,7 @@ def merge_command(
             recipe = load_recipe(models[0])
             recipe = recipe.replace(dtype=dtype) if dtype != "auto" else recipe
         else:
+            check_choice("--method", method, (*METHODS, "greedy"))
             if len(models) < 2 and method not in NEEDS_BASE:
                 raise ConfigError(
                     f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp --scale 0.5 goes half the way from base to model (WiSE-FT)."

@@ -19,7 +19,7 @@ from .speculative import Speculative
 from ..rewards.answers import extract_choice, extract_number
 
 # %% auto #0
-__all__ = ['KINDS', 'VOTES', 'Kind', 'DecoderConfig', 'make_decoder']
+__all__ = ['KINDS', 'SAME', 'VOTES', 'Kind', 'DecoderConfig', 'make_decoder']
 
 # %% ../../nbs/489_decode_named.ipynb #70fe380b
 class Kind(NamedTuple):
@@ -44,6 +44,7 @@ KINDS = {
     "guided": Kind("branch", False, True, "block by block the beginning that a critic likes best"),
     "mcts": Kind("simulations", False, False, "tree search over tokens with a critic"),
 }
+SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_of}
 
 
@@ -102,6 +103,7 @@ class DecoderConfig(StrictConfig):
         if isinstance(data, Mapping) and isinstance(data.get("kind"), str):
             kind, colon, value = data["kind"].partition(":")
             kind = kind.strip().replace("-", "_")
+            kind = SAME.get(kind, kind)
             if kind not in KINDS:
                 raise ValueError(
                     f"there is no decoder {kind!r}. {did_you_mean(kind, KINDS, 'There are: ' + ', '.join(KINDS) + '.')}"

@@ -480,9 +480,10 @@ class Zero(SharedOut):
 
 # %% ../../nbs/530_run_strategies.ipynb #b595ede3
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model: what is gathered and let go as a unit."""
+    """The repeated layers of a model: what is gathered and let go as a unit; of lists in lists (an ensemble's members) the innermost."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    return [block for m in lists for block in m if next(block.parameters(), None) is not None]
+    blocks = dict.fromkeys(block for m in lists for block in m if next(block.parameters(), None) is not None)
+    return [b for b in blocks if not any(inner in blocks for inner in b.modules() if inner is not b)]
 
 
 def _local(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, check_choice
+from ..decode.choose import best_of_bound
 from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms
 from ..losses.kto import kto
@@ -24,7 +25,7 @@ from .plots import Explorer, Knob, Picture, curve, plot
 # %% auto #0
 __all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum', 'TAILS',
            'best_of_n', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
-           'optimal_policy', 'optimum_picture', 'best_of_n_mean', 'best_of_n_kl', 'best_of_n_picture', 'Explorers']
+           'optimal_policy', 'optimum_picture', 'best_of_n_mean', 'best_of_n_picture', 'Explorers']
 
 # %% ../../nbs/840_widgets_explorers.ipynb #09c9335e
 def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
@@ -268,11 +269,6 @@ def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
     return float((weight * values[scores.argsort()][n - 1 :]).sum())
 
 
-def best_of_n_kl(n: float) -> float:
-    """log n − (n − 1)/n: KL of best-of-n to the policy it draws from (an upper bound, reached when no two answers are equal)."""
-    return math.log(n) - (n - 1) / n
-
-
 @lru_cache(maxsize=64)
 def _frontier(error: float, tails: str) -> tuple[list[int], list[float], list[float]]:
     """n, and mean proxy and gold of the best of n."""
@@ -296,7 +292,7 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
         tails: how far the error strays.
     """
     counts, proxy, gold = _frontier(round(error, 2), tails)
-    d = [best_of_n_kl(c) ** 0.5 for c in counts]
+    d = [best_of_bound(c) ** 0.5 for c in counts]
     x, y = torch.tensor(d[1:], dtype=torch.float64), torch.tensor(gold[1:], dtype=torch.float64)
     design = torch.stack([x, -(x**2)], 1)
     alpha, beta = torch.linalg.lstsq(design, y[:, None]).solution[:, 0].tolist()
