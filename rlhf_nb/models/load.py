@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,165 +23,23 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..data.legs import is_legs
-from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating, suggest
-from .places import near_short_name, resolve
-from ..untrusted import Unreadable, json_value
+from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
+from rlhf_nb.models.files import (
+    base_of_adapter, find_model, hub_adapter, is_made, is_toy, load_or_explain, looks_local, named, no_such_path, pretrained, quiet,
+)  # fmt: skip
+from .places import resolve
+from ..untrusted import json_value
+
+_all_ = ["base_of_adapter", "find_model", "is_made", "is_toy", "load_or_explain", "named", "pretrained", "quiet"]
 
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['STARTS', 'named', 'is_toy', 'is_made', 'find_model', 'ensure_pad', 'quiet', 'load_or_explain', 'pretrained',
-           'base_of_adapter', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
-           'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers',
-           'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids',
-           'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter']
-
-# %% ../../nbs/300_models_load.ipynb #194516c8
-def _looks_local(name: str) -> bool:
-    """Whether a name can only be meant as a path (a hub name is `name` or `owner/name`)."""
-    path = Path(name).expanduser()
-    written = name.startswith((".", "~", os.sep)) or "\\" in name or name.count("/") > 1
-    written = written or path.suffix == ".gguf"
-    return written or path.exists() or (path.parent != Path(".") and path.parent.is_dir())
-
-
-def _no_such_path(path: Path, what: str) -> ModelError:
-    """The error for a path that leads nowhere, with its nearest relative that exists."""
-    there = path
-    while not there.parent.is_dir() and there != there.parent:
-        there = there.parent
-    siblings = sorted(p.name for p in there.parent.iterdir()) if there.parent.is_dir() else []
-    near = suggest(there.name, siblings)
-    if near is not None:
-        rest = there.parent / near / path.relative_to(there)
-        hint = f"Did you mean {str(rest if rest.exists() else there.parent / near)!r}?"
-    else:
-        hint = f"{str(there.parent)!r} holds: {', '.join(siblings[:8]) or 'nothing'}."
-    return ModelError(f"{what} {str(path)!r} doesn't exist. {hint}")
-
-# %% ../../nbs/300_models_load.ipynb #52e25387
-def named(cfg: ModelConfig) -> str:
-    """Directory or hub name of a model, or "toy".
-
-    Raises:
-        ConfigError: nobody has said which.
-    """
-    if cfg.name_or_path is None:
-        raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or 'toy'.",
-            python="In Python a trainer also takes model= and tokenizer=.",
-        )
-    return cfg.name_or_path
-
-
-def is_toy(name: str | None) -> bool:
-    """Whether a name stands for the toy model, which is built and not loaded: "toy", where no such directory is."""
-    return name == "toy" and not Path(name).exists()
-
-
-def is_made(name: str | None) -> bool:
-    """Whether a name stands for an untrained model of one of the package's worlds: "toy" or "legs"."""
-    return is_toy(name) or is_legs(name)
-
-
-def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
-    """Decide what a model's name stands for, before anything is loaded.
-
-    Args:
-        name: a directory, a GGUF file, a hub name, or a short name (notebook 295).
-        revision: as in `model.revision`.
-
-    Returns:
-        ("model" | "adapter" | "gguf" | "hub", the directory, the file or the name).
-
-    Raises:
-        ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a short name that was never fetched.
-    """
-    name = resolve(name, revision)
-    path = Path(name).expanduser()
-    if not _looks_local(name):
-        return "hub", name
-    if path.is_file() and path.suffix == ".gguf":
-        return "gguf", str(path)
-    if not path.is_dir():
-        raise _no_such_path(path, "model directory")
-    files = {p.name for p in path.iterdir()}
-    if "adapter_config.json" in files:
-        if "adapter_model.safetensors" not in files:
-            raise _no_weights(path, files, "An adapter is loaded from adapter_model.safetensors only")
-        for name in {"adapter_config.json", "config.json"} & files:
-            _check_sizes(path / name, 1 << 20)
-        return "adapter", str(path)
-    if "config.json" not in files:
-        inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
-        hint = f"It holds: {', '.join(sorted(files)[:8]) or 'nothing'}."
-        hint = f"Models are in its sub-directories: {', '.join(inside)}." if inside else hint
-        packed = sorted(f for f in files if f.endswith(".gguf"))
-        hint = f"Name its GGUF file: {path / packed[0]}" if packed else hint
-        raise ModelError(f"{str(path)!r} has no config.json, so it is not a saved model. {hint}")
-    if not any(f.endswith(".safetensors") for f in files):
-        raise _no_weights(path, files, "A model is loaded from *.safetensors files only")
-    for index in sorted(path.glob("*.index.json")):
-        _check_index(index)
-    _check_sizes(path / "config.json", 1 << 31)
-    return "model", str(path)
-
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
-    """The error for a folder without safetensors; pickles are named, with what to do."""
-    pickled = sorted(f for f in files if f.endswith(_PICKLES))
-    if not pickled:
-        return ModelError(f"{str(path)!r} holds no weights. {rule}.")
-    return ModelError(
-        f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a machine where you trust "
-        "it (load it there and call save_pretrained), or ask whoever made it for safetensors."
-    )
-
-
-_MOST = {"layers": 10_000, "n_layer": 10_000, "labels": 100_000, "experts": 100_000, "vocab": 10_000_000}
-
-
-def _check_sizes(file: Path, most: int) -> None:
-    """Refuse a configuration that is no JSON, or that asks for a model so large that building it would not end.
-
-    Args:
-        file: config.json or adapter_config.json.
-        most: the largest number in it that is believed; fewer layers, labels, experts and tokens are.
-    """
-    try:
-        todo = [("", json_value(file.read_bytes()))]
-        if not isinstance(todo[0][1], dict):
-            raise Unreadable("no settings, but another value")
-    except (OSError, Unreadable) as e:
-        raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
-    while todo:
-        key, value = todo.pop()
-        if isinstance(value, dict):
-            todo += value.items()
-        limit = min((n for part, n in _MOST.items() if part in key), default=most)
-        if isinstance(value, int) and abs(value) > limit:
-            raise ModelError(
-                f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
-            )
-
-
-def _check_index(index: Path) -> None:
-    """Refuse an index whose parts are anything but safetensors files beside it."""
-    try:
-        parts = set(json_value(index.read_bytes())["weight_map"].values())
-        strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
-    except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
-        raise ModelError(
-            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so nobody knows where the weights are."
-        ) from e
-    if strange:
-        raise ModelError(
-            f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files in the same folder only: "
-            "other files can run code when opened."
-        )
+__all__ = ['STARTS', 'ensure_pad', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings',
+           'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'saved_wholes',
+           'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs',
+           'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter', 'base_of_adapter',
+           'find_model', 'is_made', 'is_toy', 'load_or_explain', 'named', 'pretrained', 'quiet']
 
 # %% ../../nbs/300_models_load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -218,174 +76,6 @@ def ensure_pad(tokenizer: Any) -> str:
             return f"PAD is now {token!r} (id {tokenizer.pad_token_id}, already in the vocabulary): {why}."
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have {len(tokenizer)} rows): {why}."
-
-# %% ../../nbs/300_models_load.ipynb #ea8ff6c9
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised instead."""
-    import accelerate.utils.other as other
-    from transformers.utils import logging as hf
-
-    level, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
-    hf.set_verbosity_error()
-    hf.disable_progress_bar()
-    real = other.is_deepspeed_available
-    if "deepspeed" not in sys.modules:  # saving asks whether it wraps the model, and would import it to find out
-        other.is_deepspeed_available = lambda: False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        other.is_deepspeed_available = real
-        hf.set_verbosity(level)
-        if bars:
-            hf.enable_progress_bar()
-
-# %% ../../nbs/300_models_load.ipynb #757795b6
-def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
-    """Run one `from_pretrained`, with its failures as one ModelError that says what to do.
-
-    Args:
-        what: "model", "tokenizer", ...: named in the message.
-        name: directory or hub name.
-        load: does it.
-    """
-    try:
-        with quiet():
-            return load()
-    except ModelError:
-        raise
-    except ImportError as e:
-        raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # whatever a library says to files that somebody else has written
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
-        reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
-        if "trust_remote_code" in str(e) or "custom code" in str(e):
-            hint = (
-                "It comes with Python code of its own, which would run on this machine with your rights. Read that code; if you trust it, set "
-                "model.trust_remote_code=true (it then holds for every model of the run)."
-            )
-        elif Path(name).expanduser().is_dir():
-            hint = "Is the directory complete?"
-        elif offline:
-            hint = (
-                "The hub can't be reached from here and there is no copy in its cache: give a local directory instead."
-            )
-        else:
-            hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
-        raise ModelError(
-            f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
-        ) from e
-
-# %% ../../nbs/300_models_load.ipynb #a4f14b4d
-def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has made.
-
-    Args:
-        kind: a class of transformers with `from_pretrained`.
-        name: directory, GGUF file, hub name or short name.
-        what: named in messages: "model", "tokenizer", ...
-        trust_remote_code: run Python code that comes with it; nobody is asked.
-        options: passed on.
-
-    Raises:
-        ModelError: not there, not readable, or it comes with code that isn't trusted; says what to do.
-    """
-    name = resolve(name, options.get("revision"))
-    if Path(name).suffix == ".gguf" and Path(name).expanduser().is_file():
-        return _from_gguf(kind, Path(name).expanduser(), what, options)
-    return load_or_explain(
-        what, name, lambda: kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    )
-
-
-def base_of_adapter(where: str | Path) -> str:
-    """The name of the model that an adapter's directory says it belongs to; "" if it doesn't say.
-
-    Raises:
-        ModelError: its configuration can't be read.
-    """
-    file = Path(where) / "adapter_config.json"
-    try:
-        found = json_value(file.read_bytes())
-        name = found.get("base_model_name_or_path")
-    except (OSError, Unreadable, AttributeError) as e:
-        raise ModelError(f"{str(file)!r} can't be read ({e}). Is the directory complete?") from e
-    return name if isinstance(name, str) else ""
-
-
-def _hub_adapter(name: str, revision: str | None) -> str | None:
-    """The folder in the hub's cache that holds an adapter's safetensors; None where the name is no adapter's.
-
-    Raises:
-        ModelError: an adapter whose weights are a pickle.
-    """
-    from transformers.utils import cached_file, find_adapter_config_file
-
-    config = load_or_explain("model", name, lambda: find_adapter_config_file(name, revision=revision or "main"))
-    if config is None:
-        return None
-    quietly: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    load_or_explain(
-        "adapter", name, lambda: cached_file(name, "adapter_model.safetensors", revision=revision or "main", **quietly)
-    )
-    return find_model(str(Path(config).parent))[1]
-
-# %% ../../nbs/300_models_load.ipynb #539574e6
-def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> Any:
-    """What a GGUF file holds (model, configuration or tokenizer), as if it had never been packed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(
-            f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is small): pip install gguf"
-        )
-    import transformers.modeling_gguf_pytorch_utils as reading
-
-    with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise ModelError(
-                f"{str(file)!r} doesn't begin like a GGUF file: it is damaged, cut, or something else. Fetch it again."
-            )
-    if "quantization_config" in options:
-        raise ModelError(
-            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set model.lora.quantize_4bit=false."
-        )
-    kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
-    bar = getattr(reading, "tqdm", None)
-    reading.tqdm = lambda rows, **_: rows  # type: ignore[attr-defined]  # it would draw into notebooks and logs
-    try:
-        found = load_or_explain(
-            what,
-            str(file),
-            lambda: kind.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False, **kept),
-        )
-    finally:
-        reading.tqdm = bar  # type: ignore[attr-defined]
-    model = found[0] if isinstance(found, tuple) else found
-    if isinstance(model, nn.Module):
-        _unmark(model, file)
-    return found
-
-
-def _unmark(model: Any, file: Path) -> None:
-    """Take the mark of a packed model off one whose weights are unpacked, and say that they were."""
-    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
-        vars(model).pop(name, None)
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config
-    model.config._name_or_path = model.name_or_path = str(file)
-    bytes_ = sum(p.numel() * p.element_size() for p in model.parameters())
-    format_ = str(model.dtype).removeprefix("torch.")
-    warnings.warn(
-        f"{file.name}: packed weights ({file.stat().st_size / 1e9:.2g} GB) are unpacked to {format_} ({bytes_ / 1e9:.2g} GB); what packing rounded away stays lost.",
-        stacklevel=4,
-    )
 
 # %% ../../nbs/300_models_load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
@@ -429,9 +119,9 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
 
         name = resolve(name, cfg.revision)
         local = Path(name).expanduser()
-        if _looks_local(name):
+        if looks_local(name):
             if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
-                raise _no_such_path(local, "tokenizer directory")
+                raise no_such_path(local, "tokenizer directory")
             if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
                 raise ModelError(
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
@@ -601,7 +291,7 @@ def load_causal_lm(
         model = build_legs(seed).to(dtype)
     else:
         kind, where = find_model(str(cfg.name_or_path), cfg.revision)
-        if kind == "hub" and (folder := _hub_adapter(where, cfg.revision)) is not None:
+        if kind == "hub" and (folder := hub_adapter(where, cfg.revision)) is not None:
             kind, where = "adapter", folder
         load = _load_adapter_merged if kind == "adapter" else _load_plain
         model = load(where, cfg, precision, dtype)
