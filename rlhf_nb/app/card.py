@@ -458,9 +458,9 @@ def use_code(told: Told, name: str, prompt: Any) -> str:
         load = f"from transformers import AutoModelForSequenceClassification, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({name!r})\nmodel = AutoModelForSequenceClassification.from_pretrained({name!r})\n"
         return f'{load}inputs = tokenizer({text + " Nobody knows."!r}, return_tensors="pt")\nprint(model(**inputs).logits[0, 0].item() - model.config.reward_bias)'
     load = f"from transformers import AutoModelForCausalLM, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({name!r})\nmodel = AutoModelForCausalLM.from_pretrained({name!r})\n"
-    chat = (told.model / "chat_template.jinja").is_file() or "chat_template" in (
-        told.model / "tokenizer_config.json"
-    ).read_text(encoding="utf-8")
+    about = told.model / "tokenizer_config.json"  # a merge of models without a tokenizer has none
+    inside = about.is_file() and "chat_template" in about.read_text(encoding="utf-8")
+    chat = inside or (told.model / "chat_template.jinja").is_file()
     text = prompt if isinstance(prompt, str) else " ".join(str(m["content"]) for m in prompt if m.get("role") == "user")
     if chat:
         asked = f'messages = [{{"role": "user", "content": {text!r}}}]\ninputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)'
