@@ -113,7 +113,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("filter_logps", "top-k keeps one more", "logps.topk(sampling.top_k, dim=-1)", "logps.topk(sampling.top_k + 1, dim=-1)"),
     ("filter_logps", "min-p compares with the smallest", "logps.max(-1, keepdim=True).values", "logps.min(-1, keepdim=True).values"),
     ("_top_p_threshold", "the token that completes the nucleus is left out", "mass - (best - total).exp() < top_p", "mass < top_p"),
-    ("Chooser.__call__", "the temperature multiplies", "logits / self.sampling.temperature", "logits * self.sampling.temperature"),
+    ("Chooser._allowed", "the temperature multiplies", "logits / self.sampling.temperature", "logits * self.sampling.temperature"),
     ("Chooser.__call__", "log-probs after the filters", "return tokens, logps.gather", "return tokens, filter_logps(allowed, self.sampling).log_softmax(-1).gather"),
     ("Chooser._without_eos", "EOS is allowed one token early", "view(-1, 1) < least", "view(-1, 1) < least - 1"),
     ("uniforms", "all samples of a prompt are the same", "key = _mix(key ^ sample.to(torch.int64))", "key = _mix(key)"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rlhf_nb.losses
 from rlhf_nb.core import ConfigError, decide_precision
-from rlhf_nb.losses import advantages, distill, group, kl, kto, policy, preference, reward, sft
+from rlhf_nb.losses import advantages, distill, group, kl, kto, policy, preference, process, reward, sft
 from rlhf_nb.losses.group import group_kl, group_surrogate
 from rlhf_nb.losses.kl import kl_loss
 from rlhf_nb.losses.policy import clipped_surrogate
@@ -144,6 +144,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "reward.logistic": (lambda x: reward.logistic(x, 0.1), (SCORES,)),
     "reward.bradley_terry": (lambda x, y: reward.bradley_terry(x, y), (SCORES, REF_SUMS)),
     "reward.centering": (lambda x, y: reward.centering(x, y), (SCORES, REF_SUMS)),
+    "process.step_loss": (lambda x, y: process.step_loss(x, kl.wide(y).exp(), MASK), TOKENS),
+    "process.aggregate_steps": (lambda x: process.aggregate_steps(kl.wide(x).exp(), MASK, "product"), (LOGPS,)),
+    "process.step_rewards": (lambda x: process.step_rewards(x, MASK), (LOGPS,)),
+    "process.move_to_steps": (lambda x, y: process.move_to_steps(x, y, MASK), TOKENS),
+    "process.group_step_advantages": (lambda x: process.group_step_advantages(x, MASK, MASK, 3), (LOGPS,)),
     "policy.bounded": (lambda x, y: policy.bounded(kl.wide(x), kl.wide(y), 0.2), (LOGPS, REF)),
     "policy.clipped_surrogate": (lambda x, y, a: policy.clipped_surrogate(x, y, a, MASK), (LOGPS, LOGPS - 0.1, REF)),
     "policy.clipped_value": (lambda x, y, r: policy.clipped_value(x, y, r, MASK), (100 * LOGPS, 100 * REF, 100 * OLD)),
@@ -238,10 +243,22 @@ def rollout(scores: list[float], finished: tuple[bool, ...]) -> Rollout:
     )  # fmt: skip
 
 
+class Scores:
+    """Rewards that are known, none of them at a step."""
+
+    steps = None
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = torch.tensor(scores)
+
+    def __call__(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.scores.clone(), {}
+
+
 def learnt(self: Any, scores: list[float], finished: tuple[bool, ...]) -> Rollout:
     """A rollout as training goes on with it."""
     r = rollout(scores, finished)
-    self.rewards = lambda r: (torch.tensor(scores), {})
+    self.rewards = Scores(scores)
     self._greedy = torch.full((len(scores),), 1.0)
     return cast(Rollout, self.leave_out_cut(self.advantages(self.score(r))))
 
@@ -292,7 +309,7 @@ def test_a_pair_with_a_cut_answer_is_no_pair() -> None:
 
 def scored(config: Any, scores: list[float], finished: tuple[bool, ...]) -> list[float]:
     self = made(GRPO, config)
-    self.rewards = lambda r: (torch.tensor(scores), {})
+    self.rewards = Scores(scores)
     return cast(list[float], self.score(rollout(scores, finished)).need("scores").tolist())
 
 

@@ -18,7 +18,7 @@ from ..core import DTYPES, ConfigError, ModelError, derive_seed
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
 from .shards import SHARD_BYTES, ModelTensors, write_shards
-from ..untrusted import dump_yaml
+from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
 __all__ = ['ALMOST_PARALLEL', 'RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp', 'Differences',
@@ -386,7 +386,12 @@ def _template(model: ModelTensors) -> str | None:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if (folder / "tokenizer_config.json").is_file():
-            found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+            try:
+                found = json_value((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
+            except (Unreadable, AttributeError) as e:
+                raise ModelError(
+                    f"{str(folder / 'tokenizer_config.json')!r} can't be read: {e}. Is the directory complete?"
+                ) from e
             return json.dumps(found) if found else None
     return None
 
@@ -485,7 +490,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
 
     with staged(target, "merged model") as folder, torch.no_grad():
         total = write_shards(folder, table, tensor, shard_bytes)
-        config = json.loads((first.folder / "config.json").read_text(encoding="utf-8"))
+        config = json_value((first.folder / "config.json").read_bytes())  # it was checked when the source was opened
         if dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")

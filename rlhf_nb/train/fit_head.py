@@ -20,7 +20,7 @@ from ..scoring.head import text_config
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'FILE', 'logistic', 'body_parts', 'cut_body', 'difference_states', 'Fit', 'fit_head', 'Fitted',
+__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'Fit', 'fit_head', 'Fitted',
            'fit_members', 'set_heads', 'read_fit', 'keep_fit']
 
 # %% ../../nbs/614_train_fit_head.ipynb #7ba8eb96
@@ -28,7 +28,7 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 FOLDS = 4
 
 
-def logistic(x: Tensor, ridge: float, steps: int = 30) -> Tensor:
+def fit_logistic(x: Tensor, ridge: float, steps: int = 30) -> Tensor:
     """float64[H], the weights under which chosen answers win, by Newton's method.
 
     Args:
@@ -181,7 +181,7 @@ def fit_head(states: Tensor, folds: int = FOLDS, ridges: Sequence[float] = RIDGE
     assert best is not None
     _, depth, ridge, right = best
     x, scale = _scaled(states[depth])
-    return Fit((logistic(x, ridge) / scale).float(), depth + 1, ridge, right)
+    return Fit((fit_logistic(x, ridge) / scale).float(), depth + 1, ridge, right)
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ def fit_members(states: Tensor, seeds: Sequence[int], layers: int | None = None)
         g = torch.Generator().manual_seed(seed % 2**63)
         drawn = torch.randint(states.shape[1], (states.shape[1],), generator=g).to(states.device)
         x, scale = _scaled(states[depth][drawn])
-        weights.append((logistic(x, first.ridge) / scale).float())
+        weights.append((fit_logistic(x, first.ridge) / scale).float())
     about = {
         "layers": layers or first.layers,
         "ridge": first.ridge,
