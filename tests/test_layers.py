@@ -17,7 +17,7 @@ FLOORS = {
     "losses": 1.0, "fast": 1.0, "scoring": 1.1,
     "data": 2.0, "models": 3.0,
     "rollout": 4.0, "sandbox": 4.0, "rewards": 4.1, "decode": 4.15, "evaluate": 4.2, "judges": 4.3,
-    "run": 5.0, "train": 6.0, "scale": 7.0, "widgets": 8.0, "app": 9.0, "__main__": 10.0,
+    "run": 5.0, "train": 6.0, "scale": 7.0, "widgets": 8.0, "export": 8.2, "feedback": 8.2, "serve": 8.4, "app": 9.0, "__main__": 10.0,
 }  # fmt: skip
 ONLY = {  # rooms that see less than their floor would let them
     "run": {"core", "untrusted", "types", "config", "fast", "scoring"},
