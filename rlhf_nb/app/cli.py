@@ -23,6 +23,7 @@ from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
 from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
+from .exporting import export_command
 from .merging import merge_command
 from .push import push_command
 from .results import show_results
@@ -396,6 +397,7 @@ for _name, _command in (
     ("get", get_command),
     ("push", push_command),
     ("merge", merge_command),
+    ("export", export_command),
 ):  # notebooks 928, 917, 919
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924

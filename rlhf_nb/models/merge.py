@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core import DTYPES, ConfigError, ModelError, derive_seed
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
-from .shards import SHARD_BYTES, ModelTensors, write_shards
+from .shards import BESIDE, SHARD_BYTES, ModelTensors, write_beside, write_shards
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
@@ -396,10 +396,6 @@ def _template(model: ModelTensors) -> str | None:
     return None
 
 # %% ../../nbs/340_models_merge.ipynb #a340027
-_BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 RECORD = "merge.yaml"
 
 
@@ -490,16 +486,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
 
     with staged(target, "merged model") as folder, torch.no_grad():
         total = write_shards(folder, table, tensor, shard_bytes)
-        config = json_value((first.folder / "config.json").read_bytes())  # it was checked when the source was opened
-        if dtype is not None:
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
-        config.pop("_name_or_path", None)
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for name in _BESIDE:
-            here = next((f / name for f in (first.own, first.folder) if (f / name).is_file()), None)
-            if here is not None:
-                shutil.copyfile(here, folder / name)
+        write_beside(first, folder, dtype)
         read = [*([base] if base else []), *models]
         record = {
             "recipe": portable_recipe(recipe),
@@ -594,7 +581,7 @@ def merge_adapters(recipe: Recipe, out: str | Path) -> Merged:
         (folder / "adapter_config.json").write_text(
             json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
-        for name in _BESIDE:
+        for name in BESIDE:
             if (found[0].own / name).is_file():
                 shutil.copyfile(found[0].own / name, folder / name)
         record = {
