@@ -391,7 +391,7 @@ def difference(name: str, s: Shape) -> str:
         try:
             with torch.autocast(s.device.type, enabled=False):
                 rule, there = kernel.rule(TRIED, s.device), [x.to(s.device) for x in (*qkv, g)]
-                attend = lambda q, k, v: kernel.attend(q, k, v, rule, scale)  # noqa: E731
+                attend = lambda q, k, v: kernel.attend(q, k, v, rule, scale)
                 found = _with_gradients(attend, there[:3], there[3], learns)
         except torch.OutOfMemoryError:
             raise
