@@ -125,6 +125,6 @@ def write_safetensors(
         for n in own
     }
     write_shards(folder, table, lambda n: own[n].to(table[n][0]), shard_bytes)
-    write_beside(own, folder, dtype)
+    write_beside(folder, own, dtype)
     formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values()})
     return [f"numbers in {', '.join(formats)}" + (", the adapter merged" if own.adapter is not None else "")]

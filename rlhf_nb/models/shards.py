@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
 __all__ = ['SHARD_BYTES', 'FORMATS', 'BESIDE', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors', 'plan_shards',
-           'write_shards', 'write_beside']
+           'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/335_models_shards.ipynb #a335007
 FORMATS = {
@@ -399,12 +399,12 @@ BESIDE = (  # what stands beside the weights and says how they are used
 )  # fmt: skip
 
 
-def write_beside(model: ModelTensors, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a model's configuration, and copy its tokenizer and the like; an adapter's own come first.
+def write_config(folder: Path, model: ModelTensors, dtype: torch.dtype | None = None) -> None:
+    """Write a model's configuration.
 
     Args:
-        model: where they stand.
         folder: where to.
+        model: whose it is.
         dtype: number format of the weights that are written; None: as they were.
     """
     config = json_value((model.folder / "config.json").read_bytes())  # it was checked when the model was opened
@@ -413,7 +413,29 @@ def write_beside(model: ModelTensors, folder: Path, dtype: torch.dtype | None = 
         config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_beside(folder: Path, sources: Iterable[Path]) -> None:
+    """Copy the tokenizer and the like.
+
+    Args:
+        folder: where to.
+        sources: folders; each file comes from the first that has it.
+    """
+    places = list(sources)
     for name in BESIDE:
-        here = next((f / name for f in (model.own, model.folder) if (f / name).is_file()), None)
+        here = next((place / name for place in places if (place / name).is_file()), None)
         if here is not None:
             shutil.copyfile(here, folder / name)
+
+
+def write_beside(folder: Path, model: ModelTensors, dtype: torch.dtype | None = None) -> None:
+    """Write all that makes weights a model: configuration, tokenizer and the like; an adapter's own come first.
+
+    Args:
+        folder: where to.
+        model: whose they are.
+        dtype: number format of the weights that are written; None: as they were.
+    """
+    write_config(folder, model, dtype)
+    copy_beside(folder, (model.own, model.folder))
