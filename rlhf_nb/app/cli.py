@@ -24,6 +24,7 @@ from .console import Debug, as_settings, again as _again, me as _me, rank as _ra
 from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
 from .merging import merge_command
+from .monitor import monitor_command
 from .push import push_command
 from .results import show_results
 from .sweep import sweep_command
@@ -396,7 +397,8 @@ for _name, _command in (
     ("get", get_command),
     ("push", push_command),
     ("merge", merge_command),
-):  # notebooks 928, 917, 919
+    ("monitor", monitor_command),
+):  # notebooks 928, 917, 919, 935
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
