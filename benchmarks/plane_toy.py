@@ -76,7 +76,7 @@ def world(lab: Any) -> dict[str, Any]:
             reward = RewardTrainer(config, bodies[size], tokenizer, rows=pairs[:data], eval_rows=held)
             accuracy = reward.fit().evals[-1]["eval/accuracy"]
             reward.method.save_model(f"{home}/rm-{size}-{data}/model")
-            scores = reward.members[0].eval().score(answers, 4096).view(-1, n)
+            scores = reward.members[0].eval().score(answers, 4096).detach().view(-1, n)
             scores = (1e4 * scores).round() / 1e4  # equal answers have one score, whatever their batch
             out["proxies"][f"{size}_{data}"] = {"accuracy": accuracy} | best_of(scores, gold)
             print(f"  {size}, {data} pairs: {accuracy:.3f}, {time.process_time() - began:.0f} CPU s", flush=True)
