@@ -24,27 +24,7 @@ import torch
 from plane_toy import DATA, SIZES
 from real_science import Lab, queue, work
 
-from rlhf_nb.decode.choose import best_of_curve, best_of_kl
-
-SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # n of best-of-n
 CROSS = [(size, DATA[1]) for size in SIZES] + [("small", n) for n in DATA if n != DATA[1]]  # proxies that PPO maximises
-
-
-def best_of(scores: Any, gold: Any) -> dict[str, list[float]]:
-    """Best-of-n from one draw, for several n: KL, gold and proxy, with the proxy's mean and standard deviation.
-
-    Args:
-        scores: [prompts, draws], of the proxy.
-        gold: likewise.
-    """
-    draws = scores.shape[1]
-    sizes = [n for n in SHOWN if n <= draws]
-    value, chosen = (best_of_curve(scores, x).mean(0).tolist() for x in (gold, scores))
-    kl = [float(best_of_kl(scores[:, : draws // n * n].reshape(-1, n)).mean()) for n in sizes]
-    return {
-        "n": sizes, "kl": kl, "gold": [value[n - 1] for n in sizes], "proxy": [chosen[n - 1] for n in sizes],
-        "proxy_mean": float(scores.mean()), "proxy_std": float(scores.std()),
-    }  # fmt: skip
 
 
 TOY: dict[str, Callable[[Lab], dict[str, Any]]] = {

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plane_toy import fresh
+from plane_toy import best_of, fresh
 from real_science import result
 from real_words import ABOUT, TOPICS, worth, worth_of
 
@@ -95,7 +95,6 @@ def compared(lab: Any, gold: Any) -> list[tuple[int, int]]:
 def heads(lab: Any) -> dict[str, Any]:
     """Nine reward models, their accuracy on answers about other topics, and best-of-n by each of them."""
     import torch
-    from plane import best_of
 
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.scoring.head import split_head

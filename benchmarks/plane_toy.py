@@ -12,10 +12,29 @@ from typing import Any
 import torch
 
 from rlhf_nb.data import toy
+from rlhf_nb.decode.choose import best_of_curve, best_of_kl
 
 SIZES, DATA = ("tiny", "small", "medium"), (60, 250, 1000)  # reward models, and the pairs that they learn from
 STEPS = {60: 20, 250: 30, 1000: 64}  # of a reward model, 32 pairs each
+SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # n of best-of-n
 PROMPTS, DRAWS, SAME = 96, 64, {"console": False, "token_budget": 4096}
+
+
+def best_of(scores: Any, gold: Any) -> dict[str, list[float]]:
+    """Best-of-n from one draw, for several n: KL, gold and proxy, with the proxy's mean and standard deviation.
+
+    Args:
+        scores: [prompts, draws], of the proxy.
+        gold: likewise.
+    """
+    draws = scores.shape[1]
+    sizes = [n for n in SHOWN if n <= draws]
+    value, chosen = (best_of_curve(scores, x).mean(0).tolist() for x in (gold, scores))
+    kl = [float(best_of_kl(scores[:, : draws // n * n].reshape(-1, n)).mean()) for n in sizes]
+    return {
+        "n": sizes, "kl": kl, "gold": [value[n - 1] for n in sizes], "proxy": [chosen[n - 1] for n in sizes],
+        "proxy_mean": float(scores.mean()), "proxy_std": float(scores.std()),
+    }  # fmt: skip
 
 
 def _drawn(lab: Any, model: Any, tokenizer: Any, prompts: Any, n: int, name: str) -> Any:
@@ -43,8 +62,6 @@ def _pairs(lab: Any, model: Any, tokenizer: Any, n: int, test: bool) -> list[dic
 
 def world(lab: Any) -> dict[str, Any]:
     """The policy, the nine reward models, and best-of-n by each of them from one draw."""
-    from plane import best_of
-
     from rlhf_nb.train.reward import RewardConfig, RewardTrainer
     from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 

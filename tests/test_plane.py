@@ -26,11 +26,11 @@ def benchmarks_on_path() -> Iterator[None]:
 
 
 def test_best_of_n_from_one_draw_is_the_mean_over_all_subsets() -> None:
-    import plane
+    import plane_toy
 
     g = torch.Generator().manual_seed(0)
     scores, gold = (torch.randn(3, 6, generator=g) for _ in range(2))
-    found = plane.best_of(scores, gold)
+    found = plane_toy.best_of(scores, gold)
     assert found["n"] == [1, 2, 3, 4, 6] and found["kl"][0] == 0
     assert all(a <= b for a, b in itertools.pairwise(found["kl"]))
     for n, value, chosen in zip(found["n"], found["gold"], found["proxy"]):
