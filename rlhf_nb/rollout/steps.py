@@ -54,7 +54,9 @@ class Beginnings(NamedTuple):
     rows: list[dict[str, Any]]  # prompt, completions (steps)
     columns: list[dict[str, Any]]  # what else is known of each row
     tokens: list[dict[str, Any]]  # each row's prompt_ids, completion_ids, step_ends
-    places: list[tuple[int, int]]  # of each different beginning: a row that has it, and its last token there; short ones first
+    places: list[
+        tuple[int, int]
+    ]  # of each different beginning: a row that has it, and its last token there; short ones first
     of: list[list[int]]  # of each row: which beginnings its steps but the last end
 
 
