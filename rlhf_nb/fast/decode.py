@@ -20,7 +20,7 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
 
 # %% ../../nbs/168_fast_decode.ipynb #f80a6664
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]
@@ -232,10 +232,12 @@ class Queue:
 
 # %% ../../nbs/168_fast_decode.ipynb #34d118d5
 BUCKET = 16  # on a GPU the number of slots only shrinks to multiples of this, so that few graphs are recorded
+LOOK = 4  # steps after which somebody who may end rows is asked
 
 
 def run(
-    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625, enter: float = 0.25
+    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625, enter: float = 0.25,
+    over: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:  # fmt: skip
     """Generate until every row of the queue has ended.
 
@@ -244,6 +246,7 @@ def run(
         ends: whether rows can end before they have all tokens.
         leave: finished rows leave once they are this share of the slots in use.
         enter: waiting rows enter once this share of all slots is free, unless all rows must end soon anyway.
+        over: told a row's tokens every few steps, it may end the row.
 
     Returns:
         How many rows got a token, at each step and each time that rows came in.
@@ -279,12 +282,15 @@ def run(
         else:
             decode_step(decoder, slots, choose, slots.column)
         i += 1
+        if over is not None and i % LOOK == 0:
+            slots.stop(over)
     return used
 
 # %% ../../nbs/168_fast_decode.ipynb #b057dd98
 def decode(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose, uniforms: Tensor | None, *,
     ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed: bool | None = None, used: list[int] | None = None,
+    over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Completions of prompts, several to each.
 
@@ -298,9 +304,10 @@ def decode(
         batch_size: most rows at work at the same time; cache_bytes: most bytes of keys and values.
         fixed: decode with fixed shapes (None: on CUDA, as a recorded graph).
         used: a list that is told how many rows each step worked on.
+        over: told a completion's tokens every few steps, it may end it.
 
     Returns:
-        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing.
+        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing (−1: nothing was written).
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
@@ -334,7 +341,14 @@ def decode(
             cache, count, new_tokens, width, fixed or most < count or shortest != width, fixed,
             SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:, own_rows[k]].contiguous(),
         )  # fmt: skip
-        steps = run(decoder, slots, choose, Queue(own, repeats[k::parts], 1024 if on_cpu else 16384), ends)
+        steps = run(
+            decoder,
+            slots,
+            choose,
+            Queue(own, repeats[k::parts], 1024 if on_cpu else 16384),
+            ends or over is not None,
+            over=over,
+        )
         return slots.ids[:-1].t(), slots.logps[:-1].t(), steps
 
     found = spread(one, range(parts), parts)
