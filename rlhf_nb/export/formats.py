@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
-from . import gguf, llama_cpp
+from . import gguf, int8, llama_cpp, onnx, program
 from .price import HeldOut, Price, Score, built_in, forward_of, held_out, measure, too_dear
 from .source import Opened, Source, opened_folder, write_safetensors
 from ..models.load import staged
@@ -37,7 +37,7 @@ class Format(NamedTuple):
     bound: float  # largest KL(full ‖ copy) that is kept without being forced, nats a token
     bits: float  # about so many on disk for each weight
     write: Callable[[Source, Path], list[str]]  # into a folder; returns what a reader should know
-    open: Callable[[Path], Opened]
+    open: Callable[[Path, Source], Opened]
 
 
 def _gguf(kind: str) -> Callable[[Source, Path], list[str]]:
@@ -45,9 +45,19 @@ def _gguf(kind: str) -> Callable[[Source, Path], list[str]]:
     return lambda source, folder: gguf.write_gguf(source, folder / f"model-{kind}.gguf", kind)
 
 
-def _opened_gguf(folder: Path) -> Opened:
+def _opened_gguf(folder: Path, source: Source) -> Opened:
     """The GGUF file in a folder."""
     return gguf.open_gguf(next(folder.glob("*.gguf")))
+
+
+def _opened_onnx(folder: Path, source: Source) -> Opened:
+    """The ONNX file in a folder."""
+    return onnx.open_onnx(folder, source.model.config)
+
+
+def _opened_program(folder: Path, source: Source) -> Opened:
+    """The program in a folder."""
+    return program.open_program(folder, source.model.config)
 
 
 def _write_q4_k_m(source: Source, folder: Path) -> list[str]:
@@ -67,7 +77,7 @@ FORMATS = {
         0.01,
         32,
         write_safetensors,
-        opened_folder,
+        lambda folder, _: opened_folder(folder),
     ),
     "gguf-f16": Format("llama.cpp, 16 bits", 0.001, 16, _gguf("f16"), _opened_gguf),
     "gguf-q8_0": Format("llama.cpp, 8 bits in blocks of 32", 0.01, 8.5, _gguf("q8_0"), _opened_gguf),
@@ -75,8 +85,21 @@ FORMATS = {
     "gguf-q4_k_m": Format(
         "llama.cpp, 4 bits with searched scales; needs llama-cpp-python", 0.1, 21, _write_q4_k_m, _opened_gguf
     ),
+    "onnx": Format(
+        "onnxruntime and other programs: one graph with its cache, fp32", 1e-5, 40, onnx.write_onnx, _opened_onnx
+    ),
+    "onnx-int8": Format(
+        "onnxruntime: linear layers in 8 bits, as far as they bear it", 0.02, 60, int8.write_int8, _opened_onnx
+    ),
+    "program": Format(
+        "PyTorch without the model's Python: torch.export, with its cache, fp32",
+        1e-5,
+        32,
+        program.write_program,
+        _opened_program,
+    ),
 }
-OTHER_NAMES = {"gguf": "gguf-f16", "f16": "gguf-f16", "q8_0": "gguf-q8_0", "q4_0": "gguf-q4_0", "q4_k_m": "gguf-q4_k_m"}
+OTHER_NAMES = {"gguf": "gguf-f16", "f16": "gguf-f16", "q8_0": "gguf-q8_0", "q4_0": "gguf-q4_0", "q4_k_m": "gguf-q4_k_m", "int8": "onnx-int8", "pt2": "program", "torch.export": "program", "torch-export": "program", "torch_export": "program"}  # fmt: skip
 
 # %% ../../nbs/868_export_formats.ipynb #a868009
 LEFT_OUT = {
@@ -221,7 +244,7 @@ def export_model(
             notes = write_safetensors(source, folder, dtype, shard_bytes)
         else:
             notes = form.write(source, folder)
-        copy = form.open(folder)
+        copy = form.open(folder, source)
         price = measure(
             forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens, score=score,
             measured_by=copy.by, timed=copy.timed,
@@ -244,6 +267,8 @@ def export_model(
 USE = {
     "safetensors": 'AutoModelForCausalLM.from_pretrained("FOLDER")',
     "gguf": "llama-cli -m FOLDER/FILE -cnv",
+    "onnx": 'onnxruntime.InferenceSession("FOLDER/FILE")',
+    "program": 'torch.export.load("FOLDER/FILE").module()',
 }
 
 
