@@ -207,9 +207,9 @@ class Shape(NamedTuple):
 
 
 def _asked(k: Tensor, v: Tensor, s: Stretches, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens that are asked, each head so many times."""
+    """Keys and values of the tokens that are asked, each head so many times; a prompt's gradients add up in fp32."""
     if s.read is not None:
-        k, v = k.index_select(0, s.read), v.index_select(0, s.read)
+        k, v = ((x.float() if x.dtype.itemsize < 4 else x).index_select(0, s.read).to(x.dtype) for x in (k, v))
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
