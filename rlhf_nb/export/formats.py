@@ -182,7 +182,7 @@ def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> Non
             )
         if not overwrite:
             raise RunError(f"{str(out)!r} holds an export: name another folder, or add --overwrite.")
-    there = next(p for p in (out, *out.resolve().parents) if p.is_dir())
+    there = next(p for p in (out, *out.parents) if p.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise RunError(

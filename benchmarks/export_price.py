@@ -1,0 +1,126 @@
+"""Exports of a real model against their bars: python benchmarks/export_price.py [MODEL] [--parts gguf onnx int8 program] [--out FOLDER].
+
+gguf: 20 prompts, f16 and q8_0: the same tokens by llama.cpp's own tokenizer, the same greedy answers of 32 tokens, KL (needs llama-cpp-python; without it the part
+is skipped). onnx: largest difference of logits and the price. int8: the price on HH-RLHF dialogues. Each also prints its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_nb.data.templates import as_chat, encode_prompts
+from rlhf_nb.export import llama_cpp
+from rlhf_nb.export.formats import Exported, export_model
+from rlhf_nb.export.gguf import write_gguf
+from rlhf_nb.export.onnx import session_of
+from rlhf_nb.export.price import HELD_OUT, forward_of, greedy, token_kl
+from rlhf_nb.export.program import check_same
+from rlhf_nb.export.source import Source
+
+HH = Path(__file__).resolve().parents[2] / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
+MORE = (
+    "Who wrote Romeo and Juliet?", "Name four planets of our solar system.", "How do I boil an egg so that the yolk stays soft?",
+    "What does HTTP stand for?", "Write one line of a poem about rain.", "Which is heavier, a kilogram of iron or a kilogram of wool?",
+    "Count from 1 to 12.", "Is 2024 a leap year? Answer in one sentence.",
+)  # fmt: skip
+
+
+def same_tokens(file: Path, source: Source, ids: list[list[int]]) -> int:
+    """How many prompts llama.cpp's own tokenizer reads as ours does."""
+    import llama_cpp as library
+
+    net: Any = library.Llama(model_path=str(file), vocab_only=True, verbose=False)
+    texts = [source.tokenizer.decode(row).encode() for row in ids]
+    found = sum(net.tokenize(text, add_bos=False, special=True) == row for text, row in zip(texts, ids))
+    net.close()
+    return found
+
+
+def gguf_part(source: Source, folder: Path) -> None:
+    """llama.cpp's greedy answers against ours."""
+    if not llama_cpp.is_installed():
+        print(f"gguf: skipped, llama.cpp is not installed: {llama_cpp.INSTALL}")
+        return
+    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*HELD_OUT, *MORE]))
+    own = forward_of(source.model)
+    ours = [greedy(own, row, 32, source.eos) for row in ids]
+    plain = [own([*row, *said], None)[0] for row, said in zip(ids, ours)]
+    for kind in ("f16", "q8_0"):
+        file = folder / f"model-{kind}.gguf"
+        write_gguf(source, file, kind)
+        other = llama_cpp.forward_of_file(file, window=256)
+        begun = time.perf_counter()
+        theirs = [greedy(other, row, 32, source.eos) for row in ids]
+        speed = sum(map(len, theirs)) / (time.perf_counter() - begun)
+        kl = torch.cat([token_kl(a, other([*row, *said], None)[0]) for a, row, said in zip(plain, ids, ours)])
+        same = sum(a == b for a, b in zip(ours, theirs))
+        print(
+            f"gguf {kind}: the same prompt tokens {same_tokens(file, source, ids)} of {len(ids)}, the same greedy answers {same} of {len(ids)}, "
+            f"KL {float(kl.mean()):.2g} nats a token (worst {float(kl.max()):.2g}), {file.stat().st_size / 1e6:.1f} MB, {speed:.1f} tokens/s",
+            flush=True,
+        )
+        for prompt, a, b in zip([*HELD_OUT, *MORE], ours, theirs):
+            if a != b:
+                n = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+                row = next(r for r, said in zip(ids, ours) if said is a)
+                x, y = (f([*row, *a[:n]], None)[0][-1].log_softmax(-1).topk(2) for f in (own, other))
+                print(
+                    f"  differs at token {n}: {prompt!r}; ours leads by {float(x.values[0] - x.values[1]):.3f} nats, theirs by {float(y.values[0] - y.values[1]):.3f}"
+                )
+        del other
+
+
+def told(done: Exported) -> None:
+    """One line of an export."""
+    print(
+        f"{done.format}: {done.bytes / 1e6:.1f} MB of {done.source_bytes / 1e6:.1f}; {done.price}; {'; '.join(done.notes)}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", nargs="?", default="smollm2")
+    p.add_argument(
+        "--parts", nargs="+", default=["gguf", "onnx", "int8", "program"], choices=["gguf", "onnx", "int8", "program"]
+    )
+    p.add_argument("--rows", type=int, default=24, help="of HH-RLHF")
+    p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
+    a = p.parse_args()
+    source = Source(a.model)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(a.out or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if "gguf" in a.parts:
+            gguf_part(source, folder)
+        if "onnx" in a.parts:
+            told(export_model(source, "onnx", folder / "onnx", overwrite=True))
+            apart = check_same(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
+            print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
+        if "program" in a.parts:
+            told(export_model(source, "program", folder / "program", overwrite=True))
+        if "int8" in a.parts:
+            if not HH.is_file():
+                print(f"int8: measured on the prompts of the package, because {HH.name} isn't there")
+            told(
+                export_model(
+                    source,
+                    "onnx-int8",
+                    folder / "int8",
+                    on=HH if HH.is_file() else None,
+                    limit=a.rows,
+                    force=True,
+                    overwrite=True,
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()
