@@ -92,6 +92,12 @@ def main() -> None:
         "--parts", nargs="+", default=["gguf", "onnx", "int8", "program"], choices=["gguf", "onnx", "int8", "program"]
     )
     p.add_argument("--rows", type=int, default=24, help="of HH-RLHF")
+    p.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=32,
+        help="of the answers whose speed and sameness is measured, in onnx, int8, program",
+    )
     p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
     a = p.parse_args()
     source = Source(a.model)
@@ -101,11 +107,11 @@ def main() -> None:
         if "gguf" in a.parts:
             gguf_part(source, folder)
         if "onnx" in a.parts:
-            told(export_model(source, "onnx", folder / "onnx", overwrite=True))
+            told(export_model(source, "onnx", folder / "onnx", answer_tokens=a.answer_tokens, overwrite=True))
             apart = check_same(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
             print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
         if "program" in a.parts:
-            told(export_model(source, "program", folder / "program", overwrite=True))
+            told(export_model(source, "program", folder / "program", answer_tokens=a.answer_tokens, overwrite=True))
         if "int8" in a.parts:
             if not HH.is_file():
                 print(f"int8: measured on the prompts of the package, because {HH.name} isn't there")
@@ -116,6 +122,7 @@ def main() -> None:
                     folder / "int8",
                     on=HH if HH.is_file() else None,
                     limit=a.rows,
+                    answer_tokens=a.answer_tokens,
                     force=True,
                     overwrite=True,
                 )

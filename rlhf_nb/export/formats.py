@@ -80,7 +80,7 @@ FORMATS = {
         lambda folder, _: opened_folder(folder),
     ),
     "gguf-f16": Format("llama.cpp, 16 bits", 0.001, 16, _gguf("f16"), _opened_gguf),
-    "gguf-q8_0": Format("llama.cpp, 8 bits in blocks of 32", 0.01, 8.5, _gguf("q8_0"), _opened_gguf),
+    "gguf-q8_0": Format("llama.cpp, 8 bits in blocks of 32", 0.02, 8.5, _gguf("q8_0"), _opened_gguf),
     "gguf-q4_0": Format("llama.cpp, 4 bits in blocks of 32", 0.1, 5, _gguf("q4_0"), _opened_gguf),
     "gguf-q4_k_m": Format(
         "llama.cpp, 4 bits with searched scales; needs llama-cpp-python", 0.1, 21, _write_q4_k_m, _opened_gguf

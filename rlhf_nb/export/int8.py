@@ -20,8 +20,8 @@ from ..models.shards import write_beside
 TARGET = 0.01  # nats a token: half of what the format is allowed
 
 # %% auto #0
-__all__ = ['TARGET', 'rounded_input', 'rounded_weight', 'linear_layers', 'damages', 'Choice', 'choose_layers', 'nodes_of',
-           'write_int8']
+__all__ = ['TARGET', 'rounded_input', 'rounded_weight', 'linear_layers', 'rounded_weights', 'damages', 'Choice', 'choose_layers',
+           'nodes_of', 'write_int8']
 
 # %% ../../nbs/867_export_int8.ipynb #a867007
 def rounded_input(x: Tensor) -> Tensor:
@@ -74,17 +74,30 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
-def damages(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, float]:
+def rounded_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The rounded weight of each linear layer by name.
+
+    Args:
+        model: any.
+    """
+    return {name: rounded_weight(layer.weight.detach()) for name, layer in linear_layers(model).items()}
+
+
+def damages(
+    model: nn.Module, rows: Sequence[Sequence[int]], weights: dict[str, Tensor] | None = None
+) -> dict[str, float]:
     """What rounding does to each linear layer's output, in the order in which they are called.
 
     Args:
         model: in fp32.
         rows: texts as tokens.
+        weights: rounded, by layer; None: they are rounded here.
     """
+    fixed = rounded_weights(model) if weights is None else weights
     error, spread = dict[str, float](), dict[str, float]()
 
     def watch(name: str, layer: nn.Linear, x: Tensor, y: Tensor) -> None:
-        rounded = nn.functional.linear(rounded_input(x), rounded_weight(layer.weight), layer.bias)
+        rounded = nn.functional.linear(rounded_input(x), fixed[name], layer.bias)
         error[name] = error.get(name, 0.0) + float((rounded - y).square().sum())
         spread[name] = spread.get(name, 0.0) + float((y - y.mean(-2, keepdim=True)).square().sum())
 
@@ -113,9 +126,9 @@ def choose_layers(model: nn.Module, rows: Sequence[Sequence[int]], target: float
     Raises:
         ModelError: it isn't reached with half of the layers in float.
     """
-    damage, forward = damages(model, rows), forward_of(model)
+    weights, forward = rounded_weights(model), forward_of(model)
+    damage = damages(model, rows, weights)
     worst_first, plain = sorted(damage, key=lambda n: -damage[n]), [forward(row, None)[0] for row in rows]
-    weights = {name: rounded_weight(layer.weight.detach()) for name, layer in linear_layers(model).items()}
 
     def kl(kept: set[str]) -> float:
         def rounding(name: str, layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor | None:
