@@ -86,6 +86,24 @@ def test_the_host_waits_at_most_twice_a_step(method: str, tmp_path: Path) -> Non
     assert len(places) <= MOST, "\n".join(places)
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_without_padding_make_nobody_wait(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each row begins is sent from the host, which knows it, for rows (SFT) and trees (DPO's pairs)."""
+    from rlhf_nb.fast import attention
+
+    plain, _ = steps(trainer(method, tmp_path / "cpu", torch.device("cpu")), None)
+    used: list[int] = []
+    kernel = attention.KERNELS["loop"]
+    counting = kernel._replace(attend=lambda *a: used.append(len(a[0])) or kernel.attend(*a))
+    monkeypatch.setitem(attention.KERNELS, "loop", counting)
+    monkeypatch.setattr(attention, "AUTO", ("loop",))
+    monkeypatch.setattr(attention, "_refused", {})
+    with pretend() as waits:
+        found, places = steps(trainer(method, tmp_path / "gpu", CUDA), waits)
+    assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
+    assert used and len(places) <= MOST, "\n".join(places)
+
+
 @pytest.mark.parametrize("method", ["dpo", "ppo", "grpo"])
 def test_a_model_given_on_the_cpu_is_trained_on_the_gpu(method: str, tmp_path: Path) -> None:
     """As `AutoModelForCausalLM.from_pretrained` gives it; its frozen copy, too, must get there."""

@@ -286,7 +286,7 @@ def evaluate_suite(
         net, tokenizer, says = loaded or _load(model, config.raw)
         samples = 1 if choice else config.samples or suite.config.samples
         decoder, paid = (
-            None if config.decoder.kind == "plain" or choice else load_decoder(config.decoder, device=config.device),
+            None if config.decoder.is_plain or choice else load_decoder(config.decoder, device=config.device),
             list[Cost](),
         )
         differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)

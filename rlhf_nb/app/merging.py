@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,47 +201,18 @@ def merge_command(
         if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
             raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
         most = size_of(shard_size)
-        from_file = len(models) == 1 and Path(models[0]).suffix in _SUFFIXES
-        if not from_file and any(Path(m).suffix in _SUFFIXES for m in models):
-            raise ConfigError("a recipe file names the models itself: give the file alone.")
-        given = {
-            "--base": base,
-            "--weights": weights,
-            "--density": density,
-            "--t": t,
-            "--scale": scale,
-            "--normalize": normalize,
-            "--rescale": rescale,
-            "--suite": suite,
-        }
-        if from_file:
-            flag = next((k for k, v in given.items() if v is not None), "--method" if method != "linear" else None)
-            if flag:
-                raise ConfigError(
-                    f"{flag} and a recipe file: the file says how models are merged. Leave the flag out, or write it into {models[0]}."
-                )
-            recipe = load_recipe(models[0])
-            recipe = recipe.replace(dtype=dtype) if dtype != "auto" else recipe
+        flags = {"--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale, "--normalize": normalize,
+                 "--rescale": rescale}  # fmt: skip
+        if any(Path(m).suffix in _SUFFIXES for m in models):
+            recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
         else:
             check_choice("--method", method, (*METHODS, "greedy"))
             if len(models) < 2 and method not in NEEDS_BASE:
                 raise ConfigError(
                     f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp --scale 0.5 goes half the way from base to model (WiSE-FT)."
                 )
-            recipe = recipe_of(
-                models,
-                "linear" if method == "greedy" else method,
-                base,
-                weights,
-                density,
-                t,
-                scale,
-                normalize,
-                rescale,
-                dtype,
-                seed,
-            )
-        soup = None
+            plain = "linear" if method == "greedy" else method
+            recipe = recipe_of(models, plain, base, weights, density, t, scale, normalize, rescale, dtype, seed)
         if method == "greedy":
             if suite is None or weights is not None or adapter:
                 raise ConfigError(
@@ -249,14 +220,30 @@ def merge_command(
                 )
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".soups-", dir=out.parent) as folder:
-                soup = chosen_soup(
-                    models, load_suite(suite, file, limit), EvalConfig(seed=seed), Path(folder), dtype, tell
-                )
+                asked = load_suite(suite, file, limit)
+                soup = chosen_soup(models, asked, EvalConfig(seed=seed), Path(folder), dtype, tell)
             tell("\n".join(soup.told([told_place(m) for m in models])), err=False)
             recipe = recipe.replace(models=[recipe.models[i] for i in soup.members])
         done = merge_adapters(recipe, out) if adapter else merge_models(recipe, out, shard_bytes=most)
         write_card(done.folder)
         _say(done, recipe)
+
+
+def _recipe_file(models: Sequence[str], method: str, flags: Mapping[str, Any], dtype: str) -> Recipe:
+    """The recipe of a file, which stands alone on the command line.
+
+    Raises:
+        ConfigError: another model or a flag stands beside it.
+    """
+    if len(models) > 1:
+        raise ConfigError("a recipe file names the models itself: give the file alone.")
+    flag = next((k for k, v in flags.items() if v is not None), "--method" if method != "linear" else None)
+    if flag:
+        raise ConfigError(
+            f"{flag} and a recipe file: the file says how models are merged. Leave the flag out, or write it into {models[0]}."
+        )
+    recipe = load_recipe(models[0])
+    return recipe.replace(dtype=dtype) if dtype != "auto" else recipe
 
 
 def _say(done: Merged, recipe: Recipe) -> None:

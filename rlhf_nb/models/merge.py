@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core import DTYPES, ConfigError, ModelError, derive_seed
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
-from .shards import SHARD_BYTES, ModelTensors, write_shards
+from .shards import SHARD_BYTES, Adapter, ModelTensors, write_shards
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
@@ -453,61 +453,88 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     recipe = recipe.checked()
     base = ModelTensors(recipe.base) if recipe.base is not None else None
     models = [ModelTensors(p.model) for p in recipe.models]
-    target = Path(out).expanduser()
-    for m in (*models, *([base] if base else [])):
-        if target.resolve() in (m.own.resolve(), m.folder.resolve()):
-            raise ModelError(
-                f"{str(out)!r} is one of the models that are merged, and would be overwritten while it is read: name another folder."
-            )
-    first = base or models[0]
-    notes = check_fit([first, *models] if base else models)
+    read = [*([base] if base else []), *models]
+    target, first = Path(out).expanduser(), read[0]
+    _check_target(target, out, read)
     if getattr(first.config, "reward_bias", None) is not None or (first.own / "REWARD_MODEL.md").exists():
         raise ModelError(
             f"{_shown(first)} is a reward model, whose zero lies in its configuration and not in a tensor, and merging would lose it. Several reward models are used as an ensemble: reward=[A, B]."
         )
-    layers = int(getattr(first.config.get_text_config(), "num_hidden_layers", 1))
-    dtype = None if recipe.dtype == "auto" else DTYPES[recipe.dtype]
+    notes = check_fit(read)
+    layers, dtype = _layers_of(first), None if recipe.dtype == "auto" else DTYPES[recipe.dtype]
+    table = _written_table(recipe, first, layers, dtype)
+    formats = sorted({str(d).removeprefix("torch.") for d, _ in table.values() if d.is_floating_point})
+    if len({m.table[n].dtype for m in read for n in table}) > 1 and dtype is None:
+        notes.append(f"the models have different number formats; written is the first's, {', '.join(formats)}")
+
+    def tensor(name: str) -> Tensor:
+        if table[name][0].is_floating_point:
+            return merged_tensor(recipe, name, models, base, layers).to(table[name][0])
+        found = first[name]
+        if any(not torch.equal(found, m[name]) for m in models):
+            raise ModelError(
+                f"{name} holds whole numbers, which differ between the models, and a mean of them has no meaning."
+            )
+        return found
+
+    with staged(target, "merged model") as folder, torch.no_grad():
+        total = write_shards(folder, table, tensor, shard_bytes)
+        _write_config(folder, first, dtype)
+        _write_beside(folder, (first.own, first.folder), recipe, read, formats)
+    return Merged(target, len(table), total, ", ".join(formats), notes)
+
+
+def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]) -> None:
+    """Raise ModelError where the result would be written over a model that is read."""
+    if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
+        raise ModelError(
+            f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name another folder."
+        )
+
+
+def _layers_of(model: ModelTensors) -> int:
+    """How many layers a model has."""
+    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+
+
+def _written_table(
+    recipe: Recipe, first: ModelTensors, layers: int, dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Number format and shape of each tensor that will be written; what a recipe can't say of one is told here, before anything is written."""
     table = {}
     for name in first:
         own = first.table[name].dtype
         table[name] = (dtype if dtype is not None and own.is_floating_point else own, first.table[name].shape)
-        n = numbers_for(recipe, name, layers)  # what can't be is told before anything is written
+        numbers = numbers_for(recipe, name, layers)
         if recipe.method == "linear" and recipe.normalizes:
-            total_of(n.weights)
-    formats = {str(d).removeprefix("torch.") for d, _ in table.values() if d.is_floating_point}
-    if len({m.table[n].dtype for m in (first, *models) for n in table}) > 1 and dtype is None:
-        notes.append(f"the models have different number formats; written is the first's, {', '.join(sorted(formats))}")
+            total_of(numbers.weights)
+    return table
 
-    def tensor(name: str) -> Tensor:
-        if not table[name][0].is_floating_point:
-            found = first[name]
-            if any(not torch.equal(found, m[name]) for m in models):
-                raise ModelError(
-                    f"{name} holds whole numbers, which differ between the models, and a mean of them has no meaning."
-                )
-            return found
-        return merged_tensor(recipe, name, models, base, layers).to(table[name][0])
 
-    with staged(target, "merged model") as folder, torch.no_grad():
-        total = write_shards(folder, table, tensor, shard_bytes)
-        config = json_value((first.folder / "config.json").read_bytes())  # it was checked when the source was opened
-        if dtype is not None:
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
-        config.pop("_name_or_path", None)
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for name in _BESIDE:
-            here = next((f / name for f in (first.own, first.folder) if (f / name).is_file()), None)
-            if here is not None:
-                shutil.copyfile(here, folder / name)
-        read = [*([base] if base else []), *models]
-        record = {
-            "recipe": portable_recipe(recipe),
-            "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
-            "written": sorted(formats),
-        }
-        (folder / RECORD).write_text(dump_yaml(record), encoding="utf-8")
-    return Merged(target, len(table), total, ", ".join(sorted(formats)), notes)
+def _write_config(folder: Path, first: ModelTensors, dtype: torch.dtype | None) -> None:
+    """Write the first model's configuration with the number format that was written."""
+    config = json_value((first.folder / "config.json").read_bytes())  # it was checked when the source was opened
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("_name_or_path", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_beside(
+    folder: Path, sources: Sequence[Path], recipe: Recipe, read: Sequence[ModelTensors], written: list[str]
+) -> None:
+    """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the record of what was merged."""
+    for name in _BESIDE:
+        here = next((f / name for f in sources if (f / name).is_file()), None)
+        if here is not None:
+            shutil.copyfile(here, folder / name)
+    record = {
+        "recipe": portable_recipe(recipe),
+        "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
+        "written": written,
+    }
+    (folder / RECORD).write_text(dump_yaml(record), encoding="utf-8")
 
 
 def told_place(place: str | Path) -> str:
@@ -546,15 +573,48 @@ def merge_adapters(recipe: Recipe, out: str | Path) -> Merged:
             f"{recipe.method} of adapters is no adapter: only sums are (linear, task_arithmetic). Leave the adapter option out, and the whole model is written."
         )
     found = [ModelTensors(p.model) for p in recipe.models]
+    adapters = _addable(found)
+    target = Path(out).expanduser()
+    _check_target(target, out, found)
+    notes = check_fit(found)
+    layers = list(dict.fromkeys(layer for a in adapters for layer in a.parts))
+    summed = {layer: _sum_of_pairs(recipe, adapters, layer, _layers_of(found[0])) for layer in layers}
+    rank, weights = max(len(down) for down, _ in summed.values()), dict[str, Tensor]()
+    for layer, (down, up) in summed.items():
+        key = next(x.parts[layer] for x in adapters if layer in x.parts)
+        more = rank - len(down)
+        kind = "embedding_" if "embedding_A" in key else ""
+        weights[key[f"{kind}A"]] = torch.cat([down, down.new_zeros(more, down.shape[1])]).contiguous()
+        weights[key[f"{kind}B"]] = torch.cat([up, up.new_zeros(len(up), more)], 1).contiguous()
+    config = dict(adapters[0].config)
+    targets = [a.config.get("target_modules") for a in adapters]
+    config["target_modules"] = (
+        sorted({m for t in targets for m in t or ()}) if all(isinstance(t, list) for t in targets) else layers
+    )
+    config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    with staged(target, "merged adapter") as folder:
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(
+            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+        _write_beside(folder, (found[0].own,), recipe, found, [f"adapter of rank {rank}"])
+    return Merged(
+        target, len(weights), sum(w.nbytes for w in weights.values()), f"float32, an adapter of rank {rank}", notes
+    )
+
+
+def _addable(found: Sequence[ModelTensors]) -> list[Adapter]:
+    """The models' adapters, if their sum is one.
+
+    Raises:
+        ModelError: one is a whole model, belongs to another model, or has parts that can't be added.
+    """
     adapters = [m.adapter for m in found if m.adapter is not None]
     if len(adapters) < len(found):
         plain = next(m for m in found if m.adapter is None)
         raise ModelError(
             f"{_shown(plain)} is a whole model and no adapter. Leave the adapter option out, and the whole model is written."
         )
-    target = Path(out).expanduser()
-    if any(target.resolve() == m.own.resolve() for m in found):
-        raise ModelError(f"{str(out)!r} is one of the adapters that are merged: name another folder.")
     if len({m.folder.resolve() for m in found}) > 1:
         raise ModelError(
             f"the adapters belong to different models, {found[0].folder} and {next(m.folder for m in found if m.folder != found[0].folder)}: their sum belongs to none."
@@ -565,44 +625,13 @@ def merge_adapters(recipe: Recipe, out: str | Path) -> Merged:
             raise ModelError(
                 f"the adapter {str(a.folder)!r} also has {what}, which can't be added up. Leave the adapter option out, and the whole model is written."
             )
-    notes = check_fit(found)
-    layers = int(getattr(found[0].config.get_text_config(), "num_hidden_layers", 1))
-    names = list(dict.fromkeys(layer for a in adapters for layer in a.parts))
-    rank, weights = 0, dict[str, Tensor]()
-    pairs = {}
-    for layer in names:
-        n = numbers_for(recipe, f"{layer}.weight", layers)
-        total = total_of(n.weights) if recipe.normalizes else 1.0
-        scale = (n.scale if recipe.method == "task_arithmetic" else 1.0) / total
-        own = [(a.pair(layer), w) for a, w in zip(adapters, n.weights) if layer in a.parts]
-        pairs[layer] = torch.cat([p[0] for p, _ in own]), torch.cat([p[1] * (p[2] * w * scale) for p, w in own], 1)
-        rank = max(rank, len(pairs[layer][0]))
-    for layer, (down, up) in pairs.items():
-        key = next(x.parts[layer] for x in adapters if layer in x.parts)
-        more = rank - len(down)
-        kind = "embedding_" if "embedding_A" in key else ""
-        weights[key[f"{kind}A"]] = torch.cat([down, down.new_zeros(more, down.shape[1])]).contiguous()
-        weights[key[f"{kind}B"]] = torch.cat([up, up.new_zeros(len(up), more)], 1).contiguous()
-    config = dict(adapters[0].config)
-    targets = [a.config.get("target_modules") for a in adapters]
-    config["target_modules"] = (
-        sorted({m for t in targets for m in t or ()}) if all(isinstance(t, list) for t in targets) else names
-    )
-    config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-    with staged(target, "merged adapter") as folder:
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-        for name in _BESIDE:
-            if (found[0].own / name).is_file():
-                shutil.copyfile(found[0].own / name, folder / name)
-        record = {
-            "recipe": portable_recipe(recipe),
-            "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in found],
-            "written": [f"adapter of rank {rank}"],
-        }
-        (folder / RECORD).write_text(dump_yaml(record), encoding="utf-8")
-    return Merged(
-        target, len(weights), sum(w.nbytes for w in weights.values()), f"float32, an adapter of rank {rank}", notes
-    )
+    return adapters
+
+
+def _sum_of_pairs(recipe: Recipe, adapters: Sequence[Adapter], layer: str, layers: int) -> tuple[Tensor, Tensor]:
+    """Σ wᵢ·sᵢ·BᵢAᵢ of one layer as one pair: the A stand below each other, the B, times weight and scale, side by side."""
+    n = numbers_for(recipe, f"{layer}.weight", layers)
+    total = total_of(n.weights) if recipe.normalizes else 1.0
+    scale = (n.scale if recipe.method == "task_arithmetic" else 1.0) / total
+    own = [(a.pair(layer), w) for a, w in zip(adapters, n.weights) if layer in a.parts]
+    return torch.cat([p[0] for p, _ in own]), torch.cat([p[1] * (p[2] * w * scale) for p, w in own], 1)

@@ -230,6 +230,13 @@ def _kit_setting(where: str, value: Any) -> Any:
     return numbers if isinstance(value, list) else numbers[0]
 
 
+_KIT_KNOWN = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
+_KIT_UNLIKE = {
+    "slices": "layers from different models make another model, which nobody has trained",
+    "modules": "models of several parts aren't merged here",
+}
+
+
 def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     """A recipe from mergekit's settings.
 
@@ -239,91 +246,94 @@ def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     Raises:
         ConfigError: something in it means nothing here, or something else.
     """
-    known = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
-    kit = str(data.get("merge_method"))
-    unlike = {
-        "slices": "layers from different models make another model, which nobody has trained",
-        "modules": "models of several parts aren't merged here",
-    }
+    entries = _kit_entries(data)
+    kit, common = str(data.get("merge_method")), dict(data.get("parameters") or {})
+    if kit == "passthrough" and len(entries) == 1 and not common and not entries[0].get("parameters"):
+        return Recipe(models=[Part(model=entries[0]["model"])], dtype=_kit_dtype(data))
+    if kit not in _KIT_METHODS:
+        hint = did_you_mean(kit, _KIT_METHODS, f"The same here are: {', '.join(_KIT_METHODS)}.")
+        raise ConfigError(f"merge_method={kit!r} isn't done here, or not in the same way. {hint}")
+    takes = _KIT_TAKES[kit]
+    settings = _kit_parameters("parameters", kit, common, takes)
+    own = [k for k in takes if k in ("weight", "density")]
+    parts = [
+        {"model": e["model"]} | _kit_parameters(f"models[{i}].parameters", kit, e.get("parameters") or {}, own)
+        for i, e in enumerate(entries)
+    ]
+    parts, base = _kit_base(kit, parts, data.get("base_model"))
+    lacking = [p["model"] for p in parts if "weight" not in p]
+    if "weight" in takes and "weight" not in settings and lacking:
+        raise ConfigError(
+            f"models: {lacking[0]} has no weight, and mergekit asks for one. Write parameters: {{weight: 1.0}} there, or below parameters for all."
+        )
+    if "rescale" in takes:
+        settings["rescale"] = "l1" if settings.get("rescale", kit.startswith("dare")) else "none"
+    said = {"method": kit, "models": parts, "base": base, "dtype": _kit_dtype(data), **settings}
+    return Recipe.model_validate(said).checked()
+
+
+def _kit_entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """mergekit's list of models, in settings that all mean something here."""
     for key in data:
-        if key in unlike:
-            raise ConfigError(f"{key}: {unlike[key]}. Name whole models under models.")
-        if key not in known:
-            hint = did_you_mean(key, known, f"Understood are: {', '.join(known)}.")
+        if key in _KIT_UNLIKE:
+            raise ConfigError(f"{key}: {_KIT_UNLIKE[key]}. Name whole models under models.")
+        if key not in _KIT_KNOWN:
+            hint = did_you_mean(key, _KIT_KNOWN, f"Understood are: {', '.join(_KIT_KNOWN)}.")
             raise ConfigError(f"{key}: this setting of mergekit has no meaning here. {hint}")
     if data.get("tokenizer_source") not in (None, "base"):
         raise ConfigError(
             f"tokenizer_source={data['tokenizer_source']!r}: models are merged only where their tokenizers are the same. Leave it out."
         )
-    raw_models = data.get("models")
+    entries = data.get("models")
     if (
-        not isinstance(raw_models, list)
-        or not raw_models
-        or not all(isinstance(m, Mapping) and isinstance(m.get("model"), str) for m in raw_models)
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(m, Mapping) and isinstance(m.get("model"), str) for m in entries)
     ):
         raise ConfigError("models is a list of entries like {model: FOLDER, parameters: {weight: 0.5}}.")
-    common, base = dict(data.get("parameters") or {}), data.get("base_model")
-    if kit == "passthrough" and len(raw_models) == 1 and not common and not raw_models[0].get("parameters"):
-        return Recipe(models=[Part(model=raw_models[0]["model"])], dtype=_kit_dtype(data))
-    if kit not in _KIT_METHODS:
-        hint = did_you_mean(kit, _KIT_METHODS, f"The same here are: {', '.join(_KIT_METHODS)}.")
-        raise ConfigError(f"merge_method={kit!r} isn't done here, or not in the same way. {hint}")
-    takes = _KIT_TAKES[kit]
-
-    def taken(where: str, parameters: Mapping[str, Any], only: Iterable[str]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in parameters.items():
-            if key == "int8_mask":  # saves memory in mergekit, and changes nothing
-                continue
-            if key not in only:
-                hint = did_you_mean(key, only, f"It takes: {', '.join(only) or 'none'}.")
-                raise ConfigError(f"{where}: {kit} has no parameter {key!r}. {hint}")
-            if key in _KIT_NUMBERS:
-                out[_KIT_NUMBERS[key]] = _kit_setting(f"{where}.{key}", value)
-            elif not isinstance(value, bool):
-                raise ConfigError(f"{where}.{key} is {value!r}: true or false is needed.")
-            else:
-                out[key] = value
-        return out
-
-    settings = taken("parameters", common, takes)
-    parts = []
-    for i, entry in enumerate(raw_models):
+    for i, entry in enumerate(entries):
         strange = [k for k in entry if k not in ("model", "parameters")]
         if strange:
             raise ConfigError(f"models[{i}].{strange[0]}: this setting of mergekit has no meaning here.")
-        own = [k for k in takes if k in ("weight", "density")]
-        parts.append({"model": entry["model"], **taken(f"models[{i}].parameters", entry.get("parameters") or {}, own)})
+    return entries
+
+
+def _kit_parameters(where: str, kit: str, parameters: Mapping[str, Any], only: Iterable[str]) -> dict[str, Any]:
+    """A method's parameters of mergekit's as our settings."""
+    out: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key == "int8_mask":  # saves memory in mergekit, and changes nothing
+            continue
+        if key not in only:
+            hint = did_you_mean(key, only, f"It takes: {', '.join(only) or 'none'}.")
+            raise ConfigError(f"{where}: {kit} has no parameter {key!r}. {hint}")
+        if key in _KIT_NUMBERS:
+            out[_KIT_NUMBERS[key]] = _kit_setting(f"{where}.{key}", value)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"{where}.{key} is {value!r}: true or false is needed.")
+        else:
+            out[key] = value
+    return out
+
+
+def _kit_base(kit: str, parts: list[dict[str, Any]], base: str | None) -> tuple[list[dict[str, Any]], str | None]:
+    """What mergekit's base_model is here: the first model of slerp, one of linear's, or what is subtracted; the models and our base."""
+    names = [p["model"] for p in parts]
     if kit == "slerp":
-        names = [p["model"] for p in parts]
         if base is None or (base in names and len(names) != 2) or (base not in names and len(names) != 1):
             raise ConfigError(
                 f"slerp needs base_model, where the walk begins, and one other model; there are base_model={base!r} and {', '.join(names)}."
             )
-        parts = [{"model": base}, *(p for p in parts if p["model"] != base)]
-        base = None
-    elif kit == "linear":
-        if base is not None and base not in [p["model"] for p in parts]:
+        return [{"model": base}, *(p for p in parts if p["model"] != base)], None
+    if kit == "linear":
+        if base is not None and base not in names:
             raise ConfigError("base_model: linear has no base. Leave it out, or put it among the models.")
-        base = None
-    else:
-        if base is None:
-            raise ConfigError(
-                f"base_model: {kit} works on what each model learnt, its difference to the model they all come from. Name that one."
-            )
-        parts = [p for p in parts if p["model"] != base]
-    if "weight" in takes and "weight" not in settings:
-        lacking = [p["model"] for p in parts if "weight" not in p]
-        if lacking:
-            raise ConfigError(
-                f"models: {lacking[0]} has no weight, and mergekit asks for one. Write parameters: {{weight: 1.0}} there, or below parameters for all."
-            )
-    if "rescale" in takes:
-        on = settings.get("rescale", kit.startswith("dare"))
-        settings["rescale"] = "l1" if on else "none"
-    return Recipe.model_validate(
-        {"method": kit, "models": parts, "base": base, "dtype": _kit_dtype(data), **settings}
-    ).checked()
+        return parts, None
+    if base is None:
+        raise ConfigError(
+            f"base_model: {kit} works on what each model learnt, its difference to the model they all come from. Name that one."
+        )
+    return [p for p in parts if p["model"] != base], base
 
 
 def _kit_dtype(data: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any, TextIO, overload
 import torch
 
 from ..core import RunError, mended, suggest
+from .checkpoint import fsync_path
 from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'Requests', 'config_changes',
-           'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
+__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'writing', 'Requests',
+           'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/500_run_log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
@@ -174,24 +175,61 @@ REQUESTS = ("pause", "resume", "stop", "save", "evaluate", "set")
 MAX_REQUEST = 1 << 16  # bytes of a line of the control file
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_line(
+    path: Path, record: Mapping[str, Any], durable: bool = False, lost: str = "the request was not made"
+) -> None:
     """Append one JSON line by a single write, so that several processes can.
+
+    Args:
+        path: of the file.
+        record: the line.
+        durable: on the disk when this returns, whatever dies next; other writers wait meanwhile.
+        lost: what did not happen when it can't be written, for the error.
 
     Raises:
         RunError: the file cannot be written.
     """
-    line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    line = json.dumps(plain(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
+        with writing(path, durable) as fd:
             size = os.lseek(fd, 0, os.SEEK_END)
             if size and os.pread(fd, 1, size - 1) != b"\n":  # somebody was killed in the middle of a line
                 line = b"\n" + line
-            os.write(fd, line)
+            written = os.write(fd, line)
+            if durable:
+                os.fsync(fd)
+            if durable and not size:
+                fsync_path(path.parent)  # the name of a new file, too
+    except OSError as error:
+        raise RunError(f"cannot write to {path}: {error}; {lost}") from error
+    if written != len(line):
+        raise RunError(f"{written} of {len(line)} bytes fitted into {path}, so the disk is full; {lost}")
+
+
+@contextmanager
+def writing(path: Path, alone: bool) -> Iterator[int]:
+    """A file opened for appending, by its descriptor.
+
+    Args:
+        path: made if need be, with its folder when `alone`.
+        alone: no other writer of this kind has it meanwhile. A file that was replaced while we waited is opened again, so that no line goes into the old one.
+    """
+    if alone:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if alone:
+                with suppress(ImportError, OSError):  # without locks, one append is still one write
+                    import fcntl
+
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(fd)):
+                    continue
+            yield fd
+            return
         finally:
             os.close(fd)
-    except OSError as error:
-        raise RunError(f"cannot write to {path}: {error}; the request was not made") from error
 
 
 class Requests:

@@ -88,6 +88,6 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
     """
     if not decoder.keeps_policy and not imitates:
         raise ConfigError(
-            f"decoder={config}: {method} takes the gradient of what the policy itself says, and of these answers some were chosen, so the gradient would "
+            f"decoder={config}: {method} takes the gradient of what the policy itself says, and these answers were chosen, held to a form or cut, so the gradient would "
             "be another one. Use decoder=speculative or plain; raft and online-dpo learn from any answers."
         )

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
 from ..data.sources import prompt_batch
 from ..evaluate.policy import win_rate
 from ..rollout.sampler import sample
+from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
@@ -137,31 +137,6 @@ class Label:
     swapped: bool  # whether `second` was shown on the left (A)
     note: str = ""
 
-
-def _append_line(path: Path, event: Mapping[str, Any]) -> None:
-    """One JSON line, whole and on the disk when this returns; a torn line before it is closed first.
-
-    Raises:
-        RunError: it could not be written.
-    """
-    line = json.dumps(mend(dict(event)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as f:
-            with suppress(ImportError, OSError):  # other writers wait; without locks, one append is still one write
-                import fcntl
-
-                fcntl.flock(f, fcntl.LOCK_EX)
-            end = f.seek(0, os.SEEK_END)
-            if end and (f.seek(end - 1), f.read(1))[1] != b"\n":
-                line = b"\n" + line
-            written = f.write(line)
-            os.fsync(f.fileno())
-    except OSError as error:
-        raise RunError(f"the label was not stored in {path}: {error}. Free some space, then press again.") from error
-    if written != len(line):
-        raise RunError(f"{written} of {len(line)} bytes fitted into {path}: the disk is full. Press again later.")
-
 # %% ../../nbs/846_widgets_labels.ipynb #df8ff93b
 def _text(value: Any) -> str:
     """A field of a label that must be text."""
@@ -239,7 +214,8 @@ class LabelStore:
         """Append an event and read it back; returns its id."""
         self.refresh()  # nothing is added to a file that somebody has cut
         event: dict[str, Any] = {"time": round(time.time(), 3), "id": secrets.token_hex(6), "type": type}
-        _append_line(self.path, event | {"annotator": self.annotator} | fields)
+        lost = "the label was not stored. Free some space, then press again."
+        append_line(self.path, event | {"annotator": self.annotator} | fields, durable=True, lost=lost)
         self.refresh()
         return str(event["id"])
 
