@@ -46,11 +46,15 @@ def _shares(words: Sequence[str] | None, what: str) -> dict[str, dict[str, float
         except ValueError:
             out[name] = {}
         if not equals or "" in out[name] or not out[name]:
-            raise ConfigError(f"{what} {word!r} is not of the form NAME=MODEL:SHARE,MODEL:SHARE, for example chat=old:0.9,new:0.1.")
+            raise ConfigError(
+                f"{what} {word!r} is not of the form NAME=MODEL:SHARE,MODEL:SHARE, for example chat=old:0.9,new:0.1."
+            )
     return out
 
 
-def read_settings(config: str | None, models: Sequence[str] | None, words: Sequence[str] | None, **typed: Any) -> ServeConfig:
+def read_settings(
+    config: str | None, models: Sequence[str] | None, words: Sequence[str] | None, **typed: Any
+) -> ServeConfig:
     """Settings of a server from what was typed.
 
     Args:
@@ -92,7 +96,9 @@ def serve(config: ServeConfig) -> None:
     listening = bind(config.host, config.port)
     try:
         begin, places = time.perf_counter(), config.models
-        site = load_site(config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()})
+        site = load_site(
+            config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
+        )
         app = create_app(site, _routers(config), _traffic(config))
         desk = app.state.desk
         server = make_server(app, config, lambda: setattr(desk.gate, "draining", True))
@@ -100,7 +106,9 @@ def serve(config: ServeConfig) -> None:
             if lane.plain:
                 tell(f"Note: {name} is answered one row at a time, slower: {lane.plain}.")
         shown, port = f"[{config.host}]" if ":" in config.host else config.host, listening.getsockname()[1]
-        tell(f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 (loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends.")
+        tell(
+            f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 (loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
+        )
         try:
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # after the answers were given their time
@@ -123,7 +131,9 @@ def _traffic(config: ServeConfig) -> Any:
     return None if config.traffic is None else TrafficLog(config.traffic, config.log_text)
 
 # %% ../../nbs/932_app_serve.ipynb #5e932010
-_Models = typer.Argument(None, metavar="[MODEL]...", help="folder, hub name or short name (smollm2); NAME=FOLDER to name it")
+_Models = typer.Argument(
+    None, metavar="[MODEL]...", help="folder, hub name or short name (smollm2); NAME=FOLDER to name it"
+)
 _Model = typer.Option(None, "--model", hidden=True)
 _Adapter = typer.Option(None, "--adapter", metavar="NAME=FOLDER", help="a LoRA adapter on one of the models")
 _Split = typer.Option(None, "--split", metavar="NAME=A:0.9,B:0.1", help="divide users of a name between models")
@@ -139,7 +149,9 @@ def serve_command(
     host: str = typer.Option(None, help="address to listen on; default 127.0.0.1, others need --keys"),
     port: int = typer.Option(None, help="default 8000; 0: any that is free"),
     keys: str = typer.Option(None, help="file with hashed API keys"),
-    new_key: str = typer.Option(None, "--new-key", metavar="NAME", help="print a new key and its line for that file, and end"),
+    new_key: str = typer.Option(
+        None, "--new-key", metavar="NAME", help="print a new key and its line for that file, and end"
+    ),
     split: list[str] = _Split,
     shadow: list[str] = _Shadow,
     traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
@@ -163,5 +175,7 @@ def serve_command(
             split=_shares(split, "--split"), shadow=_shares(shadow, "--shadow"), traffic=traffic, log_text=log_text,
         )  # fmt: skip
         if not settings.models:
-            raise ConfigError(f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder.")
+            raise ConfigError(
+                f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
+            )
         serve(settings)

@@ -39,7 +39,9 @@ def fastapi() -> Any:
     try:
         import fastapi as package
     except ImportError as e:
-        raise ConfigError(f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`.") from e
+        raise ConfigError(
+            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
+        ) from e
     return package
 
 # %% auto #0
@@ -155,7 +157,10 @@ class Desk:
             assert isinstance(asked, ChatAsked)
             given, draws = [[m.message() for m in asked.messages]], asked.n
         if draws * len(given) > self.config.max_n:
-            raise Refused(400, f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.")
+            raise Refused(
+                400,
+                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.",
+            )
         ticket = self.gate.admit(who, draws * len(given))
         try:
             prompts = [await asyncio.to_thread(model.encode, p) for p in given]
@@ -176,7 +181,9 @@ class Desk:
         """Most tokens of an answer."""
         c, room = self.config, model.length - prompt
         if asked.wants is not None and asked.wants > c.max_tokens:
-            raise Refused(400, f"max_tokens is {asked.wants}, and this server writes {c.max_tokens} at most: ask for fewer.")
+            raise Refused(
+                400, f"max_tokens is {asked.wants}, and this server writes {c.max_tokens} at most: ask for fewer."
+            )
         if room < 1 or (asked.wants is not None and asked.wants > room):
             raise Refused(
                 400, f"the prompt has {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
@@ -184,7 +191,16 @@ class Desk:
             )  # fmt: skip
         return int(asked.wants or min(c.default_tokens, room))
 
-    def _ask(self, exchange: Exchange, asked: Any, model: Model, prompts: Sequence[Sequence[int]], draws: int, most: int, shadow: bool = False) -> None:
+    def _ask(
+        self,
+        exchange: Exchange,
+        asked: Any,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        draws: int,
+        most: int,
+        shadow: bool = False,
+    ) -> None:
         """An ask for each answer."""
         sampling, greedy = asked.sampling(most, model.defaults)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
@@ -215,7 +231,16 @@ class Desk:
         seconds, finish = now - ask.asked, str(answer.finish)
         if not ask.shadow:
             self.meters.ended(answer.model.name, finish, len(ask.ids), len(answer.tokens), begun, first, seconds)
-        log.info("%s %s%s: %d + %d tokens, %s after %.2f s", exchange.id, answer.model.name, " (shadow)" if ask.shadow else "", len(ask.ids), len(answer.tokens), finish, seconds)
+        log.info(
+            "%s %s%s: %d + %d tokens, %s after %.2f s",
+            exchange.id,
+            answer.model.name,
+            " (shadow)" if ask.shadow else "",
+            len(ask.ids),
+            len(answer.tokens),
+            finish,
+            seconds,
+        )
         if self.traffic is None:
             return
         line = Served(
@@ -227,7 +252,6 @@ class Desk:
         except (OSError, RlhfError) as e:  # a full disk ends no conversation
             log.error("traffic is not logged: %s", e)
 
-
     async def score(self, exchange: Exchange, answers: Sequence[Answer]) -> list[float]:
         """What a model's reward says of answers to one prompt; computed by the thread that owns the models."""
         loop, model, ask = asyncio.get_running_loop(), answers[0].model, answers[0].ask
@@ -235,7 +259,9 @@ class Desk:
 
         def work() -> None:
             try:
-                ids, lens, finished, _ = answers_to_tensors([[t.id for t in a.tokens] for a in answers], None, list(ask.eos), 0, torch.device("cpu"))
+                ids, lens, finished, _ = answers_to_tensors(
+                    [[t.id for t in a.tokens] for a in answers], None, list(ask.eos), 0, torch.device("cpu")
+                )
                 batch = PromptBatch.from_lists([list(ask.ids)], prompts=[exchange.prompt])
                 with model.lock:
                     r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
@@ -243,7 +269,12 @@ class Desk:
                 loop.call_soon_threadsafe(_settle, done, scores, None)
             except Exception as e:
                 log.exception("a reward failed")
-                loop.call_soon_threadsafe(_settle, done, None, Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"))
+                loop.call_soon_threadsafe(
+                    _settle,
+                    done,
+                    None,
+                    Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"),
+                )
 
         self.site.batcher.do(work)
         return await done
@@ -264,15 +295,28 @@ def _broken(answers: Sequence[Answer]) -> Refused | None:
     """The error that a client gets where an answer was broken off; None: none was."""
     for a in answers:
         if a.finish == "deadline":
-            return Refused(504, "the answer took too long and was broken off: ask for fewer tokens, or later.", "server_error", "deadline")
+            return Refused(
+                504,
+                "the answer took too long and was broken off: ask for fewer tokens, or later.",
+                "server_error",
+                "deadline",
+            )
         if a.finish == "error":
             return Refused(500, a.problem, "server_error", "model_error")
         if a.finish == "cancelled":
-            return Refused(503, "the server ended before the answer did: ask another one, or later.", "server_error", "cancelled", {"Retry-After": "5"})
+            return Refused(
+                503,
+                "the server ended before the answer did: ask another one, or later.",
+                "server_error",
+                "cancelled",
+                {"Retry-After": "5"},
+            )
     return None
 
 
-async def whole_answer(desk: Desk, exchange: Exchange, form: Form, prompts: Sequence[Sequence[int]], draws: int, n: int) -> dict[str, Any]:
+async def whole_answer(
+    desk: Desk, exchange: Exchange, form: Form, prompts: Sequence[Sequence[int]], draws: int, n: int
+) -> dict[str, Any]:
     """All answers, when they have ended.
 
     Raises:
@@ -285,7 +329,11 @@ async def whole_answer(desk: Desk, exchange: Exchange, form: Form, prompts: Sequ
         raise problem
     kept = exchange.answers
     if draws > n:
-        kept = [a for i in range(len(prompts)) for a in await best_of(desk, exchange, exchange.answers[i * draws : (i + 1) * draws], n)]
+        kept = [
+            a
+            for i in range(len(prompts))
+            for a in await best_of(desk, exchange, exchange.answers[i * draws : (i + 1) * draws], n)
+        ]
     used = usage(sum(map(len, prompts)), sum(len(a.tokens) for a in exchange.answers))
     return form.whole([(a.text, a.tokens, str(a.finish)) for a in kept], used)
 
@@ -301,7 +349,9 @@ async def best_of(desk: Desk, exchange: Exchange, answers: Sequence[Answer], n: 
     return [answers[i] for i in order[:n]]
 
 
-async def stream(exchange: Exchange, form: Form, include_usage: bool, prompts: Sequence[Sequence[int]]) -> AsyncIterator[bytes]:
+async def stream(
+    exchange: Exchange, form: Form, include_usage: bool, prompts: Sequence[Sequence[int]]
+) -> AsyncIterator[bytes]:
     """Pieces of all answers as server-sent events."""
 
     def event(data: Any) -> bytes:
@@ -335,20 +385,26 @@ async def read_body(request: Any, most: int, seconds: float) -> bytes:
         raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > most:
-        raise Refused(413, f"the request has {int(said):,} bytes, and at most {most:,} are read.", headers={"Connection": "close"})
+        raise Refused(
+            413, f"the request has {int(said):,} bytes, and at most {most:,} are read.", headers={"Connection": "close"}
+        )
 
     async def read() -> bytes:
         found = bytearray()
         async for part in request.stream():
             found += part
             if len(found) > most:
-                raise Refused(413, f"the request has more than the {most:,} bytes that are read.", headers={"Connection": "close"})
+                raise Refused(
+                    413, f"the request has more than the {most:,} bytes that are read.", headers={"Connection": "close"}
+                )
         return bytes(found)
 
     try:
         return await asyncio.wait_for(read(), seconds)
     except asyncio.TimeoutError:
-        raise Refused(408, f"the request did not arrive within {seconds:g} s.", headers={"Connection": "close"}) from None
+        raise Refused(
+            408, f"the request did not arrive within {seconds:g} s.", headers={"Connection": "close"}
+        ) from None
 
 
 async def _gone(request: Any) -> None:
@@ -376,7 +432,9 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
         include = asked.stream_options is not None and asked.stream_options.include_usage
         body = stream(exchange, form, include, prompts)
         exchange.watch = asyncio.ensure_future(_cancel_when_gone(request, exchange))  # also before the first piece
-        return responses.StreamingResponse(body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        return responses.StreamingResponse(
+            body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
     work = asyncio.ensure_future(whole_answer(desk, exchange, form, prompts, draws, asked.n))
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -425,7 +483,12 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
     if c.cors:
         from fastapi.middleware.cors import CORSMiddleware
 
-        app.add_middleware(CORSMiddleware, allow_origins=c.cors, allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=c.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
     if not site.batcher.thread.is_alive():
         site.batcher.start()
     return app
@@ -443,8 +506,17 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
 
     async def models(request: Any) -> Any:
         desk.gate.who(request.headers.get("authorization"), "")
-        known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [(n, 0, None) for n in desk.config.split]
-        return json_of({"object": "list", "data": [{"id": n, "object": "model", "created": t, "owned_by": "rlhf_nb", "parent": p} for n, t, p in known]})
+        known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [
+            (n, 0, None) for n in desk.config.split
+        ]
+        return json_of(
+            {
+                "object": "list",
+                "data": [
+                    {"id": n, "object": "model", "created": t, "owned_by": "rlhf_nb", "parent": p} for n, t, p in known
+                ],
+            }
+        )
 
     async def model(request: Any) -> Any:
         desk.gate.who(request.headers.get("authorization"), "")
@@ -455,7 +527,9 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
 
     async def health(request: Any) -> Any:
         alive = desk.site.batcher.alive
-        return json_of({"status": "ok" if alive else "the thread that owns the models is dead or stuck"}, 200 if alive else 500)
+        return json_of(
+            {"status": "ok" if alive else "the thread that owns the models is dead or stuck"}, 200 if alive else 500
+        )
 
     async def ready(request: Any) -> Any:
         good = desk.site.batcher.alive and not desk.gate.draining

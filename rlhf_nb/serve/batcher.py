@@ -118,7 +118,9 @@ class OwnCaches:
         self.lens = [0] * rows
 
     def _pass(self, row: int, ids: Sequence[int]) -> Tensor:
-        out = self.model(torch.tensor([list(ids)], device=self.device), past_key_values=self.caches[row], use_cache=True)
+        out = self.model(
+            torch.tensor([list(ids)], device=self.device), past_key_values=self.caches[row], use_cache=True
+        )
         self.caches[row] = out.past_key_values
         self.lens[row] += len(ids)
         logits: Tensor = out.logits[0, -1]
@@ -186,7 +188,11 @@ class _Row:
         text += self.words.end() if self.finish else ""
         if not (text or self.finish):
             return
-        problem = "the model's logits are not finite: its weights or activations hold NaN or Inf." if self.finish == "error" else ""
+        problem = (
+            "the model's logits are not finite: its weights or activations hold NaN or Inf."
+            if self.finish == "error"
+            else ""
+        )
         piece, self.held = Piece(text, tuple(self.held), self.finish, problem), []
         self.ask.tell(piece)
 
@@ -251,7 +257,9 @@ class Lane:
     def _add(self, rows: Sequence[_Row], proposals: list[list[int]], lines: Tensor, fed: bool = False) -> None:
         """Choose a token after each proposed one, and append those that hold."""
         at = [(i, j) for i, p in enumerate(proposals) for j in range(len(p) + 1)]
-        tokens, ended = self._choose([(rows[i], rows[i].place + j) for i, j in at], torch.stack([lines[i, j] for i, j in at]))
+        tokens, ended = self._choose(
+            [(rows[i], rows[i].place + j) for i, j in at], torch.stack([lines[i, j] for i, j in at])
+        )
         k = 0
         self.steps += 1
         for i, (row, proposal) in enumerate(zip(rows, proposals)):
@@ -278,11 +286,21 @@ class Lane:
         for key, who in groups.items():
             chooser = self._chooser(places[who[0]][0])
             own = logits if len(who) == len(places) else logits[who]
-            u = None if key[0] else torch.stack([n[p] for r, p in (places[k] for k in who) if (n := r.numbers) is not None]).to(self.device)
+            u = (
+                None
+                if key[0]
+                else torch.stack([n[p] for r, p in (places[k] for k in who) if (n := r.numbers) is not None]).to(
+                    self.device
+                )
+            )
             ids, logps, ends = chooser(own, u, torch.tensor([places[k][1] for k in who], device=self.device))
             most = max(places[k][0].ask.top for k in who)
             best = (own.float() / chooser.sampling.temperature).log_softmax(-1).topk(most) if most else None
-            tops = [()] * len(who) if best is None else [tuple(zip(i, v)) for v, i in zip(best[0].tolist(), best[1].tolist())]
+            tops = (
+                [()] * len(who)
+                if best is None
+                else [tuple(zip(i, v)) for v, i in zip(best[0].tolist(), best[1].tolist())]
+            )
             for k, i, logp, end, top in zip(who, ids.tolist(), logps.tolist(), ends.tolist(), tops):
                 tokens[k], ended[k] = Token(i, logp, top[: places[k][0].ask.top]), end
         return tokens, ended
@@ -442,7 +460,11 @@ class Batcher:
             name, same = first[0], list(first[1].ids)
             if first[1].shadow and self.running > self.most // 2:
                 return None  # room for those who wait for their answers
-            asks = [ask for lane, ask in self._queue if lane == name and list(ask.ids) == same and ask.shadow == first[1].shadow][:room]
+            asks = [
+                ask
+                for lane, ask in self._queue
+                if lane == name and list(ask.ids) == same and ask.shadow == first[1].shadow
+            ][:room]
             self._queue = deque(x for x in self._queue if x[1] not in asks)
             return name, asks
 

@@ -22,7 +22,9 @@ def uvicorn() -> Any:
     try:
         import uvicorn as package
     except ImportError as e:
-        raise ConfigError(f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`.") from e
+        raise ConfigError(
+            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
+        ) from e
     return package
 
 # %% auto #0
@@ -103,7 +105,9 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)
     except OSError as e:
-        raise ConfigError(f"host={host} is no address ({e.strerror or e}): use 127.0.0.1, or an address of this machine.") from e
+        raise ConfigError(
+            f"host={host} is no address ({e.strerror or e}): use 127.0.0.1, or an address of this machine."
+        ) from e
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
@@ -111,7 +115,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as e:
         found.close()
         why = f"port {port} of {host} can't be opened ({e.strerror or e})"
-        raise ConfigError(f"{why}: another program listens there, perhaps an earlier server. Choose another one with --port, or --port 0 for any that is free.") from e
+        raise ConfigError(
+            f"{why}: another program listens there, perhaps an earlier server. Choose another one with --port, or --port 0 for any that is free."
+        ) from e
     return found
 
 

@@ -53,7 +53,9 @@ def read_keys(path: str | Path) -> dict[str, bytes]:
             )
         found[words[0]] = bytes.fromhex(words[1])
     if not found:
-        raise ConfigError(f"keys: {path} holds no key, so nobody could ask. Make one: rlhf-nb serve --new-key NAME >> {path}")
+        raise ConfigError(
+            f"keys: {path} holds no key, so nobody could ask. Make one: rlhf-nb serve --new-key NAME >> {path}"
+        )
     return found
 
 # %% ../../nbs/884_serve_gate.ipynb #5e884009
@@ -158,7 +160,13 @@ class Gate:
             Refused: 429 with Retry-After, 503 while the server ends.
         """
         if self.draining:
-            raise Refused(503, "the server is about to end: ask another one, or later.", "server_error", "draining", {"Retry-After": "5", "Connection": "close"})
+            raise Refused(
+                503,
+                "the server is about to end: ask another one, or later.",
+                "server_error",
+                "draining",
+                {"Retry-After": "5", "Connection": "close"},
+            )
         if answers > self.places:
             raise Refused(400, f"{answers} answers at once, and this server has {self.places} places: ask for fewer.")
         self._take(who, 0, 1, "requests")
@@ -185,9 +193,17 @@ class Gate:
             return
         if who not in self._buckets:
             if len(self._buckets) >= MOST_CLIENTS:  # full buckets forget nothing of worth
-                self._buckets = {k: b for k, b in self._buckets.items() if any(x.rate and x.lacks(x.rate) > 0 for x in b)}
+                self._buckets = {
+                    k: b for k, b in self._buckets.items() if any(x.rate and x.lacks(x.rate) > 0 for x in b)
+                }
             if len(self._buckets) >= MOST_CLIENTS:
-                raise Refused(429, "too many different clients: come again in a minute.", "rate_limit_error", "rate_limit_exceeded", {"Retry-After": "60"})
+                raise Refused(
+                    429,
+                    "too many different clients: come again in a minute.",
+                    "rate_limit_error",
+                    "rate_limit_exceeded",
+                    {"Retry-After": "60"},
+                )
             self._buckets[who] = (Bucket(rates[0]), Bucket(rates[1]))
         bucket = self._buckets[who][kind]
         wait = math.ceil(bucket.lacks(cost))

@@ -24,7 +24,9 @@ def prometheus() -> Any:
         import prometheus_client
         import prometheus_client.core
     except ImportError as e:
-        raise ConfigError(f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`.") from e
+        raise ConfigError(
+            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
+        ) from e
     return prometheus_client
 
 # %% auto #0
@@ -55,7 +57,16 @@ class Meters:
         if batcher is not None:
             r.register(_Live(batcher, p))
 
-    def ended(self, model: str, finish: str, prompt: int, answer: int, queue: float | None, first: float | None, seconds: float) -> None:
+    def ended(
+        self,
+        model: str,
+        finish: str,
+        prompt: int,
+        answer: int,
+        queue: float | None,
+        first: float | None,
+        seconds: float,
+    ) -> None:
         """An answer ended.
 
         Args:

@@ -41,7 +41,15 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
 
 # %% ../../nbs/881_serve_protocol.ipynb #5e881008
-HARMLESS = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls")
+HARMLESS = (
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what can't be done here, and the values with which nothing is to be done
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "echo": (False,),
@@ -84,7 +92,9 @@ class Asked(BaseModel):
             return data
         for key, neutral in NEUTRAL.items():
             if key in data and data[key] is not None and data[key] not in neutral:
-                raise ValueError(f"{key} is not supported by this server, and ignoring it would change the answer: leave it out.")
+                raise ValueError(
+                    f"{key} is not supported by this server, and ignoring it would change the answer: leave it out."
+                )
         return {k: v for k, v in data.items() if v is not None and k not in HARMLESS and k not in NEUTRAL}
 
     def stops(self) -> tuple[str, ...]:
@@ -144,7 +154,9 @@ class ChatAsked(Asked):
     def _ends_with_a_question(self) -> ChatAsked:
         """Somebody must be answered."""
         if self.messages[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's, so there is nothing to answer: end with a user's message.")
+            raise ValueError(
+                "the last message is the assistant's, so there is nothing to answer: end with a user's message."
+            )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true.")
         return self
@@ -173,7 +185,9 @@ class TextAsked(Asked):
         if not self.prompt or (isinstance(self.prompt, list) and any(x in ("", []) for x in self.prompt)):
             raise ValueError("the prompt is empty, so there is nothing to continue.")
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of is {self.best_of} but n is {self.n}: of so many draws not more answers can be given.")
+            raise ValueError(
+                f"best_of is {self.best_of} but n is {self.n}: of so many draws not more answers can be given."
+            )
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of can't be streamed: the best is known when all are written.")
         return self
@@ -215,7 +229,7 @@ def read_request(kind: type[_A], body: bytes) -> _A:
     except Unreadable as e:
         raise Refused(400, f"the request can't be read: {e}.") from None
     if not isinstance(data, dict):
-        raise Refused(400, "the request must be a JSON object such as {\"model\": \"...\", ...}.")
+        raise Refused(400, 'the request must be a JSON object such as {"model": "...", ...}.')
     try:
         return kind.model_validate(data)
     except ValidationError as e:
@@ -240,7 +254,10 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[Token]) -> dict[str, Any]:
         text, raw = _bytes_of(tokenizer, token)
         return {"token": text, "logprob": max(logp, -9999.0), "bytes": raw}
 
-    return {"content": [{**one(t.id, t.logp), "top_logprobs": [one(i, p) for i, p in t.top]} for t in tokens], "refusal": None}
+    return {
+        "content": [{**one(t.id, t.logp), "top_logprobs": [one(i, p) for i, p in t.top]} for t in tokens],
+        "refusal": None,
+    }
 
 
 def text_logprobs(tokenizer: Any, tokens: Sequence[Token], offset: int = 0) -> dict[str, Any]:
@@ -254,7 +271,12 @@ def text_logprobs(tokenizer: Any, tokens: Sequence[Token], offset: int = 0) -> d
     words = [_bytes_of(tokenizer, t.id)[0] for t in tokens]
     starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
     tops = [{_bytes_of(tokenizer, i)[0]: max(p, -9999.0) for i, p in t.top} for t in tokens]
-    return {"tokens": words, "token_logprobs": [max(t.logp, -9999.0) for t in tokens], "top_logprobs": tops, "text_offset": starts}
+    return {
+        "tokens": words,
+        "token_logprobs": [max(t.logp, -9999.0) for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": starts,
+    }
 
 
 class Form:
@@ -281,11 +303,18 @@ class Form:
         for i, (text, tokens, finish) in enumerate(answers):
             said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
             choices.append({"index": i, **said, "finish_reason": finish, "logprobs": self._logprobs(tokens)})
-        return {**self.head, "object": "chat.completion" if self.chat else "text_completion", "choices": choices, "usage": used}
+        return {
+            **self.head,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "choices": choices,
+            "usage": used,
+        }
 
     def begin(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's answer."""
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}])
+        return self._chunk(
+            [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}]
+        )
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """What is new in an answer."""

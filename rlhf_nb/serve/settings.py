@@ -23,15 +23,22 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,99}")
 class ServeConfig(StrictConfig):
     """Settings of a server."""
 
-    models: dict[str, str] = Field(default_factory=dict, description="folder or name of a model, by the name clients use")
+    models: dict[str, str] = Field(
+        default_factory=dict, description="folder or name of a model, by the name clients use"
+    )
     adapters: dict[str, str] = Field(
-        default_factory=dict, description="folder of a LoRA adapter, by the name clients use; its model must be served, too"
+        default_factory=dict,
+        description="folder of a LoRA adapter, by the name clients use; its model must be served, too",
     )
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's needs keys")
     port: int = option(8000, "0: any that is free", ge=0, le=65535)
     public: bool = option(False, "listen on another address although nobody needs a key")
-    hosts: list[str] = option([], "names that clients may call the server by, beside its address and localhost; ['*']: any")
-    keys: str | None = option(None, "file with hashed API keys, one a line (rlhf-nb serve --new-key NAME); null: no keys")
+    hosts: list[str] = option(
+        [], "names that clients may call the server by, beside its address and localhost; ['*']: any"
+    )
+    keys: str | None = option(
+        None, "file with hashed API keys, one a line (rlhf-nb serve --new-key NAME); null: no keys"
+    )
     requests_per_minute: float = option(0, "of each key, or of each address without keys; 0: no limit", ge=0)
     tokens_per_minute: float = option(0, "the same of tokens, prompt and answer; 0: no limit", ge=0)
     max_concurrent: int = option(16, "answers that are written at the same time", ge=1)
@@ -51,13 +58,15 @@ class ServeConfig(StrictConfig):
         default_factory=dict, description="speculative decoding, by model: most tokens that the text itself proposes"
     )
     rewards: dict[str, Any] = Field(
-        default_factory=dict, description="what best_of chooses by, by model: folder of a reward model; else the mean log-prob"
+        default_factory=dict,
+        description="what best_of chooses by, by model: folder of a reward model; else the mean log-prob",
     )
     split: dict[str, dict[str, float]] = Field(
         default_factory=dict, description="shares of models behind a name: {chat: {a: 0.9, b: 0.1}}"
     )
     shadow: dict[str, dict[str, float]] = Field(
-        default_factory=dict, description="models that also answer a share of what a model is asked, unseen: {a: {b: 0.1}}"
+        default_factory=dict,
+        description="models that also answer a share of what a model is asked, unseen: {a: {b: 0.1}}",
     )
     traffic: str | None = option(None, "file that gets a line for each answer")
     feedback: str | None = option(None, "file that gets what users say of answers")
@@ -71,7 +80,9 @@ class ServeConfig(StrictConfig):
         served = [*self.models, *self.adapters]
         for name in [*served, *self.split]:
             if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} can't be a model's name: letters, digits and . _ - : / @ + only, 100 at most.")
+                raise ValueError(
+                    f"{name!r} can't be a model's name: letters, digits and . _ - : / @ + only, 100 at most."
+                )
         twice = [n for n in (*self.adapters, *self.split) if (*served, *self.split).count(n) > 1]
         if twice:
             raise ValueError(f"the name {twice[0]!r} is given twice: a client could not say which one it means.")

@@ -123,7 +123,9 @@ class Site:
 
     def shadows(self, name: str) -> list[Model]:
         """Models that answer a request to this one, too, unseen."""
-        return [self.models[n] for n, share in self.config.shadow.get(name, {}).items() if self._random.random() < share]
+        return [
+            self.models[n] for n, share in self.config.shadow.get(name, {}).items() if self._random.random() < share
+        ]
 
 
 def sticky(split: str, user: str, shares: Mapping[str, float]) -> str:
@@ -150,7 +152,9 @@ def _adapter_homes(config: ServeConfig) -> dict[str, str]:
         kind, where = find_model(folder)
         base = base_of_adapter(where) if kind == "adapter" else None
         if base is None:
-            raise ConfigError(f"adapters.{name}: {folder} is no LoRA adapter that says which model it belongs to. A whole model is served by --model.")
+            raise ConfigError(
+                f"adapters.{name}: {folder} is no LoRA adapter that says which model it belongs to. A whole model is served by --model."
+            )
         same = [m for m, place in config.models.items() if place == base or _same_place(place, base)]
         if not same:
             raise ConfigError(
@@ -179,7 +183,9 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         ConfigError, ModelError: what can't be served, and why.
     """
     if not config.models:
-        raise ConfigError("no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2.")
+        raise ConfigError(
+            "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
+        )
     precision, homes = decide_precision(config.device, config.precision), _adapter_homes(config)
     models, lanes = dict[str, Model](), dict[str, Lane]()
     for name, place in config.models.items():
@@ -192,7 +198,14 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         for each, folder in {name: place, **own}.items():
             models[each] = _model(config, each, folder, net, tokenizer, told, None if each == name else name)
             adapter = each if each in own else None
-            lanes[each] = Lane(net, copy.deepcopy(tokenizer), config.max_concurrent, models[each].length, adapter, config.ahead.get(each, 0))
+            lanes[each] = Lane(
+                net,
+                copy.deepcopy(tokenizer),
+                config.max_concurrent,
+                models[each].length,
+                adapter,
+                config.ahead.get(each, 0),
+            )
     return Site(config, models, Batcher(lanes, config.max_concurrent))
 
 
@@ -211,16 +224,32 @@ def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
     return net.eval()
 
 
-def _model(config: ServeConfig, name: str, place: str, net: Any, tokenizer: Any, says: dict[str, Any], parent: str | None) -> Model:
+def _model(
+    config: ServeConfig, name: str, place: str, net: Any, tokenizer: Any, says: dict[str, Any], parent: str | None
+) -> Model:
     """What the server must know of a model."""
     window = getattr(net.config.get_text_config(), "max_position_embeddings", None) or config.max_context
     listed = says.get("eos_token_id")
     eos = {*eos_ids(net, tokenizer), *(listed if isinstance(listed, list) else [listed])} - {None}
-    drawn = {k: says[k] for k in ("temperature", "top_p", "top_k", "min_p") if says.get("do_sample") and says.get(k) is not None}
+    drawn = {
+        k: says[k]
+        for k in ("temperature", "top_p", "top_k", "min_p")
+        if says.get("do_sample") and says.get(k) is not None
+    }
     rewards = None
     if name in config.rewards:
         from rlhf_nb.train.decoders import decoder_reward
 
         rewards = decoder_reward(config.rewards[name], net.get_input_embeddings().weight.device)
     vocab = len(net.get_input_embeddings().weight)
-    return Model(name, version_of(place), copy.deepcopy(tokenizer), tuple(sorted(eos)), min(window, config.max_context), vocab, drawn, rewards, parent)
+    return Model(
+        name,
+        version_of(place),
+        copy.deepcopy(tokenizer),
+        tuple(sorted(eos)),
+        min(window, config.max_context),
+        vocab,
+        drawn,
+        rewards,
+        parent,
+    )
