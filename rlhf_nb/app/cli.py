@@ -25,6 +25,7 @@ from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
 from .label_steps import label_steps_command
 from .merging import merge_command
+from .monitor import monitor_command
 from .push import push_command
 from .results import show_results
 from .serve import serve_command
@@ -398,7 +399,8 @@ for _name, _command in (
     ("get", get_command),
     ("push", push_command),
     ("merge", merge_command),
-):  # notebooks 928, 917, 919
+    ("monitor", monitor_command),
+):  # notebooks 928, 917, 919, 935
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
