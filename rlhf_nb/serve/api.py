@@ -45,8 +45,8 @@ def fastapi() -> Any:
     return package
 
 # %% auto #0
-__all__ = ['log', 'fastapi', 'Answer', 'Exchange', 'Desk', 'hashed', 'whole_answer', 'best_of', 'stream', 'read_body', 'answer',
-           'check_host', 'create_app']
+__all__ = ['log', 'fastapi', 'Answer', 'Exchange', 'Desk', 'hashed', 'whole_answer', 'best_of', 'stream', 'check_json',
+           'read_body', 'answer', 'check_host', 'create_app']
 
 # %% ../../nbs/887_serve_api.ipynb #5e887006
 @dataclass(eq=False)
@@ -374,15 +374,24 @@ async def stream(
         exchange.cancel()
 
 # %% ../../nbs/887_serve_api.ipynb #5e887012
+def check_json(request: Any) -> None:
+    """Refuse a request that isn't JSON by its header.
+
+    Raises:
+        Refused: 415.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
+
+
 async def read_body(request: Any, most: int, seconds: float) -> bytes:
     """The body of a request.
 
     Raises:
         Refused: too long, too slow, or not JSON by its header.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
+    check_json(request)
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > most:
         raise Refused(
@@ -478,8 +487,9 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
     app = web.FastAPI(title="rlhf_nb", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = desk
     _routes(app, web, desk)
+    app.add_exception_handler(Refused, _refusal(desk, web))
     for make in routers:
-        app.include_router(make(desk))
+        app.include_router(make(desk), dependencies=[web.Depends(_checks(desk, web))])
     if c.cors:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -546,19 +556,41 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         app.router.add_route(path, _guarded(desk, web, call), methods=[method])
 
 
+def _refusal(desk: Desk, web: Any) -> Callable[[Any, Any], Any]:
+    """Makes a response of a refusal."""
+
+    async def respond(request: Any, problem: Refused) -> Any:
+        desk.meters.refused.labels(str(problem.status)).inc()
+        return web.responses.JSONResponse(problem.body(), problem.status, headers=problem.headers)
+
+    return respond
+
+
+def _checks(desk: Desk, web: Any) -> Callable[[Any], Any]:
+    """What every request of an added router must pass: the host, and of what is sent the key and the content type."""
+
+    async def check(request: Any) -> None:
+        check_host(desk, request)
+        if request.method == "POST":
+            desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
+            check_json(request)
+
+    check.__annotations__["request"] = web.Request  # fastapi reads it
+    return check
+
+
 def _guarded(desk: Desk, web: Any, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A route in which a refusal becomes a response, and a fault too, without a word about the server's insides."""
+    respond = _refusal(desk, web)
 
     async def route(request: Any) -> Any:
         try:
             check_host(desk, request)
             return await call(request)
         except Refused as e:
-            problem = e
+            return await respond(request, e)
         except Exception:
             log.exception("a request failed")
-            problem = Refused(500, "the server failed at this request; its log says why.", "server_error")
-        desk.meters.refused.labels(str(problem.status)).inc()
-        return web.responses.JSONResponse(problem.body(), problem.status, headers=problem.headers)
+            return await respond(request, Refused(500, "the server failed at this request; its log says why.", "server_error"))
 
     return route

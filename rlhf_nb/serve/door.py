@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from ..core import ConfigError
+from .protocol import Refused
 from .settings import ServeConfig
 
 
@@ -28,7 +30,7 @@ def uvicorn() -> Any:
     return package
 
 # %% auto #0
-__all__ = ['uvicorn', 'patient_protocol', 'Reading', 'bind', 'make_server']
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'bind', 'make_server']
 
 # %% ../../nbs/889_serve_door.ipynb #5e889006
 def patient_protocol(seconds: float) -> Any:
@@ -72,8 +74,25 @@ def patient_protocol(seconds: float) -> Any:
     return Patient
 
 
+MOST_HEAD = 16384  # bytes of a request's headers
+MOST_HEADERS = 100
+
+
+def _misshapen(scope: Any) -> tuple[int, str] | None:
+    """Status and sentence for a request's head that nobody honest sends; None: it is well."""
+    headers, names = scope["headers"], {k.lower() for k, _ in scope["headers"]}
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in headers)
+    if len(headers) > MOST_HEADERS or size > MOST_HEAD:
+        return 431, f"the request's head has {len(headers)} headers and {size:,} bytes; at most {MOST_HEADERS} and {MOST_HEAD:,} are read."
+    if scope["http_version"] not in ("1.0", "1.1"):
+        return 505, "this server speaks HTTP/1.1."
+    if {b"content-length", b"transfer-encoding"} <= names:
+        return 400, "the request says its length in two ways."
+    return None
+
+
 class Reading:
-    """Lets a client be slow to read, but not for ever.
+    """Lets a client be slow to read, but not for ever, and answers what is misshapen itself.
 
     Args:
         app: the application.
@@ -85,6 +104,14 @@ class Reading:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
+        wrong = _misshapen(scope) if scope["type"] == "http" else None
+        if wrong is not None:
+            said = Refused(*wrong).body()
+            body = json.dumps(said).encode()
+            head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": wrong[0], "headers": head})
+            await send({"type": "http.response.body", "body": body})
+            return
 
         async def patiently(message: Any) -> None:
             try:
@@ -136,7 +163,7 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             draining()
-            super().handle_exit(sig, frame)
+            self.should_exit, self.force_exit = True, self.should_exit  # told twice: at once
 
     return Door(
         package.Config(

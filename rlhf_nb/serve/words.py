@@ -6,18 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..decode.stops import Stops
+
 # %% auto #0
-__all__ = ['overlap', 'Words']
+__all__ = ['Words']
 
 # %% ../../nbs/882_serve_words.ipynb #5e882008
-def overlap(text: str, stop: str) -> int:
-    """How many letters at the end of a text are the beginning of a stop string, 0 to len(stop) − 1."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
-
-
 class Words:
     """The text of one answer, handed on as soon as it is sure.
 
@@ -27,7 +21,7 @@ class Words:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer, self.stops = tokenizer, Stops(texts=tuple(stop))
         self.ids: list[int] = []
         self.sent = ""  # what was handed on
         self.stopped = False  # a stop string came
@@ -36,24 +30,21 @@ class Words:
         """Take the next token; what became sure with it."""
         self.ids.append(token)
         text = self._text()
-        if self.stopped or not text.endswith("\ufffd"):
-            held = 0 if self.stopped else max((overlap(text, s) for s in self.stop), default=0)
-            return self._hand_on(text[: len(text) - held])
-        return ""
+        self.stopped = self.stops.where(text) is not None
+        if text.endswith("\ufffd") and not self.stopped:
+            return ""
+        return self._hand_on(text[: self.stops.sure(text)])
 
     def end(self) -> str:
         """No more tokens come: the rest."""
-        return self._hand_on(self._text())
+        return self._hand_on(self.stops.cut(self._text()))
 
     def _text(self) -> str:
-        """All that was said, up to the first stop string."""
-        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        found = [at for s in self.stop if (at := text.find(s, max(0, len(self.sent) - len(s)))) >= 0]
-        self.stopped = bool(found)
-        return text[: min(found)] if found else text
+        """All tokens as text."""
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
 
     def _hand_on(self, text: str) -> str:
-        """What is new in a text; a tokenizer that changes its mind about what was sent can't take it back."""
+        """What is new in a text; what was handed on can't be taken back."""
         new = text[len(self.sent) :]
         self.sent += new
         return new
