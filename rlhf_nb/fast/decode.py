@@ -20,10 +20,23 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
 
 # %% ../../nbs/168_fast_decode.ipynb #f80a6664
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]
+
+
+def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> bool:
+    """Whether a decoder makes copies of its projections: small ones side by side; on a GPU, under autocast, any that each step would round anew.
+
+    Args:
+        weight: of the embedding, which says where the model is and in which number format.
+        dtype: of products.
+        size: numbers in the projections.
+        max_bytes: above it, copies are made only where they save the rounding. They take no more room than the gradients, which aren't there then.
+    """
+    rounded = weight.device.type == "cuda" and weight.dtype.itemsize > dtype.itemsize
+    return rounded or size * dtype.itemsize <= max_bytes
 
 
 class Decoder(Blocks):
@@ -33,13 +46,14 @@ class Decoder(Blocks):
         model: one that `support.can_run` has nothing to say about (LoRA adapters inside are fine).
         dtype: of projections; states, keys and values have the embedding's, except that a GPU keeps the cache in this one, too.
         length: longest row, in tokens.
-        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called.
+        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called, but see `copied`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
-        super().__init__(body, dtype, sum(p.numel() for p in blocks.parameters()) * dtype.itemsize <= max_bytes)
+        size = sum(p.numel() for p in blocks.parameters())
+        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         on_cpu = (
             body.device.type == "cpu"
@@ -320,6 +334,7 @@ def decode(
         most = min(-(-size // parts), count)
         width = longest if on_cpu else -(-longest // 32) * 32
         total = width + new_tokens + (spare if most < count else 0)
+        total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
         shape = (len(decoder.layers), 2, most, decoder.kv_heads, total, decoder.head_dim)
         cache = torch.zeros(shape, dtype=decoder.cached, device=device)
         slots = Slots(
