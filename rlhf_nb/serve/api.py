@@ -591,6 +591,8 @@ def _guarded(desk: Desk, web: Any, call: Callable[[Any], Any]) -> Callable[[Any]
             return await respond(request, e)
         except Exception:
             log.exception("a request failed")
-            return await respond(request, Refused(500, "the server failed at this request; its log says why.", "server_error"))
+            return await respond(
+                request, Refused(500, "the server failed at this request; its log says why.", "server_error")
+            )
 
     return route

@@ -83,7 +83,10 @@ def _misshapen(scope: Any) -> tuple[int, str] | None:
     headers, names = scope["headers"], {k.lower() for k, _ in scope["headers"]}
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in headers)
     if len(headers) > MOST_HEADERS or size > MOST_HEAD:
-        return 431, f"the request's head has {len(headers)} headers and {size:,} bytes; at most {MOST_HEADERS} and {MOST_HEAD:,} are read."
+        return (
+            431,
+            f"the request's head has {len(headers)} headers and {size:,} bytes; at most {MOST_HEADERS} and {MOST_HEAD:,} are read.",
+        )
     if scope["http_version"] not in ("1.0", "1.1"):
         return 505, "this server speaks HTTP/1.1."
     if {b"content-length", b"transfer-encoding"} <= names:
@@ -108,7 +111,11 @@ class Reading:
         if wrong is not None:
             said = Refused(*wrong).body()
             body = json.dumps(said).encode()
-            head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+            head = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
             await send({"type": "http.response.start", "status": wrong[0], "headers": head})
             await send({"type": "http.response.body", "body": body})
             return
