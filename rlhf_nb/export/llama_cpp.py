@@ -33,15 +33,18 @@ def version() -> str:
 __all__ = ['INSTALL', 'is_installed', 'version', 'forward_of_file', 'quantize']
 
 # %% ../../nbs/862_export_llama_cpp.ipynb #a862006
-def forward_of_file(file: Path, window: int = 1024, threads: int | None = None) -> Forward:
+def forward_of_file(file: Path, window: int = 1024, threads: int | None = None, cache: str = "f16") -> Forward:
     """A GGUF file as llama.cpp computes it.
 
     Args:
         file: of a model.
         window: most tokens of a row.
         threads: of the computation; None: PyTorch's.
+        cache: number format of keys and values: f16, llama.cpp's default, or f32.
     """
     import llama_cpp
+
+    numbers = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}[cache]
 
     n = threads or torch.get_num_threads()
     net: Any = llama_cpp.Llama(
@@ -51,6 +54,8 @@ def forward_of_file(file: Path, window: int = 1024, threads: int | None = None) 
         logits_all=True,
         n_threads=n,
         n_threads_batch=n,
+        type_k=numbers,
+        type_v=numbers,
         verbose=False,
     )
 
