@@ -486,7 +486,7 @@ def compared(job: Job, family: str, name: str) -> Row:
     slack = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     slopes = [v for k, v in found.items() if "gradient" in k]
     inside = max(gaps) <= BOUNDS[dtype] and max(slopes) <= slack
-    return found | {"fast paths": model_says or "may be taken", "within bounds": inside}
+    return found | {"fast paths": model_says or "may be taken", "attention": kernel_of(dtype), "within bounds": inside}
 
 
 def sampled(job: Job, family: str, name: str) -> Row:
@@ -682,13 +682,23 @@ def not_taken(kernel: str, dtype: torch.dtype) -> str:
     return "" if "" in said or kernel == "rows" else (said or ["it was never asked"])[-1]
 
 
+def kernel_of(dtype: torch.dtype) -> str:
+    """Which attention kernel was taken in this process for a number format, by what is asked for now; "rows" for none."""
+    from rlhf_nb.fast import attention
+
+    asked = attention.asked_attention()
+    taken = {name for (name, shape), why in attention._refused.items() if not why and shape.dtype == dtype}
+    return next((name for name in (attention.AUTO if asked == "auto" else (asked,)) if name in taken), "rows")
+
+
 def with_kernel(job: Job, method: str, shape: str, steps: int) -> Row:
     """A few steps, or why the attention kernel that is asked for isn't taken."""
     from rlhf_nb.core import decide_precision
 
     found, kernel = run_of(job, method, shape, steps), os.environ.get("RLHF_NB_ATTENTION", "rows")
-    why = not_taken(kernel, decide_precision(job.device, job.precision).compute_dtype)
-    return {"reason": why} if why else found
+    dtype = decide_precision(job.device, job.precision).compute_dtype
+    why = not_taken(kernel, dtype)
+    return {"reason": why} if why else {"attention": kernel_of(dtype)} | found
 
 
 def apart(job: Job, env: dict[str, str], method: str, shape: str, steps: int) -> Row:
