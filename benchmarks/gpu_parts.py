@@ -665,7 +665,7 @@ def part_switches(job: Job) -> Iterator[Row]:
     flex = {"RLHF_NB_ATTENTION": "flex" if job.device.type == "cuda" else "loop"}
     yield tried(
         job,
-        f"dpo {shape}, attention by flex_attention, in a process of its own",
+        f"dpo {shape}, attention by {flex['RLHF_NB_ATTENTION']}, in a process of its own",
         lambda: apart(job, flex, "dpo", shape, steps),
         most=60,
     )
