@@ -871,7 +871,7 @@ def decoded(job: Job, model: Any, rows: int, speed: float, graphs: bool = True, 
 
     def seconds(tokens: int) -> float:
         how = SamplingConfig(max_new_tokens=tokens)
-        return timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0, fixed_shapes=fixed), most=2.0)
+        return timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0, fixed_shapes=fixed), most=1.0)
 
     with switched(RLHF_NB_CUDA_GRAPHS="1" if graphs else "0"):
         each = (seconds(new) - seconds(1)) / (new - 1)
@@ -1242,9 +1242,11 @@ def ranks_agree(job: Job, backend: str, world: int) -> Row:
         ]
         until = time.monotonic() + max(5.0, min(30.0, job.left - 2))
         codes = [ended(r, until - time.monotonic()) for r in ranks]
+        if None in codes:
+            return {"reason": f"{backend}: the ranks did not meet within their time"}
         if any(code != 0 for code in codes):
             said = [x for r in range(world) for x in Path(f"{folder}/log-{r}").read_text(errors="replace").splitlines()]
-            lines = [x for x in said if "Error" in x or "error" in x] or ["the ranks did not meet within their time"]
+            lines = [x for x in said if "Error" in x or "error" in x] or ["ended early"]
             return {"reason": f"{backend}: {lines[-1].strip()[:300]}"}
         return {"ranks": world, "gradient off by": json.loads(Path(f"{folder}/gap.json").read_text())}
 
