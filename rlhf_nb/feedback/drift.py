@@ -94,7 +94,7 @@ def permutation_p(
         statistic: of labels [K, n], large where samples differ; returns [K].
         first: rows of the first sample, which stand in front.
         n: rows of both.
-        alpha: the level that matters, in (0, 1): at most 2 / alpha deals are made.
+        alpha: the level that matters, in (0, 1): at most 1 / alpha deals are made.
         seed: of the deals.
 
     Returns:
@@ -110,7 +110,7 @@ def permutation_p(
     labels = (np.arange(n) < first).astype(np.float32)
     seen = float(statistic(labels[None])[0])
     seen -= 1e-5 * abs(seen)  # a tie counts as extreme, whatever rounding says
-    rng, most = np.random.default_rng(derive_seed(seed, "deals")), math.ceil(2 / alpha)
+    rng, most = np.random.default_rng(derive_seed(seed, "deals")), math.ceil(1 / alpha)
     dealt, extreme, size = 0, 0, 32
     while dealt < most:
         size = min(size, most - dealt)
