@@ -47,18 +47,23 @@ class Tape:
         self.cache = torch.zeros(shape, dtype=d.cached, device=self.device)
         self.lens = [0] * rows  # tokens of each row that are kept
 
-    def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Read a prompt for each row, equal ones once; logits [rows, V] of the tokens that follow."""
+    def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+        """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that follow."""
         known: dict[tuple[int, ...], list[int]] = {}
         for row, text in enumerate(texts):
             known.setdefault(tuple(text), []).append(row)
         lines: list[Tensor] = [torch.empty(0)] * len(texts)
         for text, rows in known.items():
             past, logits = next(fast.prefill(self.decoder, [torch.tensor(text, device=self.device)]))
-            self.cache[:, :, rows, :, : len(text)] = past
+            self.cache[:, :, [first + row for row in rows], :, : len(text)] = past
             for row in rows:
-                self.lens[row], lines[row] = len(text), logits[0]
+                self.lens[first + row], lines[row] = len(text), logits[0]
         return torch.stack(lines)
+
+    def move(self, row: int, to: int) -> None:
+        """Let a row continue in the place of another one, which has ended."""
+        n = self.lens[to] = self.lens[row]
+        self.cache[:, :, to, :, :n] = self.cache[:, :, row, :, :n]
 
     def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
         """Append tokens to rows.
