@@ -262,7 +262,7 @@ def deaf(port: int) -> socket.socket:
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     s.connect(("127.0.0.1", port))
-    body = json.dumps({"model": "pip", "prompt": PROMPT, "max_tokens": 60, "stream": True, "n": 16}).encode()
+    body = json.dumps({"model": "pip", "prompt": PROMPT, "max_tokens": 60, "stream": True, "n": 2}).encode()
     s.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % len(body)

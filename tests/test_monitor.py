@@ -98,6 +98,40 @@ def test_logs_that_are_not_as_they_should_be(tmp_path: Path, content: bytes | No
     assert got.exit_code == code and said in got.output, got.output
 
 
+def test_hostile_lines_command_nobody(tmp_path: Path) -> None:
+    name = '<script>alert(1)</script>\x1b]0;owned\x07"}\n'
+    rows = [r | {"version": name, "model": name, "id": name} for r in traffic(2)]
+    files = [tmp_path / n for n in ("out.json", "out.prom", "out.html")]
+    got = monitor(
+        write(tmp_path / "log.jsonl", rows),
+        "highest={tokens: 1}",
+        "--json",
+        str(files[0]),
+        "--prometheus",
+        str(files[1]),
+        "--html",
+        str(files[2]),
+    )
+    assert got.exit_code == 3 and "\x1b" not in got.output and "\x07" not in got.output
+    assert "<script>" not in files[2].read_text() and "\x1b" not in files[2].read_text()
+    assert all(re.fullmatch(r"(# TYPE \w+ gauge|\w+\{.*\} \S+)", line) for line in files[1].read_text().splitlines())
+
+
+def test_one_loud_user_is_one_opinion(tmp_path: Path) -> None:
+    quiet = traffic(6, per_hour=60)
+    loud = [r | {"user": "loud", "answer": "Go away."} for r in traffic(3, per_hour=300, seed=2)]
+    settings = [
+        "min_requests=50",
+        "max_requests=100",
+        "false_alarm_days=10",
+        f"reference={write(tmp_path / 'before.jsonl', traffic(4, seed=3))}",
+    ]
+    assert monitor(write(tmp_path / "log.jsonl", quiet + loud), *settings).exit_code == 0
+    many = [r | {"user": f"other{i}"} for i, r in enumerate(loud)]
+    got = monitor(write(tmp_path / "many.jsonl", quiet + many), *settings)
+    assert got.exit_code == 3 and "answers of v1" in got.output
+
+
 def test_feedback_is_satisfaction(tmp_path: Path) -> None:
     from rlhf_nb.feedback.store import Feedback, FeedbackStore
 
