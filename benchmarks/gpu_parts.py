@@ -569,22 +569,23 @@ def part_correct(job: Job) -> Iterator[Row]:
     for name in formats[:1] if job.tiny else formats:
         for family in ("qwen2",) if job.tiny else ("qwen2", "gpt2"):
             yield tried(job, f"sampler, {family}, {name}", lambda f=family, n=name: sampled(job, f, n))
-    for kernel in ("loop",) if job.tiny else ("rows", "varlen", "flash_attn", "efficient", "flex"):
-        for name in formats[:1] if job.tiny else formats[:2] if kernel == "flex" else formats:
-            yield tried(
-                job, f"scorer, qwen2, {name}, attention by {kernel}", lambda k=kernel, n=name: by(job, k, n), most=40
-            )
     for method in () if job.tiny else ("sft", "dpo", "ppo", "grpo"):
         yield tried(job, f"host syncs, {method}", lambda m=method: syncs_of(job, m))
+    for kernel in ("loop",) if job.tiny else ("rows", "varlen", "flash_attn", "efficient", "flex"):
+        for name in {"loop": formats[:1], "flex": formats[1:2]}.get(kernel, formats):
+            what = f"scorer, qwen2, {name}, attention by {kernel}"
+            yield tried(job, what, lambda k=kernel, n=name: by(job, k, n), most=20)
     if not job.tiny:
         yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=15)
 
 
 def by(job: Job, kernel: str, name: str) -> Row:
     """A measurement with attention by one kernel, or why it isn't taken here."""
+    from rlhf_nb.core import DTYPES
+
     with switched(RLHF_NB_ATTENTION=kernel):
         found = compared(job, "qwen2", name)
-        why = not_taken(kernel)
+        why = not_taken(kernel, DTYPES[name])
     return {"reason": why} if why else found
 
 
@@ -651,11 +652,8 @@ def part_switches(job: Job) -> Iterator[Row]:
     for what, (method, env) in list(SWITCHES.items())[1:2] if job.tiny else SWITCHES.items():
 
         def measure(method: str = method, env: dict[str, str] = env) -> Row:
-            kernel = env.get("RLHF_NB_ATTENTION", "rows")
             with switched(**env):
-                found = run_of(job, method, shape, steps)
-            why = "" if kernel == "rows" else not_taken(kernel)
-            return {"reason": why} if why else found
+                return with_kernel(job, method, shape, steps)
 
         yield tried(job, f"{method} {shape}, {what}", measure, most=30)
     for growing in () if job.tiny else (True, False):
@@ -676,11 +674,21 @@ def part_switches(job: Job) -> Iterator[Row]:
     )
 
 
-def not_taken(kernel: str) -> str:
-    """Why an attention kernel was refused in this process; "" where it wasn't."""
+def not_taken(kernel: str, dtype: torch.dtype) -> str:
+    """Why an attention kernel was refused in this process for a number format; "" where it wasn't."""
     from rlhf_nb.fast import attention
 
-    return next((why for (name, _), why in attention._refused.items() if name == kernel and why), "")
+    said = [why for (name, shape), why in attention._refused.items() if name == kernel and shape.dtype == dtype]
+    return "" if "" in said or kernel == "rows" else (said or ["it was never asked"])[-1]
+
+
+def with_kernel(job: Job, method: str, shape: str, steps: int) -> Row:
+    """A few steps, or why the attention kernel that is asked for isn't taken."""
+    from rlhf_nb.core import decide_precision
+
+    found, kernel = run_of(job, method, shape, steps), os.environ.get("RLHF_NB_ATTENTION", "rows")
+    why = not_taken(kernel, decide_precision(job.device, job.precision).compute_dtype)
+    return {"reason": why} if why else found
 
 
 def apart(job: Job, env: dict[str, str], method: str, shape: str, steps: int) -> Row:
@@ -699,10 +707,7 @@ def apart(job: Job, env: dict[str, str], method: str, shape: str, steps: int) ->
 def one_run(told: dict[str, Any]) -> None:
     """The process of `apart`."""
     job, (method, shape, steps) = Job(told), told["one"]
-    kernel = os.environ.get("RLHF_NB_ATTENTION", "rows")
-    found = run_of(job, method, shape, steps)
-    why = "" if kernel == "rows" else not_taken(kernel)
-    Path(told["row"]).write_text(json.dumps({"reason": why} if why else found))
+    Path(told["row"]).write_text(json.dumps(with_kernel(job, method, shape, steps)))
 
 
 def compiled(job: Job, shape: str) -> Row:

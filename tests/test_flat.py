@@ -14,7 +14,7 @@ from rlhf_nb.core import ConfigError
 from rlhf_nb.fast import attention
 from rlhf_nb.fast.attention import AUTO, KERNELS, Shape, flat_kernel, stretches
 from rlhf_nb.fast.support import can_run
-from rlhf_nb.scoring.check import self_check
+from rlhf_nb.scoring.check import BOUNDS, self_check
 from rlhf_nb.scoring.scores import completion_logps
 from rlhf_nb.types import Completions
 
@@ -89,6 +89,48 @@ def test_numbers_and_gradients_are_the_same(
     monkeypatch.setenv("RLHF_NB_ATTENTION", "rows")
     for one, other in zip(found, scored(net, share), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_as_on_a_gpu(dtype: torch.dtype, used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast queries and keys come in fp32 from their rotation, values in half precision; a tree's prompt is read several times."""
+    net = model()
+    exact, slope = scored(net, False)
+    monkeypatch.setenv("RLHF_NB_ATTENTION", "loop")
+    monkeypatch.setattr("rlhf_nb.scoring.scores.branches_pay", lambda branches, width: False)
+    with torch.autocast("cpu", dtype):
+        found, gradient = scored(net, "always")
+    assert set(used) == {"loop"} and [s.dtype for name, s in attention._refused if name == "loop"] == [dtype]
+    assert float((found - exact).abs().max()) < BOUNDS[dtype] / 5
+    assert float((gradient - slope).norm() / slope.norm()) < (0.02 if dtype == torch.bfloat16 else 0.004)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_in_half_precision_as_on_a_gpu(
+    dtype: torch.dtype, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, under autocast, states are fp32, projections and keys in half precision; a CPU keeps keys in the states' format."""
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.fast import decode
+    from rlhf_nb.rollout.sampler import sample_tokens
+    from rlhf_nb.types import PromptBatch
+
+    class Halved(decode.Decoder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.cached = dtype
+
+    net, texts = model("qwen3"), PromptBatch.from_lists([[7, 8, 9], [5] * 9, [3, 4] * 10, [4, 3] * 10])
+    how: dict[str, Any] = {"eos": [], "pad": 0, "seed": 0, "greedy": True, "fixed_shapes": fixed}
+    want = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
+    monkeypatch.setattr(decode, "Decoder", Halved)
+    with torch.autocast("cpu", dtype):
+        got = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
+    first = (got[0] != want[0]).int().cumsum(
+        1
+    ) == 0  # after a token that was nearly as likely they read different texts
+    assert first.float().mean() > 0.8 and float((got[1] - want[1])[first].abs().max()) < 0.01
 
 
 @pytest.mark.parametrize("share", ["always", False])

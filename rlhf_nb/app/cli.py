@@ -28,6 +28,7 @@ from .merging import merge_command
 from .monitor import monitor_command
 from .push import push_command
 from .results import show_results
+from .serve import serve_command
 from .sweep import sweep_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
@@ -407,6 +408,7 @@ app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
 app.command("attack")(attack_command)  # notebook 921
+app.command("serve")(serve_command)  # notebook 932
 app.command("label-steps")(label_steps_command)  # notebook 936
 app.command("lm-eval")(lm_eval_command)  # notebook 913
 app.command("sweep")(sweep_command(load_config, say_what_to_train))  # notebook 922

@@ -73,7 +73,8 @@ class DecoderConfig(StrictConfig):
         pattern="^(number|choice|text)$",
     )
     draft: str = option(
-        "look-up", "of speculative: look-up, or folder or name of a smaller model with the same vocabulary"
+        "look-up",
+        "of speculative: look-up, folder or name of a smaller model with the same vocabulary, or reference: the policy without its adapters",
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)

@@ -187,10 +187,10 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
                 continue
             stem = prompt if i else 0
             asking, asked = [*asking, n], [*asked, stem + n]
-            read += [torch.arange(start, start + stem), torch.arange(at, at + n)]
+            read += [torch.arange(a, b, device="cpu") for a, b in ((start, start + stem), (at, at + n))]
             at += n
         start = at
-    begins = [torch.tensor([0, *x]).cumsum(0).int() for x in (asking, asked)]
+    begins = [torch.tensor([0, *x], device="cpu").cumsum(0).int() for x in (asking, asked)]
     shared = [torch.cat(read)] if sum(asked) > sum(asking) else []
     queries, keys, *rest = sent_together([*begins, *shared], device)
     return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(asked, default=0)))
@@ -207,9 +207,9 @@ class Shape(NamedTuple):
 
 
 def _asked(k: Tensor, v: Tensor, s: Stretches, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens that are asked, each head so many times."""
+    """Keys and values of the tokens that are asked, each head so many times; a prompt's gradients add up in fp32."""
     if s.read is not None:
-        k, v = k.index_select(0, s.read), v.index_select(0, s.read)
+        k, v = ((x.float() if x.dtype.itemsize < 4 else x).index_select(0, s.read).to(x.dtype) for x in (k, v))
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
@@ -266,9 +266,9 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> T
 # %% ../../nbs/159_fast_attention.ipynb #159f0012
 def tags(branches: Branches) -> tuple[Tensor, Tensor]:
     """int64[M] each: the row of every token, and its branch (0 = the prompt, j = the j-th answer)."""
-    lens = [torch.tensor(row) for row in branches]
-    row = torch.arange(len(lens)).repeat_interleave(torch.stack([x.sum() for x in lens]))
-    return row, torch.cat([torch.arange(len(x)).repeat_interleave(x) for x in lens])
+    lens = [torch.tensor(row, device="cpu") for row in branches]
+    row = torch.arange(len(lens), device="cpu").repeat_interleave(torch.stack([x.sum() for x in lens]))
+    return row, torch.cat([torch.arange(len(x), device="cpu").repeat_interleave(x) for x in lens])
 
 
 def flex_mask(branches: Branches, device: torch.device) -> Any:
@@ -379,9 +379,9 @@ def difference(name: str, s: Shape) -> str:
         name: of KERNELS.
         s: of the heads.
     """
-    kernel, gen, (row, branch) = KERNELS[name], torch.Generator().manual_seed(0), tags(TRIED)
+    kernel, gen, (row, branch) = KERNELS[name], torch.Generator("cpu").manual_seed(0), tags(TRIED)
     sizes = (s.heads, s.kv_heads, s.kv_heads, s.heads)
-    *qkv, g = (torch.randn(len(row), n, s.size, generator=gen).to(s.dtype) for n in sizes)
+    *qkv, g = (torch.randn(len(row), n, s.size, generator=gen, device="cpu").to(s.dtype) for n in sizes)
     mask = (row == row[:, None]) & ((branch == 0) | (branch == branch[:, None]))
     scale, learns = s.size**-0.5, _learns(name, s.device)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):

@@ -64,7 +64,7 @@ def load_decoder(
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
     named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
     second = None
-    if named not in (None, "look-up"):
+    if named not in (None, "look-up", "reference"):
         where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
         second = load_causal_lm(where, place, trainable=False)
     scorer = None
