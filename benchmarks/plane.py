@@ -46,7 +46,10 @@ def main() -> None:
     parser.add_argument("command", choices=["toy", "real", "report"])
     parser.add_argument("--model", type=Path, help="folder of a chat model")
     parser.add_argument("--out", type=Path, default=Path("runs/plane"))
-    parser.add_argument("--only", nargs="+", choices=[*TOY, *REAL])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*TOY, *REAL], metavar="RUN", help=f"of {', '.join([*TOY, *REAL])}"
+    )
+    parser.add_argument("--steps", type=int, help="of GRPO (20)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--figures", type=Path, help="report: folder for the figures")
     parser.add_argument("--tiny", action="store_true", help="a step of each and few answers, to see that all runs")

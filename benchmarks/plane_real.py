@@ -179,7 +179,7 @@ def grpo(lab: Any, layers: int, pairs: int) -> dict[str, Any]:
     from rlhf_nb.rewards.base import Rewards
 
     words = [
-        "data.path=null", "reward=null", "kl_coef=1e-6", "steps=20", "rollout_batch_size=32", "mini_batch_size=32", "data.max_prompt_length=64",
+        "data.path=null", "reward=null", "kl_coef=1e-6", f"steps={lab.args.steps or 20}", "rollout_batch_size=32", "mini_batch_size=32", "data.max_prompt_length=64",
         "optimizer.lr=5e-4", "optimizer.schedule=constant_with_warmup", "optimizer.warmup_steps=2", f"sampling.max_new_tokens={NEW}",
     ]  # fmt: skip
     name = f"grpo-{layers}-{pairs}"
