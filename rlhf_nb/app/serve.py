@@ -129,7 +129,9 @@ def _routers(config: ServeConfig) -> list[Any]:
         try:
             make = importlib.import_module("rlhf_nb.serve.thumbs").feedback_router
         except ImportError as e:
-            raise ConfigError(f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install rlhf_nb anew.") from e
+            raise ConfigError(
+                f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install rlhf_nb anew."
+            ) from e
 
         def thumbs(desk: Any) -> Any:
             def user(request: Any, named: str) -> str:
@@ -173,7 +175,9 @@ def serve_command(
     split: list[str] = _Split,
     shadow: list[str] = _Shadow,
     page: bool = typer.Option(False, "--page", help="a chat page at /"),
-    feedback: str = typer.Option(None, metavar="FILE", help="what users say of answers, at /v1/feedback and on the page"),
+    feedback: str = typer.Option(
+        None, metavar="FILE", help="what users say of answers, at /v1/feedback and on the page"
+    ),
     traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
     log_text: bool = typer.Option(False, "--log-text", help="its texts, too"),
     more: list[str] = _Set,

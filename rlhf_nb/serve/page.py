@@ -172,7 +172,12 @@ def page_router(desk: Any) -> Any:
 
     router = APIRouter()
     text = page(desk.config.feedback is not None, desk.config.keys is not None)
-    more = {"Content-Security-Policy": policy(), "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    more = {
+        "Content-Security-Policy": policy(),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
     def show() -> Any:
         return HTMLResponse(text, headers=more)
