@@ -39,7 +39,7 @@ def check_packages() -> None:
     missing = [p for p in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(p) is None]
     if missing:
         raise ModelError(
-            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install 'rlhf_nb[export]'"
+            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install onnx onnxscript onnxruntime"
         )
 
 
