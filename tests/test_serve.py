@@ -369,3 +369,12 @@ def test_feedback_goes_through_the_gate(folder: str, tmp_path: Path) -> None:
     assert httpx.post(f"{found.address}/v1/feedback", json=said, headers=mine).status_code == 201
     found.stop()
     assert (tmp_path / "said.jsonl").read_text().count('"up"') == 1
+
+
+def test_port_zero_is_said_and_not_dropped() -> None:
+    from rlhf_nb.app.serve import read_settings
+
+    assert (
+        read_settings(None, ["toy"], None, port=0).port == 0
+        and read_settings(None, ["toy"], None, port=None).port == 8000
+    )
