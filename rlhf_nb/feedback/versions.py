@@ -78,7 +78,7 @@ class Versions:
         """Events, oldest first: time, event, version, before, reason."""
         return read_metrics(self.history_path) if self.history_path.exists() else []
 
-    def _note(self, event: str, version: str, reason: str, **more: Any) -> None:
+    def note(self, event: str, version: str, reason: str, **more: Any) -> None:
         """Write an event down."""
         line = {
             "time": round(time.time(), 3),
@@ -146,7 +146,7 @@ def add_version(versions: Versions, model: str | Path, reason: str, about: Mappi
     except OSError as e:
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(f"cannot make {versions.folder / name} from {model}: {e}.") from e
-    versions._note("made", name, reason)
+    versions.note("made", name, reason)
     return name
 
 
@@ -164,7 +164,7 @@ def promote(versions: Versions, name: str, reason: str) -> None:
     versions.path(name)
     if versions.current == name:
         raise ConfigError(f"{name} is current already.")
-    versions._note("promoted", name, reason)
+    versions.note("promoted", name, reason)
     versions._point("current", name)
     if versions.canary == name:
         versions._point("canary", None)
@@ -181,7 +181,7 @@ def roll_back(versions: Versions, reason: str) -> str:
         ConfigError: there is nothing to go back to.
     """
     if (trial := versions.canary) is not None:
-        versions._note("canary ended", trial, reason)
+        versions.note("canary ended", trial, reason)
         versions._point("canary", None)
         return str(versions.current)
     line: list[str] = []
@@ -195,7 +195,7 @@ def roll_back(versions: Versions, reason: str) -> str:
         raise ConfigError(
             f"{versions.folder} has no version before {versions.current}, so there is nothing to go back to. Versions: {', '.join(versions.names()) or 'none'}."
         )
-    versions._note("rolled back", there[-1], reason)
+    versions.note("rolled back", there[-1], reason)
     versions._point("current", there[-1])
     return there[-1]
 
@@ -217,5 +217,5 @@ def start_canary(versions: Versions, name: str, share: float, reason: str) -> No
         raise ConfigError(f"the canary's share is {share:g}; it must lie between 0 and 1.")
     if versions.canary is not None:
         raise ConfigError(f"{versions.canary} is on trial already: promote it or roll it back first.")
-    versions._note("canary", name, reason, share=share)
+    versions.note("canary", name, reason, share=share)
     versions._point("canary", name)
