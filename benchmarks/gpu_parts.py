@@ -92,15 +92,46 @@ def peak_gb(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / GB if device.type == "cuda" else harness.memory() * 2**20 / GB
 
 
-def tried(job: Job, what: str, measure: Callable[[], Row], needs: float = 3.0) -> Row:
-    """A row, or the reason why there is none; what the attempt held is given back."""
+class Late(BaseException):
+    """A measurement's time is over; nothing between may take it for an error of its own."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Inside, `Late` is raised after so many seconds."""
+
+    def ring(*_: Any) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def tried(job: Job, what: str, measure: Callable[[], Row], needs: float = 3.0, most: float = 600.0) -> Row:
+    """A row, or the reason why there is none; what the attempt held is given back.
+
+    Args:
+        needs: seconds without which it isn't begun; most: seconds after which it is given up, so that others have their turn.
+    """
     if job.left < needs:
         return {"what": what, "reason": f"not begun: {job.left:.0f} s were left"}
+    limit = min(most, job.left - 1)
     try:
-        return {"what": what} | measure()
+        with limited(limit):
+            return {"what": what} | measure()
+    except Late:
+        return {"what": what, "reason": f"given up after {limit:.0f} s"}
     except torch.OutOfMemoryError as e:
         return {"what": what, "reason": f"out of memory: {str(e).split('. ')[0]}"}
-    except Exception as e:  # a number or a reason: whatever goes wrong here is the reason
+    except (
+        Exception,
+        SystemExit,
+    ) as e:  # a number or a reason: whatever goes wrong here, or in a worker, is the reason
         return {"what": what, "reason": f"{type(e).__name__}: {str(e).strip()[:300]}"}
     finally:
         forget(job.device)
@@ -120,6 +151,32 @@ def start(job: Job, words_: list[str], log: Path, env: dict[str, str]) -> tuple[
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env), log
 
 
+def ended(process: Any, seconds: float) -> int | None:
+    """A process's exit code; None where it had to be ended."""
+    try:
+        return int(process.wait(timeout=max(1.0, seconds)))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # also where our own time is over
+        if process.poll() is None:
+            process.kill()
+
+
+@contextmanager
+def switched(**env: str) -> Iterator[None]:
+    """Inside, switches of the package (`RLHF_NB_...`) are set."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def preload() -> None:
     """Import what tiny parts need, once for all of them; nothing is computed yet."""
     torch.set_num_threads(1)
@@ -135,7 +192,7 @@ def timed(job: Job, work: Callable[[], Any], least: int = 2, most: float = 3.0) 
     """Median seconds of a piece of work, after one that warms up."""
     work()
     wait(job.device)
-    found, begun = list[float](), time.monotonic()
+    found, begun, most = list[float](), time.monotonic(), 0.0 if job.tiny else most
     while len(found) < least or (time.monotonic() - begun < min(most, job.left / 4) and len(found) < 20):
         start = time.perf_counter()
         work()
@@ -400,11 +457,12 @@ def compared(job: Job, family: str, name: str) -> Row:
     import copy
 
     from rlhf_nb.core import DTYPES
-    from rlhf_nb.fast.support import use_fast
+    from rlhf_nb.fast.support import can_run, use_fast
     from rlhf_nb.scoring.check import BOUNDS, plain_logps, self_check
     from rlhf_nb.scoring.scores import completion_logps
 
     exact, dtype = small_model(family), DTYPES[name]
+    model_says = can_run(exact)
     c = some_answers(torch.device("cpu"))
     want = plain_logps(exact, c)
     (want.sum() / 100).backward()
@@ -427,7 +485,8 @@ def compared(job: Job, family: str, name: str) -> Row:
     gaps = [v for k, v in found.items() if "gradient" not in k]
     slack = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     slopes = [v for k, v in found.items() if "gradient" in k]
-    return found | {"within bounds": max(gaps) <= BOUNDS[dtype] and max(slopes) <= slack}
+    inside = max(gaps) <= BOUNDS[dtype] and max(slopes) <= slack
+    return found | {"fast paths": model_says or "may be taken", "within bounds": inside}
 
 
 def sampled(job: Job, family: str, name: str) -> Row:
@@ -510,28 +569,24 @@ def part_correct(job: Job) -> Iterator[Row]:
     for name in formats[:1] if job.tiny else formats:
         for family in ("qwen2",) if job.tiny else ("qwen2", "gpt2"):
             yield tried(job, f"sampler, {family}, {name}", lambda f=family, n=name: sampled(job, f, n))
-    if not job.tiny:
-        for name in ("fp32", "bf16"):
-            yield tried(
-                job,
-                f"scorer, qwen2, {name}, flex_attention",
-                lambda n=name: with_flex(lambda: compared(job, "qwen2", n)),
-            )
     for method in () if job.tiny else ("sft", "dpo", "ppo", "grpo"):
         yield tried(job, f"host syncs, {method}", lambda m=method: syncs_of(job, m))
+    for kernel in ("loop",) if job.tiny else ("rows", "varlen", "flash_attn", "efficient", "flex"):
+        for name in {"loop": formats[:1], "flex": formats[1:2]}.get(kernel, formats):
+            what = f"scorer, qwen2, {name}, attention by {kernel}"
+            yield tried(job, what, lambda k=kernel, n=name: by(job, k, n), most=20)
     if not job.tiny:
         yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=15)
 
 
-def with_flex(measure: Callable[[], Row]) -> Row:
-    """A measurement with attention by a compiled rule; whether it was computed that way."""
-    from rlhf_nb.fast import attention
+def by(job: Job, kernel: str, name: str) -> Row:
+    """A measurement with attention by one kernel, or why it isn't taken here."""
+    from rlhf_nb.core import DTYPES
 
-    os.environ["RLHF_NB_ATTENTION"] = "flex"
-    try:
-        return measure() | {"flex failed": attention._Flex.failed or "no"}
-    finally:
-        del os.environ["RLHF_NB_ATTENTION"]
+    with switched(RLHF_NB_ATTENTION=kernel):
+        found = compared(job, "qwen2", name)
+        why = not_taken(kernel, DTYPES[name])
+    return {"reason": why} if why else found
 
 
 def syncs_of(job: Job, method: str) -> Row:
@@ -574,11 +629,85 @@ def part_train(
                 job, f"{method} {shape}, fast paths off", lambda m=method: run_of(job, m, shape, max(1, steps // 2))
             )
     if name == "0.5B":
-        yield tried(
-            job, f"sft {shape}, fast paths off, compiled", lambda: compiled(job, shape), needs=1 if job.tiny else 25
-        )
         for method in ("dpo", "grpo"):
             yield from against_trl(job, method, shape)
+
+
+SWITCHES: dict[str, tuple[str, dict[str, str]]] = {  # what a switch is worth: the method it shows in, and how it is set
+    "as it is": ("dpo", {}),
+    "attention by padded rows": ("dpo", {"RLHF_NB_ATTENTION": "rows"}),
+    "rows of different lengths": ("sft", {}),
+    "rows of different lengths, attention by padded rows": ("sft", {"RLHF_NB_ATTENTION": "rows"}),
+    "attention by the memory-efficient kernel": ("dpo", {"RLHF_NB_ATTENTION": "efficient"}),
+    "attention by flash_attn": ("dpo", {"RLHF_NB_ATTENTION": "flash_attn"}),
+    "graphs of decoding": ("grpo", {}),
+    "graphs of decoding off": ("grpo", {"RLHF_NB_CUDA_GRAPHS": "0"}),
+    "ordinary memory instead of pinned": ("dpo", {"RLHF_NB_PINNED": "0"}),
+}  # fmt: skip
+
+
+def part_switches(job: Job) -> Iterator[Row]:
+    """What each way of being fast is worth: with it and without it."""
+    shape, steps = job.shape("0.5B"), 1 if job.tiny else 4
+    for what, (method, env) in list(SWITCHES.items())[1:2] if job.tiny else SWITCHES.items():
+
+        def measure(method: str = method, env: dict[str, str] = env) -> Row:
+            with switched(**env):
+                return with_kernel(job, method, shape, steps)
+
+        yield tried(job, f"{method} {shape}, {what}", measure, most=30)
+    for growing in () if job.tiny else (True, False):
+        env = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{growing}"} | {
+            "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{growing}"
+        }
+        what = f"sft {shape}, segments of memory that {'grow' if growing else 'do not grow'}"
+        yield tried(job, what, lambda e=env: apart(job, e, "sft", shape, steps), most=40)
+    flex = {"RLHF_NB_ATTENTION": "flex" if job.device.type == "cuda" else "loop"}
+    yield tried(
+        job,
+        f"dpo {shape}, attention by flex_attention, in a process of its own",
+        lambda: apart(job, flex, "dpo", shape, steps),
+        most=60,
+    )
+    yield tried(
+        job, f"sft {shape}, fast paths off, compiled", lambda: compiled(job, shape), needs=1 if job.tiny else 20
+    )
+
+
+def not_taken(kernel: str, dtype: torch.dtype) -> str:
+    """Why an attention kernel was refused in this process for a number format; "" where it wasn't."""
+    from rlhf_nb.fast import attention
+
+    said = [why for (name, shape), why in attention._refused.items() if name == kernel and shape.dtype == dtype]
+    return "" if "" in said or kernel == "rows" else (said or ["it was never asked"])[-1]
+
+
+def with_kernel(job: Job, method: str, shape: str, steps: int) -> Row:
+    """A few steps, or why the attention kernel that is asked for isn't taken."""
+    from rlhf_nb.core import decide_precision
+
+    found, kernel = run_of(job, method, shape, steps), os.environ.get("RLHF_NB_ATTENTION", "rows")
+    why = not_taken(kernel, decide_precision(job.device, job.precision).compute_dtype)
+    return {"reason": why} if why else found
+
+
+def apart(job: Job, env: dict[str, str], method: str, shape: str, steps: int) -> Row:
+    """A few steps in a process of its own: what its environment says, counts from the start."""
+    with tempfile.TemporaryDirectory() as folder:
+        row, log = Path(folder, "row.json"), Path(folder, "log")
+        told = json.dumps(job.told | {"one": [method, shape, steps], "row": str(row)})
+        code = ended(start(job, ["--one", told], log, env)[0], job.left - 2)
+        if code != 0 or not row.exists():
+            tail = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+            return {"reason": f"process ended with {code}: {tail[0][:300]}"}
+        found: Row = json.loads(row.read_text())
+        return found
+
+
+def one_run(told: dict[str, Any]) -> None:
+    """The process of `apart`."""
+    job, (method, shape, steps) = Job(told), told["one"]
+    Path(told["row"]).write_text(json.dumps(with_kernel(job, method, shape, steps)))
 
 
 def compiled(job: Job, shape: str) -> Row:
@@ -623,7 +752,7 @@ def against_trl(job: Job, method: str, shape: str) -> Iterator[Row]:
             "TRL, peak GB": peaks[1],
         }
 
-    yield tried(job, what, measure, needs=1 if job.tiny else 40)
+    yield tried(job, what, measure, needs=1 if job.tiny else 25, most=60)
 
 
 def side(name: str, path: str) -> None:
@@ -734,12 +863,11 @@ def decoded(job: Job, model: Any, rows: int, speed: float, graphs: bool = True, 
         how = SamplingConfig(max_new_tokens=tokens)
         return timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0, fixed_shapes=fixed), most=2.0)
 
-    os.environ["RLHF_NB_CUDA_GRAPHS"] = "1" if graphs else "0"
-    try:
+    with switched(RLHF_NB_CUDA_GRAPHS="1" if graphs else "0"):
         each = (seconds(new) - seconds(1)) / (new - 1)
-    finally:
-        del os.environ["RLHF_NB_CUDA_GRAPHS"]
-    config, size = model.config, next(model.parameters()).dtype.itemsize
+    config, kind = model.config, job.device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
+    size = cast.itemsize
     weights = sum(p.numel() for p in model.parameters()) * size
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     keys = 2 * config.num_hidden_layers * heads * (prompt + new / 2) * size * rows
@@ -766,8 +894,58 @@ def part_decode(job: Job) -> Iterator[Row]:
         yield tried(
             job, f"{rows} rows, graphs off, shapes free", lambda n=rows: decoded(job, model, n, speed, False, False)
         )
+    yield tried(
+        job,
+        f"{counts[-2]} rows, weights in fp32, as a policy has them that trains",
+        lambda: rounding(job, counts[-2], speed),
+    )
+    yield tried(job, "1 row, speculative, look-up", lambda: speculative(job, model, False))
+    yield tried(job, "1 row, speculative, a draft of 4 layers", lambda: speculative(job, model, True))
     yield tried(job, f"{counts[-2]} rows, `generate`", lambda: by_generate(job, model, counts[-2]))
-    yield tried(job, f"{counts[-2]} rows, vLLM", lambda: by_vllm(job, model, counts[-2]), needs=1 if job.tiny else 45)
+    yield tried(
+        job, f"{counts[-2]} rows, vLLM", lambda: by_vllm(job, model, counts[-2]), needs=1 if job.tiny else 45, most=90
+    )
+
+
+def rounding(job: Job, rows: int, speed: float) -> Row:
+    """Decoding under autocast: each weight is rounded once a call."""
+    half = torch.bfloat16
+    with torch.autocast(job.device.type, half):
+        return decoded(job, model_of(job.shape("0.5B"), job.device), rows, speed)
+
+
+def speculative(job: Job, model: Any, small: bool) -> Row:
+    """One answer to a text that repeats itself, with a draft and without."""
+    import copy
+
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.decode.speculative import Speculative
+    from rlhf_nb.rollout.sampler import sample_tokens
+    from rlhf_nb.types import PromptBatch
+
+    draft: Any = "look-up"
+    if small:
+        draft = copy.deepcopy(model)
+        draft.config = copy.deepcopy(model.config)
+        draft.config.num_hidden_layers = 1 if job.tiny else 4
+        draft.model.config, draft.model.layers = draft.config, draft.model.layers[: draft.config.num_hidden_layers]
+        for layer in draft.model.layers:
+            layer.self_attn.config = draft.config
+    new, vocabulary = (9, model.config.vocab_size) if job.tiny else (97, model.config.vocab_size)
+    r = random.Random(0)
+    batch = PromptBatch.from_lists([[r.randrange(2, vocabulary) for _ in range(8)] * (1 if job.tiny else 8)]).to(
+        job.device
+    )
+    how, ours = SamplingConfig(max_new_tokens=new), Speculative(draft)
+    words_of = tokenizer(vocabulary)
+    fast = timed(job, lambda: ours.generate(model, batch, how, tokenizer=words_of, seed=0, eos=[]), most=2.0)
+    plain = timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0), most=2.0)
+    if ours.plain is not None:
+        return {"reason": f"drawn the plain way: {ours.plain}"}
+    gains = ours.cost.gains if ours.cost else {}
+    return {"tokens/s": new / fast, "plain, tokens/s": new / plain, "ratio": plain / fast} | {
+        k: float(v) for k, v in gains.items()
+    }
 
 
 def by_generate(job: Job, model: Any, rows: int) -> Row:
@@ -823,7 +1001,7 @@ def card(job: Job, gigabytes: float) -> Iterator[None]:
     forget(job.device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GB / whole))
     try:
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]), switched(RLHF_NB_ATTENTION="efficient"):
             yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -986,7 +1164,7 @@ def resumed(job: Job, method: str, deterministic: bool) -> Row:
         def go(name: str, steps: int, resume: bool) -> None:
             words_ = ["--run", told, f"{folder}/{name}", str(steps), str(int(resume))]
             process, log = start(job, words_, Path(f"{folder}/{name}.log"), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-            code = process.wait(timeout=max(10.0, job.left))
+            code = ended(process, job.left - 2)
             if code not in (0, -signal.SIGKILL):
                 raise RuntimeError(log.read_text(errors="replace").strip()[-400:])
 
@@ -1052,22 +1230,12 @@ def ranks_agree(job: Job, backend: str, world: int) -> Row:
             )[0]
             for r in range(world)
         ]
-        try:
-            codes = [r.wait(timeout=max(5.0, min(30.0, job.left))) for r in ranks]
-        except subprocess.TimeoutExpired:
-            return {"reason": f"{backend}: the ranks did not meet within their time"}
-        finally:
-            for r in ranks:
-                if r.poll() is None:
-                    r.kill()
-                    r.wait()
-        if any(codes):
-            lines = [
-                x
-                for x in Path(f"{folder}/log").read_text(errors="replace").splitlines()
-                if "Error" in x or "error" in x
-            ]
-            return {"reason": f"{backend}: {(lines or ['ended early'])[-1].strip()[:300]}"}
+        until = time.monotonic() + max(5.0, min(30.0, job.left - 2))
+        codes = [ended(r, until - time.monotonic()) for r in ranks]
+        if any(code != 0 for code in codes):
+            said = [x for r in range(world) for x in Path(f"{folder}/log-{r}").read_text(errors="replace").splitlines()]
+            lines = [x for x in said if "Error" in x or "error" in x] or ["the ranks did not meet within their time"]
+            return {"reason": f"{backend}: {lines[-1].strip()[:300]}"}
         return {"ranks": world, "gradient off by": json.loads(Path(f"{folder}/gap.json").read_text())}
 
 
@@ -1103,7 +1271,7 @@ def part_ranks(job: Job) -> Iterator[Row]:
 # --- one process ---------------------------------------------------------------------------------------------------------------
 
 ALL: dict[str, Callable[[Job], Iterator[Row]]] = {
-    "correct": part_correct, "train": part_train, "decode": part_decode, "t4": part_t4, "larger": part_larger, "memory": part_memory, "resume": part_resume,
+    "correct": part_correct, "train": part_train, "decode": part_decode, "switches": part_switches, "t4": part_t4, "larger": part_larger, "memory": part_memory, "resume": part_resume,
     "ranks": part_ranks,
 }  # fmt: skip
 
@@ -1119,6 +1287,9 @@ def main(words_: list[str]) -> None:
         torch.set_num_threads(1)
     if words_[0] == "--run":
         run_and_maybe_die(told, words_[2], int(words_[3]), words_[4] == "1")
+        return
+    if words_[0] == "--one":
+        one_run(told)
         return
     if words_[0] == "--rank":
         rank_main(told, words_[2], int(words_[3]), int(words_[4]))

@@ -182,6 +182,10 @@ def workers(script: str, jobs: dict[str, tuple[Path | str, dict[str, Any]]], thr
                 started.append(worker)
                 worker.info = worker.read()
             yield started
+        except BaseException:  # who is in the middle of a step isn't waited for
+            for worker in started:
+                worker.process.kill()
+            raise
         finally:
             for worker in started:
                 worker.stop()

@@ -202,7 +202,8 @@ def main() -> None:
                 seconds.append(time.perf_counter() - begin)
                 apart, n, differing = largest_difference(ours, theirs)
                 ties = kept_beyond(recipe) if differing else 0
-                worst = max(worst, apart) if differing > ties else worst
+                if not 0 < differing <= ties:
+                    worst = max(worst, apart)
                 more = (
                     f"{differing} numbers differ, {ties} entries were as large as the smallest one kept"
                     if differing

@@ -533,20 +533,25 @@ def result(out: Path, name: str, seed: int) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def queue(args: argparse.Namespace) -> None:
-    """The runs that are asked for, seed by seed, one after the other, each in a process of its own; those that were made are left alone.
+def queue(args: argparse.Namespace, names: Sequence[str], seeds: Sequence[int], script: str = __file__) -> None:
+    """Runs, seed by seed, one after the other, each in a process of its own; those that were made are left alone.
+
+    Args:
+        args: of the command line.
+        names: of the runs.
+        seeds: for each of them.
+        script: that makes one of them when it is called with `--worker NAME SEED`.
 
     Raises:
         SystemExit: a run failed; what it said is in its log.
     """
-    names = [n for n in PARTS[args.command] if not args.only or n in args.only]
     args.out.mkdir(parents=True, exist_ok=True)
     env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-    for seed in [0] if args.command == "hh" else args.seeds:
+    for seed in seeds:
         for name in names:
             if result(args.out, name, seed) is not None:
                 continue
-            job = [sys.executable, __file__, *sys.argv[1:], "--worker", name, str(seed)]
+            job = [sys.executable, script, *sys.argv[1:], "--worker", name, str(seed)]
             began = time.perf_counter()
             with (args.out / f"{name}-{seed}.log").open("w") as log:
                 code = subprocess.run(job, env=env, stdout=log, stderr=log, check=False).returncode
@@ -555,13 +560,13 @@ def queue(args: argparse.Namespace) -> None:
             print(f"{name}, seed {seed}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: argparse.Namespace, jobs: dict[str, Callable[[Lab], dict[str, Any]]]) -> None:
     """One run, in this process."""
     import torch
 
     name, seed = args.worker[0], int(args.worker[1])
     torch.set_num_threads(1)
-    found = JOBS[name](Lab(args, seed))
+    found = jobs[name](Lab(args, seed))
     path = args.out / f"{name}-{seed}.json"
     path.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -594,7 +599,10 @@ def main() -> None:
         raise SystemExit(
             "skipped: no chat model there; fetch one (rlhf-nb get smollm2) and say where it is: --model FOLDER"
         )
-    work(args) if args.worker else queue(args)
+    if args.worker:
+        return work(args, JOBS)
+    names = [n for n in PARTS[args.command] if not args.only or n in args.only]
+    queue(args, names, [0] if args.command == "hh" else args.seeds)
 
 
 if __name__ == "__main__":

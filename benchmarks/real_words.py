@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -88,3 +89,31 @@ def feelings(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     from rlhf_nb.rewards.answers import completion_text
 
     return [feeling(completion_text(c)) for c in completions]
+
+
+ABOUT = ("Write one short sentence about {}.", "Describe {} in one sentence.")
+EMPTY = -2.0  # worth of an answer without a word
+
+
+def worth_of(topic: str, text: str) -> float:
+    """Worth of a sentence, about -3 to 4.5: near ten words, ended, on its topic, without repeats, of short words, a little of its feeling."""
+    words = re.findall(r"[a-z']+", text.casefold())
+    if not words:
+        return EMPTY
+    near = 2.0 * math.exp(-(((len(words) - 10) / 5) ** 2))
+    ended = 1.0 * text.rstrip().endswith((".", "!", "?"))
+    named = 1.0 * (topic.split()[-1].casefold().rstrip("s") in text.casefold())
+    repeats = 3.0 * (1 - len(set(words)) / len(words))
+    heavy = 0.4 * max(0.0, sum(map(len, words)) / len(words) - 4.5)
+    return near + ended + named + 0.5 * max(-1.0, min(1.0, feeling(text))) - repeats - heavy
+
+
+def worth(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """`worth_of` of each answer to a prompt of `ABOUT`, as a reward function."""
+    from rlhf_nb.data.formats import prompt_text
+    from rlhf_nb.rewards.answers import completion_text
+
+    forms = [re.compile(re.escape(a).replace(r"\{\}", "(.+?)")) for a in ABOUT]
+    asked = [prompt_text(p) for p in prompts]
+    found = [next((m[1] for f in forms if (m := f.search(text))), "") for text in asked]
+    return [worth_of(topic, completion_text(c)) for topic, c in zip(found, completions, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,60 @@ def test_a_part_that_hangs_or_dies_is_survived(tmp_path: Path, monkeypatch: pyte
     assert json.loads((tmp_path / "results.json").read_text())["parts"]["fine"]["rows"] == [
         {"what": "first", "number": 1.0}
     ]
+
+
+def attempt(measure: Any, most: float = 600.0) -> dict[str, Any]:
+    job = gpu_parts.Job({"device": "cpu", "tiny": True, "seconds": 60.0})
+    return gpu_parts.tried(job, "it", measure, most=most)
+
+
+def test_one_measurement_that_fails_is_a_reason_and_the_next_goes_on() -> None:
+    def full() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. More of it")
+
+    def gone() -> Any:
+        raise SystemExit("trl ended early:\nImportError: no module")
+
+    def wrong() -> Any:
+        raise RuntimeError("no kernel")
+
+    def hangs() -> Any:
+        try:
+            time.sleep(60)
+        except Exception:  # as a library does that goes on without what failed
+            time.sleep(60)
+
+    assert attempt(full) == {"what": "it", "reason": "out of memory: CUDA out of memory"}
+    assert "ended early" in attempt(gone)["reason"] and attempt(wrong)["reason"] == "RuntimeError: no kernel"
+    begun = time.monotonic()
+    assert "given up" in attempt(hangs, most=0.2)["reason"] and time.monotonic() - begun < 5
+    assert attempt(lambda: {"number": 1}) == {"what": "it", "number": 1}
+
+
+def test_a_process_of_a_measurement_that_hangs_is_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert gpu_parts.ended(process, 0.1) is None and process.wait(timeout=5) == -9
+    done = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert gpu_parts.ended(done, 30) == 3
+
+
+def test_ranks_that_do_not_meet_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(job: Any, words: list[str], log: Path, env: dict[str, str]) -> Any:
+        log.write_text("much\nRuntimeError: Duplicate GPU detected\nmore\n")
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"]), log
+
+    monkeypatch.setattr(gpu_parts, "start", start)
+    job = gpu_parts.Job({"device": "cpu", "tiny": True, "seconds": 60.0})
+    assert gpu_parts.ranks_agree(job, "nccl", 2)["reason"] == "nccl: RuntimeError: Duplicate GPU detected"
+
+
+def test_luggage_without_a_network_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(gpu, "WHEELS", ("trl",))
+    begun, said = time.monotonic(), list[str]()
+    monkeypatch.setattr("builtins.print", lambda *words, **_: said.extend(map(str, words)))
+    gpu.luggage(tmp_path / "luggage", None, "3.12")
+    assert time.monotonic() - begun < 60 and any("left out: trl: no wheel was found" in x for x in said)
 
 
 def test_wheels_are_unpacked_where_a_package_is_missing(tmp_path: Path) -> None:

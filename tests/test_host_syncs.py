@@ -86,6 +86,62 @@ def test_the_host_waits_at_most_twice_a_step(method: str, tmp_path: Path) -> Non
     assert len(places) <= MOST, "\n".join(places)
 
 
+OTHERS = {
+    "online": 3,
+    "nash": None,
+    "raft": 3,
+    "distill": 2,
+    "process": 1,
+}  # how often the host may wait; None: a decoder that looks at each token
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path) -> None:
+    """As above, for the methods that few use."""
+    from rlhf_nb.data import legs
+
+    info = get("online" if method == "nash" else method)
+    over = {"nash": {"loss": "nash_md"}, "raft": {"num_generations": 4}}.get(method, {}) | ONLINE
+    known = {k: v for k, v in (SETTINGS | over).items() if k in info.config.model_fields}
+
+    def run(device: torch.device) -> Any:
+        def net() -> Any:
+            made = legs.build_model(0) if method == "process" else model()
+            return made if device.type == "cpu" else move_module(made)
+
+        config = info.config.preset("toy", **known, output_dir=str(tmp_path / device.type))
+        given = {"reward": toy.gold_reward} if info.online else {"teacher": net()} if method == "distill" else {}
+        data = legs.legs_steps(24) if method == "process" else toy.train_prompts(40)
+        words = legs.build_tokenizer() if method == "process" else toy.build_tokenizer()
+        precision = Precision(device, torch.float32, torch.float32, torch.float32, False, "for a test")
+        make: Any = info.trainer
+        return make(config, net(), words, rows=data, eval_rows=[], engine=Engine(precision), **given)
+
+    plain, _ = steps(run(torch.device("cpu")), None, 2)
+    with pretend() as waits:
+        found, places = steps(run(CUDA), waits, 2)
+    assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
+    assert OTHERS[method] is None or len(places) <= OTHERS[method], "\n".join(places)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_without_padding_make_nobody_wait(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each row begins is sent from the host, which knows it, for rows (SFT) and trees (DPO's pairs)."""
+    from rlhf_nb.fast import attention
+
+    plain, _ = steps(trainer(method, tmp_path / "cpu", torch.device("cpu")), None)
+    used: list[int] = []
+    kernel = attention.KERNELS["loop"]
+    counting = kernel._replace(attend=lambda *a: used.append(len(a[0])) or kernel.attend(*a))
+    monkeypatch.setitem(attention.KERNELS, "loop", counting)
+    monkeypatch.setattr(attention, "AUTO", ("loop",))
+    monkeypatch.setattr(attention, "_refused", {})
+    with pretend() as waits:
+        found, places = steps(trainer(method, tmp_path / "gpu", CUDA), waits)
+    assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
+    assert used and len(places) <= MOST, "\n".join(places)
+
+
 @pytest.mark.parametrize("method", ["dpo", "ppo", "grpo"])
 def test_a_model_given_on_the_cpu_is_trained_on_the_gpu(method: str, tmp_path: Path) -> None:
     """As `AutoModelForCausalLM.from_pretrained` gives it; its frozen copy, too, must get there."""

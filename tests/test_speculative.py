@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_nb.config import SamplingConfig
+from rlhf_nb.config import LoraSettings, SamplingConfig
 from rlhf_nb.data import toy
 from rlhf_nb.decode import speculative
 from rlhf_nb.decode.speculative import Speculative
+from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.rollout.choosing import Chooser
 from rlhf_nb.types import PromptBatch
 
@@ -78,6 +79,21 @@ def test_same_distribution(world: Any, kind: str, settings: dict[str, Any]) -> N
     assert value < df + 3.3 * (2 * df) ** 0.5, f"χ² = {value:.0f} at {df} degrees of freedom"
     if kind == "model":
         assert decoder.cost is not None and 0.2 < decoder.cost.gains["accepted"] < 0.99
+
+
+def test_the_reference_as_a_draft(world: Any) -> None:
+    tok, policy, _, prompts = world
+    tuned = add_lora(copy.deepcopy(policy), LoraSettings(r=4), seed=0).eval()
+    g = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in tuned.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=g) * 0.06)
+    s = SamplingConfig(max_new_tokens=LENGTH, temperature=1.3, top_k=5)
+    decoder = Speculative("reference", ahead=2, most_rows=DRAWS)
+    value, df = chi2(decoder, (tok, tuned, None, prompts), s)
+    assert decoder.plain is None and value < df + 3.3 * (2 * df) ** 0.5, f"χ² = {value:.0f} at {df} degrees of freedom"
+    assert decoder.cost is not None and 0.2 < decoder.cost.gains["accepted"] < 0.99
 
 
 def test_a_rule_that_keeps_every_proposal_is_found_out(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

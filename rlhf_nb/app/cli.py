@@ -25,9 +25,12 @@ from .cycle import cycle_command
 from .feedback import feedback_command
 from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
+from .label_steps import label_steps_command
 from .merging import merge_command
+from .monitor import monitor_command
 from .push import push_command
 from .results import show_results
+from .serve import serve_command
 from .sweep import sweep_command
 from .talk import chat_command, get_command, sample_command
 from ..config import StrictConfig, TrainConfig, read_config_file
@@ -398,7 +401,8 @@ for _name, _command in (
     ("get", get_command),
     ("push", push_command),
     ("merge", merge_command),
-):  # notebooks 928, 917, 919
+    ("monitor", monitor_command),
+):  # notebooks 928, 917, 919, 935
     app.command(_name)(_command)
 app.command("eval")(eval_command)  # notebook 924
 app.command("evaluate", hidden=True)(eval_command)
@@ -408,6 +412,8 @@ app.command("fork")(fork_command)
 app.command("attack")(attack_command)  # notebook 921
 app.command("feedback")(feedback_command)  # notebook 933
 app.command("cycle")(cycle_command)  # notebook 934
+app.command("serve")(serve_command)  # notebook 932
+app.command("label-steps")(label_steps_command)  # notebook 936
 app.command("lm-eval")(lm_eval_command)  # notebook 913
 app.command("sweep")(sweep_command(load_config, say_what_to_train))  # notebook 922
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from .console import Debug, me, tell, told
 from .talk import _load, manner_of
-from ..decode.decoder import Cost, total
+from ..decode.decoder import Cost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
@@ -31,7 +31,7 @@ from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
 from ..evaluate.results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
 from rlhf_nb.evaluate.suites import (
-    Rule, Scores, Suite, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
+    Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
     refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
@@ -257,6 +257,43 @@ def short_name(model: str) -> str:
     return re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:] or "model"
 
 
+def _answering(
+    suite: Suite, config: EvalConfig, folder: Path, net: Any, tokenizer: Any, says: dict[str, Any], samples: int
+) -> tuple[Work, dict[str, Any]]:
+    """How rows are answered and scored, and the settings that decide the numbers."""
+    decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
+    paid = None if decoder is None else list[Cost]()
+    differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
+    how = manner_of(
+        tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
+        temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens, n=differ,
+    )  # fmt: skip
+    ask = model_asker(
+        net, tokenizer, how.sampling, seed=config.seed, greedy=how.greedy, eos=how.eos or None, system=config.system, raw=config.raw,
+        decoder=decoder, paid=paid,
+    )  # fmt: skip
+    settings = {"seed": config.seed, "system": config.system, "greedy": how.greedy, **how.sampling.to_dict()}
+    settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
+    settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
+    settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
+    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings
+
+
+def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
+    """Which slice each row belongs to; None: as the suite says."""
+    if config.clusters is not None:
+        texts = [prompt_text(row["turns"][0]) for row in suite.rows]
+        vectors = embed(net, tokenizer, texts) if config.embed else None
+        return cluster_prompts(texts, config.clusters, config.seed, vectors)
+    if config.slice is None:
+        return None
+    lacking = [row for row in suite.rows if config.slice not in row]
+    if lacking:
+        hint = did_you_mean(config.slice, lacking[0], f"It has: {', '.join(lacking[0])}.")
+        raise ConfigError(f"slice={config.slice}: row {lacking[0]['id']!r} has no such column. {hint}")
+    return [str(row[config.slice]) for row in suite.rows]
+
+
 def evaluate_suite(
     model: str, suite: Suite, config: EvalConfig, *, overwrite: bool = False, say: Callable[[str], None] | None = None,
     loaded: tuple[Any, Any, dict[str, Any]] | None = None,
@@ -285,61 +322,22 @@ def evaluate_suite(
                 (folder / name).unlink(missing_ok=True)
         net, tokenizer, says = loaded or _load(model, config.raw)
         samples = 1 if choice else config.samples or suite.config.samples
-        decoder, paid = (
-            None if config.decoder.kind == "plain" or choice else load_decoder(config.decoder, device=config.device),
-            list[Cost](),
-        )
-        differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
-        how = manner_of(
-            tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
-            temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens, n=differ,
-        )  # fmt: skip
-        settings: dict[str, Any] = {
-            "model": model,
-            "weights": model_fingerprint(Reference(net, copy_model=False)),
-            "raw": config.raw,
-        }
+        weights = model_fingerprint(Reference(net, copy_model=False))
+        settings: dict[str, Any] = {"model": model, "weights": weights, "raw": config.raw}
         if choice:
             work = choice_work(net, tokenizer, raw=config.raw)
         else:
-            rule = make_rule(suite, config, tokenizer, str(folder))
-            ask = model_asker(
-                net,
-                tokenizer,
-                how.sampling,
-                seed=config.seed,
-                greedy=how.greedy,
-                eos=how.eos or None,
-                system=config.system,
-                raw=config.raw,
-                decoder=decoder,
-                paid=paid,
-            )
-            work = answer_work(ask, rule, samples)
-            settings |= {"seed": config.seed, "system": config.system, "greedy": how.greedy, **how.sampling.to_dict()}
-            settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
-            settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
-            if suite.config.rule.get("judge"):
-                settings["judge"] = _judge_said(config)
+            work, more = _answering(suite, config, folder, net, tokenizer, says, samples)
+            settings |= more
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
-        slices = None
-        if config.clusters is not None:
-            texts = [prompt_text(row["turns"][0]) for row in suite.rows]
-            vectors = embed(net, tokenizer, texts) if config.embed else None
-            slices = cluster_prompts(texts, config.clusters, config.seed, vectors)
-        elif config.slice is not None:
-            lacking = [row for row in suite.rows if config.slice not in row]
-            if lacking:
-                hint = did_you_mean(config.slice, lacking[0], f"It has: {', '.join(lacking[0])}.")
-                raise ConfigError(f"slice={config.slice}: row {lacking[0]['id']!r} has no such column. {hint}")
-            slices = [str(row[config.slice]) for row in suite.rows]
+        slices = _slices_of(suite, config, net, tokenizer)
         results = sum_up(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
         results.save(folder / "results.json")
-        if decoder is not None and paid and say is not None:
-            say(f"decoder {config.decoder}: {total(paid)}")
+        if results.cost is not None and say is not None:
+            say(f"decoder {config.decoder}: {results.cost}")
     return results, folder
 
 
@@ -475,6 +473,7 @@ def compare_folders(
     ]  # fmt: skip
     models: dict[str, dict[str, Any]] = {
         s.name: {k: s.results.metrics[k].to_dict() for k in ("score", "length") if k in s.results.metrics}
+        | ({} if s.results.cost is None else {"cost": s.results.cost.to_dict()})
         for s in sides
     }
     compared = Compared(suite=results[0].suite, judge=_judge_said(config), models=models, pairs=said, notes=notes)
@@ -530,10 +529,20 @@ def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None
     return figure
 
 
+def _paid_shown(cost: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """What a decoder computed, moved and took, per answer; of a model without one nothing is noted."""
+    if cost is None:
+        return "–", "–", "–"
+    kl = "?" if cost["kl"] is None else f"{'≤ ' if cost['kl_is'] == 'at most' else ''}{cost['kl']:.2f}"
+    n = max(cost["answers"], 1)
+    return f"{cost['tokens'] / n:.0f}", kl, f"{cost['seconds'] / n:.2f}"
+
+
 def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
     """Models, and pairs, for a terminal."""
     first = Table(title=printable(f"{compared.suite}: scores"), title_justify="left", title_style="bold")
-    for name in ("model", "score", "interval", "tokens"):
+    paid = any("cost" in m for m in compared.models.values())
+    for name in ("model", "score", "interval", "tokens", *(("computed", "KL", "seconds") if paid else ())):
         first.add_column(name, justify="left" if name == "model" else "right")
     for name, m in compared.models.items():
         s = m.get("score")
@@ -542,7 +551,8 @@ def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
             if s is None
             else (f"{s['value']:.3f}", "" if s.get("low") is None else f"{s['low']:.3f} to {s['high']:.3f}")
         )
-        first.add_row(Text(printable(name)), *shown, f"{m['length']['value']:.0f}" if "length" in m else "–")
+        own = (f"{m['length']['value']:.0f}" if "length" in m else "–",)
+        first.add_row(Text(printable(name)), *shown, *own, *(_paid_shown(m.get("cost")) if paid else ()))
     by = "by the judge" if compared.judge else "by score"
     second = Table(title=f"Pairs on the same prompts, {by}", title_justify="left", title_style="bold")
     for name in ("pair", "difference", "interval", "wins", "at equal length", "p", "p, Holm"):

@@ -37,7 +37,8 @@ from rlhf_nb.app.gates import (
     settings_text,
     verdict_page,
 )
-from .sweep import best_first
+from .sweep import StageSweep, best_first, sweep_stage, winner_of
+from ..train.sweep import check_candidates
 from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
@@ -111,6 +112,8 @@ class PipelineConfig(StrictConfig):
         None, "what each stage must show before its model is handed on: strict, or settings; null: nothing"
     )
 
+    sweeps: dict[str, dict[str, Any]] = option({}, "settings of a stage that are compared before it runs, by stage")
+
     if TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None: ...
@@ -164,11 +167,24 @@ class PipelineConfig(StrictConfig):
             raise ValueError(
                 f"gates.choose is halving, which runs each candidate in one process, and processes is {self.processes}: take choose: next."
             )
-        for key in ("rules", "candidates"):
-            for name in getattr(self.gates, key, {}):
+        for name, said in self.sweeps.items():
+            try:
+                tried = StageSweep(**said).checked()
+                lists = {k: v for k, v in tried.items() if isinstance(v, list)}
+                if name in self.stages and name != "base":
+                    check_candidates(getattr(self, name), [{k: x} for k, v in lists.items() for x in v])
+            except ConfigError as e:
+                raise ValueError(f"sweeps.{name}: {e}") from e
+        if self.sweeps and self.processes > 1:
+            raise ValueError(
+                f"sweeps run each candidate in one process, and processes is {self.processes}: leave one of the two out."
+            )
+        named = {f"gates.{key}": getattr(self.gates, key, {}) for key in ("rules", "candidates")}
+        for key, names in (named | {"sweeps": self.sweeps}).items():
+            for name in names:
                 if name not in self.stages or name == "base":
                     raise ValueError(
-                        f"gates.{key} names {name!r}, which is no stage of this pipeline ({', '.join(s for s in self.stages if s != 'base')})."
+                        f"{key} names {name!r}, which is no stage of this pipeline ({', '.join(s for s in self.stages if s != 'base')})."
                     )
         return self
 
@@ -353,7 +369,12 @@ class RLHFPipeline:
         scorer = self.config.made_by("reward")
         if get(stage).online and not rewarded(config) and scorer is not None:
             over["reward"] = str(self.model_dir(scorer))
-        return config.replace(**over)
+        return config.replace(**over).replace(**self.swept(stage))
+
+    def swept(self, stage: str) -> dict[str, Any]:
+        """Settings that a stage's sweep has chosen; none before it was made, or where there is none."""
+        asked = self.config.sweeps.get(stage)
+        return {} if asked is None else winner_of(self.path / "sweeps" / stage, StageSweep(**asked))
 
     def candidates(self, stage: str) -> list[dict[str, Any]]:
         """Settings to try when a stage's gate refuses it: as they are listed, or as a halving has ordered them."""
@@ -393,6 +414,9 @@ class RLHFPipeline:
         if not (self.path / "config.yaml").exists():
             self.open_folder()
         self.say(f"{stage}: begins.")
+        if stage in self.config.sweeps and not self.swept(stage):
+            sweep_stage(config, StageSweep(**self.config.sweeps[stage]), self.path / "sweeps" / stage, self.say)
+            config = self.stage_config(stage)
         if stage == "base":
             result = self._make_base(config)
         elif self.config.processes > 1:
@@ -436,7 +460,7 @@ class RLHFPipeline:
         """
         saved = (self.path / "config.yaml").exists()
         if saved and overwrite and not resume:
-            for left in ("base", *methods(), "figures", "rejected", "candidates"):
+            for left in ("base", *methods(), "figures", "rejected", "candidates", "sweeps"):
                 shutil.rmtree(self.path / left, ignore_errors=True)
             for name in ("results.json", "gates.json", "gates.html"):
                 (self.path / name).unlink(missing_ok=True)

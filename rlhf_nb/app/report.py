@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..untrusted import dump_yaml
 from ..widgets.reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'serve_metrics']
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'exposition', 'serve_metrics']
 
 # %% ../../nbs/900_app_report.ipynb #02d96cea
 _STYLE = """
@@ -251,14 +251,11 @@ def prometheus(run: Any) -> str:
         run: a path, or several.
     """
     readers = open_runs(run)
-    found: dict[str, list[tuple[str, float]]] = {}
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
 
     def add(name: str, value: float | None, **labels: str) -> None:
         if value is not None:
-            inside = ",".join(f'{k}="{_label(v)}"' for k, v in labels.items())
-            found.setdefault("rlhf_nb_" + re.sub(r"\W", "_", name, flags=re.ASCII), []).append(
-                (f"{{{inside}}}", float(value))
-            )
+            found.setdefault(name, []).append((labels, float(value)))
 
     for reader in readers:
         reader.poll()
@@ -276,11 +273,22 @@ def prometheus(run: Any) -> str:
         for key in reader.keys:
             if key != "time":
                 add(key, reader.last(key), run=run_name)
-    lines = [
-        line
-        for name, rows in found.items()
-        for line in (f"# TYPE {name} gauge", *(f"{name}{labels} {_value(v)}" for labels, v in rows))
-    ]
+    return exposition(found)
+
+
+def exposition(gauges: Mapping[str, Sequence[tuple[Mapping[str, str], float]]]) -> str:
+    """Numbers in Prometheus' text format.
+
+    Args:
+        gauges: labels and value of each number, by its name without `rlhf_nb_`.
+    """
+    lines = []
+    for key, rows in gauges.items():
+        name = "rlhf_nb_" + re.sub(r"\W", "_", key, flags=re.ASCII)
+        lines.append(f"# TYPE {name} gauge")
+        for labels, value in rows:
+            inside = ",".join(f'{k}="{_label(v)}"' for k, v in labels.items())
+            lines.append(f"{name}{{{inside}}} {_value(value)}")
     return "\n".join(lines) + "\n"
 
 

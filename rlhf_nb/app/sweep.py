@@ -21,14 +21,15 @@ from rich.text import Text
 from .console import Debug, me, tell, told
 from .gates import GatesConfig, settings_text
 from ..config import PathText, StrictConfig, option, parse_overrides
-from ..core import ConfigError, printable
+from ..core import ConfigError, RunError, printable
 from ..train.registry import get, of
 from ..train.candidates import Range, name_of, range_of
 from ..train.stage import lasting, read_json, write_json
-from ..train.sweep import Swept, sweep
+from ..train.sweep import Swept, nested, sweep
 
 # %% auto #0
-__all__ = ['split_values', 'read_words', 'SweepConfig', 'sweep_table', 'winners_lines', 'sweep_command', 'best_first']
+__all__ = ['split_values', 'read_words', 'SweepConfig', 'sweep_table', 'winners_lines', 'sweep_command', 'best_first',
+           'StageSweep', 'winner_of', 'sweep_stage']
 
 # %% ../../nbs/922_app_sweep.ipynb #s9220007
 _RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
@@ -306,3 +307,64 @@ def best_first(base: Any, remember: Any, pipeline: Path, gates: GatesConfig, say
     os.replace(run, to)
     write_json(place / "order.json", {"order": [listed.index(s.candidate) for s in made.table], "metric": made.metric})
     say(f"{stage}: by {made.metric}, {settings_text(made.best)} is looked at first.")
+
+# %% ../../nbs/922_app_sweep.ipynb #s9220021
+class StageSweep(StrictConfig):
+    """Settings that are compared before a stage of a pipeline runs."""
+
+    over: dict[str, Any] = option({}, "what is tried: a list of values, or {low, high, log}, by setting")
+    search: Literal["grid", "random", "halving", "hyperband"] = option("grid", "who is run how far")
+    trials: int | None = option(None, "candidates that are drawn", ge=1)
+    seeds: int = option(3, "runs of each candidate, from the pipeline's seed on", ge=1)
+    metric: str | None = option(None, "what is compared; null: the first that fits")
+    minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
+
+    def checked(self) -> dict[str, list[Any] | Range]:
+        """What is tried, as `sweep` takes it.
+
+        Raises:
+            ConfigError: nothing, or neither values nor a range.
+        """
+        found = SweepConfig(method="a stage", over=self.over).tried()
+        if not isinstance(found, dict) or not found:
+            raise ConfigError("nothing is tried: name settings with their values, over: {kl_coef: [0.05, 0.2]}.")
+        return found
+
+
+def winner_of(folder: Path, asked: StageSweep) -> dict[str, Any]:
+    """The settings that a stage's sweep has chosen, in groups; none before it was made.
+
+    Args:
+        folder: of the sweep.
+        asked: what the pipeline's config says now.
+
+    Raises:
+        RunError: the sweep that was made asked something else.
+    """
+    kept = read_json(folder / "winner.json")
+    if kept and kept["asked"] != (now := json.loads(asked.model_dump_json())):
+        was = {k: v for k, v in kept["asked"].items() if now[k] != v}
+        raise RunError(
+            f"sweeps.{folder.name} was made with {was}, and its winner has been taken: go back to that, delete {folder}, or choose another output_dir."
+        )
+    settings: dict[str, Any] = kept.get("settings", {})
+    return settings
+
+
+def sweep_stage(base: Any, asked: StageSweep, folder: Path, say: Callable[[str], None]) -> None:
+    """Compare a stage's settings, and write down which won; goes on where it was cut off.
+
+    Args:
+        base: the stage's settings, with its place filled in.
+        asked: what is tried.
+        folder: of the sweep.
+        say: told about progress.
+    """
+    how = {k: getattr(asked, k) for k in ("search", "trials", "seeds", "metric", "minimize")}
+    made = sweep(base, asked.checked(), folder, say=say, **how)
+    equal = f"; not told apart from {', '.join(map(name_of, made.equals))}" if made.equals else ""
+    say(f"{of(base).name}: by {made.metric}, {name_of(made.best)} is taken{equal}.")
+    write_json(
+        folder / "winner.json",
+        {"asked": json.loads(asked.model_dump_json()), "settings": nested(made.best), "metric": made.metric},
+    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ from ..data.templates import encode_chat
 from ..models.load import find_model, is_made, load_causal_lm, load_tokenizer, pretrained
 from ..decode.decoder import Decoder, Plain
 from ..decode.named import KINDS, DecoderConfig
+from ..decode.stops import Stops, parse_stops
 from ..types import PromptBatch
 from ..models.places import SHORT_NAMES, cache_folder, find_copy
 
@@ -123,8 +124,8 @@ def manner_of(
 class _Pieces:
     """What `generate` tells its tokens to: hands on text as soon as it is whole."""
 
-    def __init__(self, tokenizer: Any, say: Callable[[str], None]) -> None:
-        self.tokenizer, self.say = tokenizer, say
+    def __init__(self, tokenizer: Any, say: Callable[[str], None], stops: Stops = Stops()) -> None:
+        self.tokenizer, self.say, self.stops = tokenizer, say, stops
         self.ids: list[int] = []
         self.done, self.text, self.started = 0, "", False
 
@@ -136,11 +137,17 @@ class _Pieces:
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # half of a character: wait for the rest
-            self._hand_on(text)
+            self._hand_on(text[: self.stops.sure(text)])
+
+    def over(self, *_: Any, **__: Any) -> Any:
+        """Whether a rule has ended the answer, as `generate` asks it."""
+        import torch
+
+        return torch.tensor([self.stops.where(self.tokenizer.decode(self.ids, skip_special_tokens=True)) is not None])
 
     def end(self) -> None:
         """No more tokens come."""
-        self._hand_on(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        self._hand_on(self.stops.cut(self.tokenizer.decode(self.ids, skip_special_tokens=True)))
 
     def _hand_on(self, text: str) -> None:
         """What is new in a text, which begins with its first word."""
@@ -163,6 +170,7 @@ class Partner:
         says: of the model's generation config.
         seed: with the number of the turn it determines what is drawn.
         decoder: who makes the answers, which then come whole; None: they come word by word.
+        stops: where they end before EOS, when they come word by word.
 
     Raises:
         ModelError: there is no chat template.
@@ -170,7 +178,7 @@ class Partner:
 
     def __init__(
         self, model: Any, tokenizer: Any, manner: Manner, name: str = "", system: str | None = None,
-        says: dict[str, Any] | None = None, seed: int = 0, decoder: Decoder | None = None,
+        says: dict[str, Any] | None = None, seed: int = 0, decoder: Decoder | None = None, stops: Stops = Stops(),
     ) -> None:  # fmt: skip
         if not manner.chat:
             raise ModelError(
@@ -178,7 +186,7 @@ class Partner:
             )
         self.model, self.tokenizer, self.manner, self.name, self.seed = model, tokenizer, manner, name, seed
         self.says = {k: v for k, v in (says or {}).items() if k in _OTHERS}
-        self.turns, self.decoder = 0, decoder
+        self.turns, self.decoder, self.stops = 0, decoder, stops
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
@@ -212,7 +220,7 @@ class Partner:
             The whole answer; both are remembered. An interrupted turn is forgotten.
         """
         import torch
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, StoppingCriteriaList
 
         self.history.append({"role": "user", "content": words})
         try:
@@ -234,13 +242,14 @@ class Partner:
                     "top_k": s.top_k or None,
                     "min_p": s.min_p or None,
                 }
-            pieces, asked = _Pieces(self.tokenizer, say), torch.tensor([ids], device=device)
+            pieces, asked = _Pieces(self.tokenizer, say, self.stops), torch.tensor([ids], device=device)
             config = GenerationConfig(pad_token_id=self.tokenizer.pad_token_id, **how, **self.says)
             torch.manual_seed(derive_seed(self.seed, "chat", self.turns))
             with evaluating(self.model):
                 self.model.generate(
-                    asked, attention_mask=torch.ones_like(asked), generation_config=config, streamer=pieces
-                )
+                    asked, attention_mask=torch.ones_like(asked), generation_config=config, streamer=pieces,
+                    stopping_criteria=StoppingCriteriaList([pieces.over] if self.stops else []),
+                )  # fmt: skip
         except BaseException:
             self.history.pop()
             raise
@@ -381,19 +390,36 @@ _Options = typer.Option(
 )
 
 
-def decoder_settings(decoder: str | None, reward: str | None, more: Sequence[str] | None) -> DecoderConfig | None:
+_Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="RULE",
+        help="end answers before a text, or at json, lines:1, sentences:2, regex:PATTERN; may be repeated",
+    ),
+]
+
+
+def decoder_settings(
+    decoder: str | None, reward: str | None, more: Sequence[str] | None, stop: Sequence[str] | None = None
+) -> DecoderConfig | None:
     """The decoder that a command line asks for; None: nobody did.
 
     Args:
         decoder: kind, and behind a colon its main number.
         reward: as it was typed.
         more: KEY=VALUE texts.
+        stop: where answers end; without a decoder, the plain one's.
 
     Raises:
         ConfigError: an unknown kind or setting, or settings for no decoder.
     """
     said = parse_overrides([*([f"reward={reward}"] if reward else []), *(more or [])])
+    if stop:
+        said["stop"] = list(stop)
     if decoder is None:
+        if stop and set(said) == {"stop"}:
+            return DecoderConfig.model_validate(said)
         if said:
             raise ConfigError(
                 f"{next(iter(said))} belongs to a decoder, and none is named: add --decoder best_of_n:16, for example."
@@ -440,12 +466,13 @@ def sample_command(
     decoder: str = _Decoder,
     reward: str = _Reward,
     more: list[str] = _Options,
+    stop: _Stop = None,
     chat: bool = typer.Option(False, "--chat", hidden=True),  # what is done anyway where there is a template
     debug: bool = Debug,
 ) -> None:
     """Let a model answer prompts. A chat model is spoken to through its template and draws as its makers say; --raw continues the bare text."""
     with told(debug):
-        settings = decoder_settings(decoder, reward, more)
+        settings = decoder_settings(decoder, reward, more, stop)
         net, tokenizer, says = _load(model, raw)
         how = manner_of(
             tokenizer, says, raw=raw, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
@@ -493,6 +520,7 @@ def chat_command(
     decoder: str = _Decoder,
     reward: str = _Reward,
     more: list[str] = _Options,
+    stop: _Stop = None,
     debug: bool = Debug,
 ) -> None:
     """Talk to a chat model, word by word; /reset, /system, /quit. Lines may come from a pipe."""
@@ -502,19 +530,23 @@ def chat_command(
             raise ConfigError(
                 f"nobody to talk to: name a model, such as {me()} chat smollm2, or two: {me()} chat --compare A B."
             )
-        partners, settings = [], decoder_settings(decoder, reward, more)
+        partners, settings = [], decoder_settings(decoder, reward, more, stop)
         for name in names:
             net, tokenizer, says = _load(name)
             drawn = settings is not None and KINDS[settings.kind].draws and not greedy
             how = manner_of(
                 tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=2 if drawn else 1
             )  # fmt: skip
-            maker = _load_decoder(settings, greedy, net.get_input_embeddings().weight.device)
+            stops = Stops()
+            if settings is not None and settings.kind == "plain":  # word by word, up to there
+                stops, maker = parse_stops(settings.stop), None
+            else:
+                maker = _load_decoder(settings, greedy, net.get_input_embeddings().weight.device)
             if maker is not None and how.unused:
                 tell(
                     f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which a decoder leaves out."
                 )
-            partners.append(Partner(net, tokenizer, how, name, system, says, seed, maker))
+            partners.append(Partner(net, tokenizer, how, name, system, says, seed, maker, stops))
             tell(f"({name}: {how})" if settings is None else f"({name}: {how}; decoder {settings})")
         converse(partners)
 

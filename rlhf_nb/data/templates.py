@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple, cast
@@ -241,22 +242,23 @@ def dialogue_pieces(
     return out
 
 # %% ../../nbs/210_data_templates.ipynb #d385a390
-def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool]) -> list[list[int]]:
-    """Token ids of texts, no special tokens added; `inside` marks those that continue another text."""
+def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool], plain: bool = False) -> list[list[int]]:
+    """Token ids of texts, no special tokens added; `inside` marks those that continue another text, `plain` reads no word as a special token."""
     if not texts:
         return []
 
     def ids(batch: list[str]) -> list[list[int]]:
         unique = {text: n for n, text in enumerate(dict.fromkeys(batch))}
-        found = tok(list(unique), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        found = tok(list(unique), **how, **({"split_special_tokens": True} if plain else {}))
         return [found["input_ids"][unique[text]] for text in batch]
 
     alone, mark, behind = ids(["a", "\n", "\na"])
-    plain = ids(list(texts))
+    straight = ids(list(texts))
     if behind == mark + alone or behind[: len(mark)] != mark:
-        return plain
+        return straight
     shifted = ids(["\n" + t for t in texts])  # this tokenizer puts a space in front of a text
-    return [s[len(mark) :] if i and s[: len(mark)] == mark else p for p, s, i in zip(plain, shifted, inside)]
+    return [s[len(mark) :] if i and s[: len(mark)] == mark else p for p, s, i in zip(straight, shifted, inside)]
 
 
 def _bos(tok: Any) -> list[int]:
@@ -408,19 +410,45 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
     return out
 
 
-def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
-    """A dialogue that waits for an answer as token ids, just as the template renders it.
+_HIDDEN = re.compile("\ue000([0-9]+)\ue001")  # characters for private use, which no tokenizer gives a meaning
 
-    Unlike `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody needs a mask here.
+
+def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
+    """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays text.
+
+    A message that spells a special token (`<|im_end|>`) is read letter by letter, so nobody ends a turn or begins another one by writing so. Unlike
+    `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody needs a mask here.
 
     Args:
         tok: a tokenizer with a chat template.
         messages: the dialogue; the last one is not the assistant's.
 
     Raises:
-        DataError: the template refuses the dialogue.
+        DataError: the template refuses the dialogue, or the tokenizer can't write a message as text.
     """
-    return _encode(tok, _render(tok, [messages], True, [None]), [False])[0]
+    special = {t.content: i for i, t in tok.added_tokens_decoder.items() if t.special and t.content}
+    words = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    stood: list[str] = []
+
+    def hide(found: re.Match[str]) -> str:
+        stood.append(found[0])
+        return f"\ue000{len(stood) - 1}\ue001"
+
+    hidden = [cast(Message, {**m, "content": re.sub(f"{words}|\ue000", hide, str(m["content"]))}) for m in messages]
+    text = _render(tok, [hidden], True, [None])[0]
+    if not stood:
+        ids = _encode(tok, [text], [False])[0]
+    else:  # cut at the template's own special tokens; between them all is text
+        parts = [p for p in re.split(f"({words})", text) if p]
+        told = [_HIDDEN.sub(lambda found: stood[int(found[1])], p) for p in parts]
+        plain = iter(_encode(tok, told, [i > 0 for i in range(len(told))], plain=True))
+        ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
+    own, unknown = [special[w] for w in re.findall(words, text)], tok.unk_token_id
+    if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
+        raise DataError(
+            "A message spells a special token of this tokenizer in a way that can't be written as text, and would be read as a command: leave it out."
+        )
+    return ids
 
 # %% ../../nbs/210_data_templates.ipynb #a210c002
 def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:

@@ -25,8 +25,8 @@ from ..rollout.sampler import earlier
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_of',
-           'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+__all__ = ['Weigher', 'best_of_curve', 'best_of_n_mean', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best',
+           'weigh_soft', 'words_of', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/482_decode_choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -69,6 +69,30 @@ def best_of_curve(scores: Tensor, values: Tensor | None = None) -> Tensor:
     )
     weights = [[math.comb(i, k) / math.comb(n, k + 1) for k in range(n)] for i in range(n)]
     return ranked @ torch.tensor(weights, dtype=torch.float64)
+
+# %% ../../nbs/482_decode_choose.ipynb #be57a002
+def _log_choose(top: Tensor, k: int) -> Tensor:
+    """log of the number of subsets of k things."""
+    return torch.lgamma(top + 1) - math.lgamma(k + 1) - torch.lgamma(top - k + 1)
+
+
+def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
+    """Expected value of the best-scored of n, exactly over all subsets of the samples.
+
+    Args:
+        scores: [N], what the best is chosen by.
+        values: [N], what it is worth.
+        n: drawn without replacement, 1 to N.
+
+    Source: the estimator of Nakano et al., arXiv 2112.09332, appendix I: the i-th worst is the best of C(i − 1, n − 1) of the C(N, n) subsets.
+    """
+    size = len(scores)
+    if not 1 <= n <= size:
+        raise ConfigError(f"n: {n} must lie between 1 and the number of samples, {size}.")
+    rank = torch.arange(n, size + 1, dtype=torch.float64)
+    every = torch.tensor(float(size), dtype=torch.float64)
+    weight = (_log_choose(rank - 1, n - 1) - _log_choose(every, n)).exp()
+    return float((weight * values[scores.argsort()][n - 1 :]).sum())
 
 # %% ../../nbs/482_decode_choose.ipynb #624bcdd4
 def best_of_bound(n: float) -> float:

@@ -21,9 +21,23 @@ from ..rollout.sampler import eos_ids, eval_mode
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Mixed']
+__all__ = ['nats_moved', 'Mixed']
 
 # %% ../../nbs/487_decode_mixed.ipynb #d4f3135b
+def nats_moved(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
+    """KL [B] at one place, from what answers are drawn of to what the policy says.
+
+    Args:
+        choose: temperature and filters of the draw.
+        own: logits [B, V] of the policy; moved: those that tokens are drawn by.
+        place: in the answer.
+    """
+    plain, w = choose.weights(own, place)[0], choose.weights(moved, place)[1]
+    q = w / w.sum(-1, keepdim=True)
+    nats: Tensor = (torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1)
+    return nats
+
+
 class Mixed:
     """Logits of the policy, moved towards another model's or away from them.
 
@@ -76,10 +90,8 @@ class Mixed:
         def combined(said: list[Callable[[], Tensor]]) -> Tensor:
             """Both models' logits as one; the distance at this place is noted."""
             own = said[0]()
-            joined, place = self.join(own, said[1]()), len(nats)
-            plain, w = choose.weights(own, place)[0], choose.weights(joined, place)[1]
-            q = w / w.sum(-1, keepdim=True)
-            nats.append((torch.special.xlogy(q, q) - torch.where(q > 0, q * plain, 0.0)).sum(-1))
+            joined = self.join(own, said[1]())
+            nats.append(nats_moved(choose, own, joined, len(nats)))
             return joined
 
         with eval_mode(both[0]), eval_mode(both[1]):

@@ -11,11 +11,13 @@ from pydantic import Field, model_validator
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
 from .beam import Beam
+from .constrained import Constrained, read_form
 from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_of
 from .decoder import Decoder, Plain
 from .mixed import Mixed
 from .search import MCTS, Guided, Scorer
 from .speculative import Speculative
+from .stops import Stopping, parse_stops
 from ..rewards.answers import extract_choice, extract_number
 
 # %% auto #0
@@ -25,7 +27,7 @@ __all__ = ['KINDS', 'SAME', 'VOTES', 'Kind', 'DecoderConfig', 'make_decoder']
 class Kind(NamedTuple):
     """What is known of a kind of decoder."""
 
-    main: str | None  # the setting that may stand behind the colon
+    main: str | None  # the setting that may stand behind the colon; a number, of constrained a text
     rewarded: bool  # chooses by a reward
     draws: bool  # needs answers that differ, so that greedy decoding makes no sense
     about: str
@@ -39,12 +41,14 @@ KINDS = {
     "vote": Kind("n", False, True, "of n draws one that says what most say"),
     "speculative": Kind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
     "beam": Kind("beams", False, False, "the likeliest answer that several beginnings lead to"),
+    "constrained": Kind("regex", False, False, "the policy's answers in a given form"),
     "mixture": Kind("weight", False, False, "logits between the policy's and another model's"),
     "contrastive": Kind("weight", False, False, "logits moved away from a weaker model's"),
     "guided": Kind("branch", False, True, "block by block the beginning that a critic likes best"),
     "mcts": Kind("simulations", False, False, "tree search over tokens with a critic"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
+_DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_of}
 
 
@@ -53,7 +57,7 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, mixture, contrastive, guided, mcts; best_of_n:16 sets n, too",
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, mcts; best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
     reward: Any = Field(
@@ -69,7 +73,8 @@ class DecoderConfig(StrictConfig):
         pattern="^(number|choice|text)$",
     )
     draft: str = option(
-        "look-up", "of speculative: look-up, or folder or name of a smaller model with the same vocabulary"
+        "look-up",
+        "of speculative: look-up, folder or name of a smaller model with the same vocabulary, or reference: the policy without its adapters",
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
@@ -94,6 +99,14 @@ class DecoderConfig(StrictConfig):
     simulations: int = option(16, "of mcts: beginnings that are opened before each token", ge=1)
     c_puct: float = option(1.5, "of mcts: weight of the policy against the critic", gt=0)
 
+    regex: str | None = option(None, "of constrained, and of kinds that draw: what a whole answer matches")
+    json_schema: Any = Field(default=None, description="instead: a JSON schema that answers fit, or its file")
+    grammar: str | None = option(None, "instead: file of a Lark grammar that answers fit")
+    stop: str | list[str] = Field(
+        default_factory=list,
+        description="where answers end: texts, json, lines:1, sentences:2, regex:PATTERN; [] at EOS only",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _word(cls, data: Any) -> Any:
@@ -114,7 +127,9 @@ class DecoderConfig(StrictConfig):
                 raise ValueError(
                     f"decoder {kind} has no number, so {value!r} behind the colon says nothing: leave it out."
                 )
-            if colon and main is not None:
+            if colon and main == "regex":
+                data[main] = value
+            elif colon and main is not None:
                 try:
                     data[main] = float(value) if main in ("threshold", "weight") else int(value)
                     good = main == "threshold" or data[main] > 0
@@ -135,13 +150,67 @@ class DecoderConfig(StrictConfig):
             )
         if self.diversity and self.kind != "best_of_n":
             raise ValueError(f"diversity is for best_of_n, and kind is {self.kind}: leave it out.")
+        if self.kind == "constrained" and not self.formed:
+            raise ValueError(
+                "decoder constrained needs a form: constrained:PATTERN, or json_schema=FILE.json, or grammar=FILE.lark (on a command line --set json_schema=FILE.json)."
+            )
+        if self.formed and self.kind not in _DRAWING and self.kind != "constrained":
+            raise ValueError(
+                f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), and kind is {self.kind}."
+            )
+        if self.stop and self.kind in ("beam", "guided", "mcts"):
+            raise ValueError(
+                f"stop doesn't go with {self.kind}, which judges beginnings and ends by its own: leave it out."
+            )
+        parse_stops(self.stop)
         return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done but drawing from the policy."""
+        return self.kind == "plain" and not self.stop
+
+    @property
+    def formed(self) -> bool:
+        """Whether answers have a given form."""
+        return self.regex is not None or self.json_schema is not None or self.grammar is not None
 
     def __str__(self) -> str:
         main = KINDS[self.kind].main
-        return self.kind + (f":{getattr(self, main):g}" if main else "")
+        value = None if main is None else getattr(self, main)
+        number = "" if value is None else f":{value}" if isinstance(value, str) else f":{value:g}"
+        return self.kind + number + (f", up to {parse_stops(self.stop)}" if self.stop else "")
 
 # %% ../../nbs/489_decode_named.ipynb #40029cd0
+def _drawer(config: DecoderConfig) -> Decoder:
+    """Who draws: the policy, in a given form and up to a stop where these are asked for."""
+    form: Decoder | None = None
+    if config.formed or config.kind == "constrained":
+        form = Constrained(read_form(config.regex, config.json_schema, config.grammar))
+    stops = parse_stops(config.stop)
+    return Stopping(stops, form) if stops else form or Plain()
+
+
+def _chooser(config: DecoderConfig, reward: Any, inner: Decoder) -> Decoder:
+    """Who chooses among draws."""
+    if config.kind == "best_of_n":
+        return best_of_n(reward, config.n, inner, config.diversity)
+    if config.kind == "soft_best_of_n":
+        return OneOfMany("soft best of n", config.n, weigh_soft(reward, config.tau), inner)
+    if config.kind == "rejection":
+        return Rejection(reward, float(config.threshold or 0.0), config.n, inner)
+    return OneOfMany("vote", config.n, weigh_votes(VOTES[config.vote]), inner)
+
+
+def _mixed(config: DecoderConfig, other: Any) -> Mixed:
+    """The policy and a second model."""
+    if other is None:
+        raise ConfigError(
+            f"decoder {config.kind} needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER)."
+        )
+    return Mixed(other, config.weight) if config.kind == "mixture" else Mixed(other, -config.weight, config.plausible)
+
+
 def make_decoder(
     config: DecoderConfig, reward: Any = None, draft: Any = None, scorer: Scorer | None = None, other: Any = None
 ) -> Decoder:
@@ -157,20 +226,14 @@ def make_decoder(
     Raises:
         ConfigError: the kind needs a reward or a critic, and there is none.
     """
-    kind, n = config.kind, config.n
+    kind, stops = config.kind, parse_stops(config.stop)
     if KINDS[kind].rewarded and reward is None:
         raise ConfigError(
             f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in settings: decoder.reward=FOLDER), "
             "or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'."
         )
-    if kind == "best_of_n":
-        return best_of_n(reward, n, diversity=config.diversity)
-    if kind == "soft_best_of_n":
-        return OneOfMany("soft best of n", n, weigh_soft(reward, config.tau))
-    if kind == "rejection":
-        return Rejection(reward, float(config.threshold or 0.0), n)
-    if kind == "vote":
-        return OneOfMany("vote", n, weigh_votes(VOTES[config.vote]))
+    if kind in _DRAWING:
+        return _chooser(config, reward, _drawer(config))
     if kind in ("guided", "mcts"):
         if scorer is None:
             raise ConfigError(
@@ -179,14 +242,13 @@ def make_decoder(
         if kind == "guided":
             return Guided(scorer, config.branch, config.beams, config.block, reward)
         return MCTS(scorer, config.simulations, config.branch, config.c_puct, reward)
-    if kind in ("mixture", "contrastive"):
-        if other is None:
-            raise ConfigError(
-                f"decoder {kind} needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER)."
-            )
-        return Mixed(other, config.weight) if kind == "mixture" else Mixed(other, -config.weight, config.plausible)
     if kind == "beam":
         return Beam(config.beams, config.length_penalty)
-    if kind == "speculative":
-        return Speculative(config.draft if draft is None else draft, config.ahead, config.most_rows)
-    return Plain()
+    if kind in ("plain", "constrained"):
+        return _drawer(config)
+    made = (
+        _mixed(config, other)
+        if kind != "speculative"
+        else Speculative(config.draft if draft is None else draft, config.ahead, config.most_rows)
+    )
+    return Stopping(stops, made) if stops else made

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from ..core import ConfigError, derive_seed
 from .decoder import Cost, Plain
 from ..fast import decode as fast
 from ..fast.support import can_run, unwrapped
+from ..models.load import adapter_names, using_adapter
 from ..rollout.choosing import Chooser, inverse_cdf
 from ..rollout.numbers import uniforms
 from ..rollout.sampler import as_rollout, check_request, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
@@ -45,18 +47,23 @@ class Tape:
         self.cache = torch.zeros(shape, dtype=d.cached, device=self.device)
         self.lens = [0] * rows  # tokens of each row that are kept
 
-    def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Read a prompt for each row, equal ones once; logits [rows, V] of the tokens that follow."""
+    def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+        """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that follow."""
         known: dict[tuple[int, ...], list[int]] = {}
         for row, text in enumerate(texts):
             known.setdefault(tuple(text), []).append(row)
         lines: list[Tensor] = [torch.empty(0)] * len(texts)
         for text, rows in known.items():
             past, logits = next(fast.prefill(self.decoder, [torch.tensor(text, device=self.device)]))
-            self.cache[:, :, rows, :, : len(text)] = past
+            self.cache[:, :, [first + row for row in rows], :, : len(text)] = past
             for row in rows:
-                self.lens[row], lines[row] = len(text), logits[0]
+                self.lens[first + row], lines[row] = len(text), logits[0]
         return torch.stack(lines)
+
+    def move(self, row: int, to: int) -> None:
+        """Let a row continue in the place of another one, which has ended."""
+        n = self.lens[to] = self.lens[row]
+        self.cache[:, :, to, :, :n] = self.cache[:, :, row, :, :n]
 
     def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
         """Append tokens to rows.
@@ -215,19 +222,25 @@ class ModelDraft:
         eos: tokens that end an answer.
         numbers: float64[B, C], uniform numbers of each row's places; None: the likeliest tokens are proposed.
         price: what one of its tokens costs, in tokens of the policy.
+        speaking: a context in which the model is the draft.
     """
 
     name = "model"
 
-    def __init__(self, model: Any, sampling: SamplingConfig, eos: Tensor, numbers: Tensor | None, price: float) -> None:
+    def __init__(
+        self, model: Any, sampling: SamplingConfig, eos: Tensor, numbers: Tensor | None, price: float,
+        speaking: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self.speaking = speaking
         self.model, self.choose, self.numbers, self.price = unwrapped(model), Chooser(sampling, eos), numbers, price
         self.fed = 0  # tokens that it computed
 
     def begin(self, rows: Sequence[Sequence[int]], room: int) -> None:
         """See `Draft`."""
         self.prompts = [len(r) for r in rows]
-        self.tape = Tape(self.model, len(rows), max(self.prompts) + room, room)
-        self.tape.read(rows)
+        with self.speaking():
+            self.tape = Tape(self.model, len(rows), max(self.prompts) + room, room)
+            self.tape.read(rows)
         self.texts = [list(r) for r in rows]  # what the tape holds of each row
 
     def propose(self, asked: Sequence[tuple[int, Sequence[int], int]]) -> list[Proposal]:
@@ -244,7 +257,8 @@ class ModelDraft:
             self.texts[row] = tokens
         while live:
             rows, blocks = [row for row, _, _ in live], [feed[row] for row, _, _ in live]
-            lines = self.tape.feed(rows, blocks)
+            with self.speaking():
+                lines = self.tape.feed(rows, blocks)
             self.fed += sum(map(len, blocks))
             ends = torch.tensor([len(b) - 1 for b in blocks], device=lines.device)
             places = torch.tensor([len(self.texts[r]) - self.prompts[r] for r in rows], device=lines.device)
@@ -298,7 +312,7 @@ class Speculative:
     a pass), answers are drawn the plain way; `cost.gains` then says 1 token per pass.
 
     Args:
-        draft: "look-up", or a smaller causal language model with the same vocabulary.
+        draft: "look-up", a smaller causal language model with the same vocabulary, or "reference": the policy with its adapters off.
         ahead: most tokens of a proposal.
         most_rows: most answers at work at the same time.
     """
@@ -309,8 +323,8 @@ class Speculative:
     def __init__(self, draft: Any = "look-up", ahead: int = 16, most_rows: int = 4) -> None:
         if ahead < 1 or most_rows < 1:
             raise ConfigError(f"speculative decoding: ahead={ahead} and most_rows={most_rows} must be at least 1.")
-        if isinstance(draft, str) and draft != "look-up":
-            raise ConfigError(f"draft {draft!r} is neither look-up nor a model.")
+        if isinstance(draft, str) and draft not in ("look-up", "reference"):
+            raise ConfigError(f"draft {draft!r} is neither look-up, reference nor a model.")
         self.draft, self.ahead, self.most_rows = draft, ahead, most_rows
         self.name = f"speculative ({draft if isinstance(draft, str) else type(draft).__name__})"
         self.cost: Cost | None = None
@@ -385,17 +399,23 @@ class Speculative:
         self, model: Any, sampling: SamplingConfig, stop: Tensor, seed: int, where: Any, greedy: bool
     ) -> tuple[Draft, Tensor | None]:
         """Who proposes, and the uniform numbers of acceptance; None: the draft isn't drawn."""
-        if isinstance(self.draft, str):
+        if self.draft == "look-up":
             return LookUp(), None
+        drawn = None if greedy else uniforms(derive_seed(seed, "draft"), *where)
+        accept = None if greedy else uniforms(derive_seed(seed, "accept"), *where)
+        if self.draft == "reference":
+            if not adapter_names(model):
+                raise ConfigError(
+                    "draft=reference is the policy with its adapters off, and this one has no adapters. Name another model, draft=FOLDER, or use draft=look-up."
+                )
+            return ModelDraft(model, sampling, stop, drawn, 1.0, lambda: using_adapter(model, None)), accept
         both: tuple[Any, Any] = (model, unwrapped(self.draft))
         sizes = [len(m.get_input_embeddings().weight) for m in both]
         if sizes[0] != sizes[1]:
             raise ConfigError(
                 f"the policy has {sizes[0]} tokens and the draft {sizes[1]}: a draft needs the policy's own vocabulary. Use draft=look-up, or another model."
             )
-        drawn = None if greedy else uniforms(derive_seed(seed, "draft"), *where)
         price = sum(p.numel() for p in self.draft.parameters()) / sum(p.numel() for p in model.parameters())
-        accept = None if greedy else uniforms(derive_seed(seed, "accept"), *where)
         return ModelDraft(self.draft, sampling, stop, drawn, price), accept
 
 

@@ -56,6 +56,127 @@ def _missing() -> ConfigError:
     return ConfigError("lm-eval is not installed. Type: pip install lm-eval.")
 
 
+class _Ours:
+    """What a harness is told of a model, and how texts become tokens.
+
+    Args:
+        model, tokenizer, token_budget, chunk, seed: as in `harness_model`.
+    """
+
+    cache_hook: Any  # the harness's own, put there by its class
+
+    def __init__(self, model: Any, tokenizer: Any, token_budget: int, chunk: int, seed: int) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.token_budget = model, tokenizer, token_budget
+        self.chunk, self.seed = chunk, seed
+        self._device = model.get_input_embeddings().weight.device
+        self.max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        if add_special_tokens is None and prefix and string.startswith(prefix):
+            how = {"add_special_tokens": False}
+        return list(self.tokenizer.encode(string, **how))
+
+
+class _Likelihoods(_Ours):
+    """Log-probabilities of continuations and of whole texts."""
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        pairs = []
+        for _, context, tokens in requests:
+            whole = [*context, *tokens][-(self.max_length + 1) :]
+            kept = min(len(tokens), len(whole) - 1)
+            pairs.append((whole[:-kept], whole[-kept:]))
+        out: list[tuple[float, bool]] = []
+        for i in range(0, len(pairs), self.chunk):
+            out += continuations(self.model, pairs[i : i + self.chunk], self.token_budget)
+        for (words, _, _), answer in zip(requests, out):
+            if words is not None:
+                self.cache_hook.add_partial("loglikelihood", words, answer)
+        return out
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        sums = []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            asked = [(None, *make_disjoint_window(w)) for w in windows]
+            sums.append(sum(p for p, _ in self._loglikelihood_tokens(asked)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
+
+
+class _Answers(_Ours):
+    """Answers up to a stop text."""
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        from lm_eval.models.utils import postprocess_generated_text
+
+        out: list[str] = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        for places in groups.values():
+            said = dict(requests[places[0]].args[1])
+            until = said.pop("until", None) or []
+            until = [until] if isinstance(until, str) else list(until)
+            for start in range(0, len(places), self.chunk):
+                part = places[start : start + self.chunk]
+                texts = self._answers([requests[i].args[0] for i in part], dict(said))
+                for i, text in zip(part, texts):
+                    out[i] = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
+        return out
+
+    def _answers(self, contexts: list[str], said: dict[str, Any]) -> list[str]:
+        """Texts behind contexts, as the generation settings of a task say."""
+        n = int(said.pop("max_gen_toks", said.pop("max_new_tokens", 256)))
+        temperature = float(said.pop("temperature", 0.0) or 0.0)
+        greedy = not said.pop("do_sample", temperature > 0) or temperature == 0
+        filters = {k: said.pop(k) for k in ("top_k", "top_p", "min_p") if k in said}
+        if said:
+            raise ConfigError(
+                f"the task asks for {', '.join(said)} while generating, which isn't known here; known are until, max_gen_toks, do_sample, temperature, top_k, top_p, min_p."
+            )
+        how = SamplingConfig(max_new_tokens=n, temperature=temperature or 1.0, **({} if greedy else filters))
+        prompts = [self.tok_encode(text)[-max(self.max_length - n, 1) :] for text in contexts]
+        batch = PromptBatch.from_lists(prompts, contexts, {}, pad_id(self.tokenizer)).to(self._device)
+        r = sample(self.model, batch, how, tokenizer=self.tokenizer, seed=self.seed, greedy=greedy)
+        return list(r.texts)
+
+
 @cache
 def harness_class() -> type:
     """The harness's class of a model, ours; made when it is needed, because the package is optional.
@@ -65,119 +186,11 @@ def harness_class() -> type:
     """
     try:
         from lm_eval.api.model import TemplateLM
-        from lm_eval.models.utils import postprocess_generated_text
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError as e:
         raise _missing() from e
-
-    class OurModel(TemplateLM):  # type: ignore[misc, unused-ignore]
-        """A causal language model of transformers for the harness."""
-
-        def __init__(self, model: Any, tokenizer: Any, token_budget: int, chunk: int, seed: int) -> None:
-            super().__init__()
-            self.model, self.tokenizer, self.token_budget, self.chunk, self.seed = (
-                model,
-                tokenizer,
-                token_budget,
-                chunk,
-                seed,
-            )
-            self._device = model.get_input_embeddings().weight.device
-            self.max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
-
-        @property
-        def eot_token_id(self) -> int:
-            return int(self.tokenizer.eos_token_id)
-
-        @property
-        def prefix_token_id(self) -> int:
-            bos = self.tokenizer.bos_token_id
-            return self.eot_token_id if bos is None else int(bos)
-
-        @property
-        def tokenizer_name(self) -> str:
-            return str(self.tokenizer.name_or_path).replace("/", "__")
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    chat_history,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            prefix = self.tokenizer.decode(self.prefix_token_id)
-            if add_special_tokens is None and prefix and string.startswith(prefix):
-                how = {"add_special_tokens": False}
-            return list(self.tokenizer.encode(string, **how))
-
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-            pairs = []
-            for _, context, tokens in requests:
-                whole = [*context, *tokens][-(self.max_length + 1) :]
-                kept = min(len(tokens), len(whole) - 1)
-                pairs.append((whole[:-kept], whole[-kept:]))
-            out: list[tuple[float, bool]] = []
-            for i in range(0, len(pairs), self.chunk):
-                out += continuations(self.model, pairs[i : i + self.chunk], self.token_budget)
-            for (words, _, _), answer in zip(requests, out):
-                if words is not None:
-                    self.cache_hook.add_partial("loglikelihood", words, answer)
-            return out
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            sums = []
-            for request in requests:
-                (text,) = request.args
-                windows = get_rolling_token_windows(
-                    token_list=self.tok_encode(text),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-                asked = [(None, *make_disjoint_window(w)) for w in windows]
-                sums.append(sum(p for p, _ in self._loglikelihood_tokens(asked)))
-                self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
-            return sums
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            out: list[str] = [""] * len(requests)
-            groups: dict[str, list[int]] = {}
-            for i, request in enumerate(requests):
-                groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
-            for places in groups.values():
-                said = dict(requests[places[0]].args[1])
-                until = said.pop("until", None) or []
-                until = [until] if isinstance(until, str) else list(until)
-                for start in range(0, len(places), self.chunk):
-                    part = places[start : start + self.chunk]
-                    texts = self._answers([requests[i].args[0] for i in part], dict(said))
-                    for i, text in zip(part, texts):
-                        out[i] = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
-                        self.cache_hook.add_partial("generate_until", requests[i].args, out[i])
-            return out
-
-        def _answers(self, contexts: list[str], said: dict[str, Any]) -> list[str]:
-            """Texts behind contexts, as the generation settings of a task say."""
-            n = int(said.pop("max_gen_toks", said.pop("max_new_tokens", 256)))
-            temperature = float(said.pop("temperature", 0.0) or 0.0)
-            greedy = not said.pop("do_sample", temperature > 0) or temperature == 0
-            filters = {k: said.pop(k) for k in ("top_k", "top_p", "min_p") if k in said}
-            if said:
-                raise ConfigError(
-                    f"the task asks for {', '.join(said)} while generating, which isn't known here; known are until, max_gen_toks, do_sample, temperature, top_k, top_p, min_p."
-                )
-            how = SamplingConfig(max_new_tokens=n, temperature=temperature or 1.0, **({} if greedy else filters))
-            prompts = [self.tok_encode(text)[-max(self.max_length - n, 1) :] for text in contexts]
-            batch = PromptBatch.from_lists(prompts, contexts, {}, pad_id(self.tokenizer)).to(self._device)
-            r = sample(self.model, batch, how, tokenizer=self.tokenizer, seed=self.seed, greedy=greedy)
-            return list(r.texts)
-
-    return OurModel
+    return type(
+        "OurModel", (_Likelihoods, _Answers, TemplateLM), {"__doc__": "A causal language model of transformers."}
+    )
 
 
 def harness_model(

@@ -15,6 +15,7 @@ from ..config import SamplingConfig
 from ..core import ConfigError, DataError, check_choice
 from ..data.formats import prompt_text
 from ..data.sources import prompt_batch
+from ..decode.decoder import Cost, Decoder, Plain, total
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -93,6 +94,7 @@ class PolicyEval:
     scores: dict[str, Tensor]  # [B] by reward function; NaN where it had no opinion
     kl_k1: Tensor | None  # [B], nats per answer, policy ‖ reference; None without a reference
     kl_k3: Tensor | None
+    cost: Cost | None = None  # of the decoder that answered; None: the policy itself did
 
     @property
     def texts(self) -> list[str]:
@@ -131,7 +133,10 @@ class PolicyEval:
         return {k: mean_and_error(v) for k, v in parts.items() if v is not None}
 
     def summary(self, against: PolicyEval | None = None) -> dict[str, float]:
-        """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win rates against another policy."""
+        """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win rates against another policy.
+
+        Of a decoder also what it cost: decoder_tokens computed per answer, decoder_seconds, decoder_kl to the policy where it is known.
+        """
         out: dict[str, float] = {}
         for name in self.scores:
             asked, shown = int((~self.scores[name].isnan()).sum()), shown_as(name)
@@ -145,6 +150,9 @@ class PolicyEval:
         for kind, value in self.kl.items():
             suffix = "" if kind == "k1" else f"_{kind}"
             out |= {f"kl{suffix}": float(value.mean), f"kl{suffix}_stderr": float(value.stderr)}
+        if self.cost is not None:
+            out |= {"decoder_tokens": self.cost.tokens / self.cost.answers, "decoder_seconds": self.cost.seconds}
+            out |= {} if self.cost.kl is None else {"decoder_kl": self.cost.kl}
         return out | {"length": float(self.lengths.float().mean()), "finished": self.finished}
 
 # %% ../../nbs/490_evaluate_policy.ipynb #c72ab016
@@ -168,7 +176,7 @@ def _reference_logps(reference: Any, rollout: Rollout, temperature: float, token
 def evaluate(
     model: Any, tokenizer: Any, prompts: PromptBatch | Sequence[Any], rewards: Mapping[str, Any], reference: Any = None,
     sampling: SamplingConfig | None = None, seed: int = 0, *, num_samples: int = 1, greedy: bool = False,
-    batch_size: int | None = None, token_budget: int = TOKEN_BUDGET,
+    batch_size: int | None = None, token_budget: int = TOKEN_BUDGET, decoder: Decoder | None = None,
 ) -> PolicyEval:  # fmt: skip
     """Let a policy answer prompts and measure the answers.
 
@@ -182,6 +190,7 @@ def evaluate(
         seed: of the draw; with the same seed two policies get the same uniform numbers.
         num_samples: answers per prompt; greedy: the likeliest tokens instead (KL is then of one path, no estimate of the KL).
         batch_size: most sequences decoded together; token_budget: most tokens in one forward of the reference.
+        decoder: who answers instead of the policy alone; what it cost is kept. KL is then the mean log-ratio of policy and reference on these answers.
 
     Raises:
         ConfigError: nothing to measure.
@@ -191,19 +200,20 @@ def evaluate(
         raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
     prompts = prompts if isinstance(prompts, PromptBatch) else prompt_batch(tokenizer, prompts)
     sampling = sampling or SamplingConfig()
-    sampler = make_sampler(sampling, batch_size)
+    sampler = decoder or Plain(make_sampler(sampling, batch_size))
     rollout = sampler.generate(
         model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy
     )
     parts = Rewards([*rewards.values(), _silent], names=[*rewards, "_silent"])(rollout)[1]
     scores = {k: v.cpu() for k, v in parts.items() if k in rewards}
+    cost = None if decoder is None else decoder.cost
     if reference is None:
-        return PolicyEval(rollout, scores, None, None)
+        return PolicyEval(rollout, scores, None, None, cost)
     ref = _reference_logps(reference, rollout, sampling.temperature, token_budget)
     own = rollout.rollout_logps if sampler.exact else None  # others may tell those of what the filters left
     own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
     k1, k3 = (torch.where(rollout.completion_mask, kl_estimate(own, ref, k), 0.0).sum(1).double().cpu() for k in _KINDS)
-    return PolicyEval(rollout, scores, k1, k3)
+    return PolicyEval(rollout, scores, k1, k3, cost)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #1f541103
 def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
@@ -221,7 +231,8 @@ def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
     scores = {k: torch.cat([p.scores[k] for p in found])[order] for k in found[0].scores}
     k1, k3 = ([getattr(p, k) for p in found] for k in ("kl_k1", "kl_k3"))
     kl = [None if parts_[0] is None else torch.cat(parts_)[order] for parts_ in (k1, k3)]
-    return PolicyEval(rollout, scores, *kl)
+    paid = [p.cost for p in found if p.cost is not None]
+    return PolicyEval(rollout, scores, kl[0], kl[1], total(paid) if paid else None)
 
 # %% ../../nbs/490_evaluate_policy.ipynb #2f55d3fb
 def pass_curve(

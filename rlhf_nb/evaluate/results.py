@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from pydantic import Field
 
 from ..config import StrictConfig, option
 from ..core import DataError
+from ..decode.decoder import Cost, total
 from rlhf_nb.evaluate.intervals import (
     Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled, majority_interval,
     mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
@@ -23,7 +25,7 @@ from .suites import Row, Suite, Work, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['Metric', 'RowResult', 'Results', 'sum_up', 'Pair', 'compare_results', 'Judged', 'pair_work', 'judged_of']
+__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'sum_up', 'Pair', 'compare_results', 'Judged', 'pair_work', 'judged_of']
 
 # %% ../../nbs/497_evaluate_results.ipynb #83b24b5b
 class Metric(StrictConfig):
@@ -58,6 +60,27 @@ class RowResult(StrictConfig):
     samples: list[float | None] = Field(default_factory=list, description="score of each sample")
 
 
+class Paid(StrictConfig):
+    """What a decoder cost, for all answers together (notebook 480)."""
+
+    answers: int = option(0, "that were given", ge=0)
+    tokens: int = option(0, "computed by the model, those of answers thrown away included", ge=0)
+    kept: int = option(0, "tokens of the answers themselves", ge=0)
+    read: int = option(0, "tokens that other models computed", ge=0)
+    seconds: float = option(0.0, "on the clock", ge=0)
+    kl: float | None = option(None, "nats per answer to the model's own answers; null: not known")
+    kl_is: str = option("", "exact, estimate or at most")
+    gains: dict[str, float] = Field(default_factory=dict, description="by name, means over answers")
+
+    @classmethod
+    def of(cls, costs: Sequence[Mapping[str, Any]]) -> Paid | None:
+        """The sum of what was noted; None: nothing was."""
+        return cls(**asdict(total([Cost(**c) for c in costs]))) if costs else None
+
+    def __str__(self) -> str:
+        return str(Cost(**self.to_dict()))
+
+
 class Results(StrictConfig):
     """The results of a suite, format rlhf-nb/eval, version 1."""
 
@@ -69,6 +92,7 @@ class Results(StrictConfig):
     settings: dict[str, Any] = Field(default_factory=dict, description="what else decided the numbers")
     metrics: dict[str, Metric] = Field(default_factory=dict, description="by name; score is the one that counts")
     slices: dict[str, Metric] = Field(default_factory=dict, description="score by kind of prompt")
+    cost: Paid | None = Field(default=None, description="of the decoder; null: the model answered plainly")
     notes: list[str] = Field(default_factory=list, description="what a reader should know")
     rows: list[RowResult] = Field(default_factory=list, description="one for each prompt")
 
@@ -124,7 +148,7 @@ def sum_up(
 
     Args:
         suite: what was asked.
-        lines: as `run_rows` returns them.
+        lines: as `run_rows` returns them; what a decoder cost stands in some of them.
         model: named in the results; settings: kept there.
         slices: a name for each row; None: the suite's own column.
         level: of all intervals; seed: of draws inside them.
@@ -189,6 +213,7 @@ def sum_up(
         )  # fmt: skip
     return Results(
         model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes, rows=rows,
+        cost=Paid.of([line["cost"] for line in lines if "cost" in line]),
         metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
 from .metrics import is_refusal
 from ..rewards.answers import extract_choice
-from ..decode.decoder import Cost, Decoder, Plain
+from ..decode.decoder import Cost, Decoder, Plain, total
 from ..rollout.sampler import eval_mode
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
@@ -298,13 +298,14 @@ def model_asker(
 Work = Callable[[Sequence[Row]], list[list[dict[str, Any]]]]  # rows to their lines, one for each sample
 
 
-def answer_work(ask: Ask, rule: Rule, samples: int = 1) -> Work:
+def answer_work(ask: Ask, rule: Rule, samples: int = 1, paid: list[Cost] | None = None) -> Work:
     """Rows answered turn by turn, and scored.
 
     Args:
         ask: who answers.
         rule: scores.
         samples: answers to each row.
+        paid: what the decoder was paid meanwhile; it is noted with the first of these rows, and the list emptied.
     """
 
     def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
@@ -327,6 +328,9 @@ def answer_work(ask: Ask, rule: Rule, samples: int = 1) -> Work:
             {"answers": a, "tokens": t, "finished": f, "scores": s}
             for a, t, f, s in zip(said, tokens, ended, scores, strict=True)
         ]
+        if paid:
+            lines[0]["cost"] = asdict(total(paid))
+            paid.clear()
         return [lines[i : i + samples] for i in range(0, len(lines), samples)]
 
     return work

@@ -3,22 +3,29 @@
 # %% ../../nbs/159_fast_attention.ipynb #7931d900
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import ConfigError
+from ..types import host, sent_together
 
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'row_attention', 'branch_attention', 'branches_pay',
-           'asked_attention', 'flex_mask', 'flex_works', 'flat_attention']
+__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED', 'ROUNDING',
+           'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'Shape', 'tags', 'flex_mask',
+           'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat']
 
 # %% ../../nbs/159_fast_attention.ipynb #b40728bf
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
@@ -153,72 +160,313 @@ def branches_pay(branches: Branches, width: int) -> bool:
     return bool(0.9 * pairs * width + len(blocks) * BLOCK_COST < len(branches) * longest**2 * width)
 
 # %% ../../nbs/159_fast_attention.ipynb #159f0002
-def asked_attention() -> str:
-    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "rows" (with padding and masks; what nobody asks for) or "flex".
+class Stretches(NamedTuple):
+    """Tokens that ask and tokens that are asked, stretch by stretch: the last of both are the same tokens, and nobody looks ahead."""
 
-    Raises:
-        ConfigError: it is something else.
-    """
-    asked = os.environ.get("RLHF_NB_ATTENTION", "rows")
-    if asked not in ("rows", "flex"):
-        raise ConfigError(f"RLHF_NB_ATTENTION is {asked!r}: use 'rows' or 'flex', or unset it.")
-    return asked
+    queries: Tensor  # int32[S + 1], where each stretch of queries begins; the last is M
+    keys: Tensor  # int32[S + 1], the same of keys; the last is N
+    read: Tensor | None  # int64[N], the token that each key is; None: keys are the M tokens as they stand
+    longest: tuple[int, int]  # tokens of the longest stretch of queries, and of keys: numbers of the host
 
 
-def flex_mask(row: Tensor, branch: Tensor) -> Any:
-    """The rule for tokens of several rows, one after the other, as `flex_attention` takes it.
+def stretches(branches: Branches, device: torch.device) -> Stretches:
+    """Rows and trees as stretches, on a device; nobody waits for it.
 
     Args:
-        row: int64[M], which row each token belongs to.
-        branch: int64[M], 0 = its prompt, j = its j-th completion.
+        branches: tokens of each row's prompt, then of each of its answers.
+        device: where attention is computed.
     """
+    asking: list[int] = []
+    asked: list[int] = []
+    read: list[Tensor] = []
+    start = 0
+    for prompt, *answers in branches:
+        at = start
+        for i, n in enumerate([prompt + sum(answers[:1]), *answers[1:]]):
+            if n == 0:
+                continue
+            stem = prompt if i else 0
+            asking, asked = [*asking, n], [*asked, stem + n]
+            read += [torch.arange(a, b, device="cpu") for a, b in ((start, start + stem), (at, at + n))]
+            at += n
+        start = at
+    begins = [torch.tensor([0, *x], device="cpu").cumsum(0).int() for x in (asking, asked)]
+    shared = [torch.cat(read)] if sum(asked) > sum(asking) else []
+    queries, keys, *rest = sent_together([*begins, *shared], device)
+    return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(asked, default=0)))
+
+# %% ../../nbs/159_fast_attention.ipynb #159f0011
+class Shape(NamedTuple):
+    """What a kernel's choice depends on."""
+
+    device: torch.device
+    dtype: torch.dtype  # of products
+    heads: int
+    kv_heads: int
+    size: int  # of a head, D
+
+
+def _asked(k: Tensor, v: Tensor, s: Stretches, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens that are asked, each head so many times; a prompt's gradients add up in fp32."""
+    if s.read is not None:
+        k, v = ((x.float() if x.dtype.itemsize < 4 else x).index_select(0, s.read).to(x.dtype) for x in (k, v))
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _loop(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tensor:
+    """What the kernels below compute, one stretch at a time."""
+    out, groups = [], q.shape[1] // k.shape[1]
+    k, v = _asked(k, v, s, groups)
+    for (a, b), (c, d) in zip(pairwise(host(s.queries).tolist()), pairwise(host(s.keys).tolist()), strict=True):
+        look = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril_((d - c) - (b - a))
+        ask, key, value = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        out.append(F.scaled_dot_product_attention(ask, key, value, look, scale=scale)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@cache
+def _varlen_words() -> frozenset[str]:
+    """Which settings PyTorch's attention for rows of different lengths knows; none where there is no such function."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tensor:
+    """PyTorch's own; a window that reaches back without end and not ahead is the causal rule."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups, grouped = q.shape[1] // k.shape[1], "enable_gqa" in _varlen_words()
+    k, v = _asked(k, v, s, 1 if grouped else groups)
+    how: dict[str, Any] = {"enable_gqa": groups > 1} if grouped else {}
+    return varlen_attn(q, k, v, s.queries, s.keys, *s.longest, scale=scale, window_size=(-1, 0), **how)  # type: ignore[return-value]
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tensor:
+    """The package's."""
+    attend: Any = import_module("flash_attn").flash_attn_varlen_func
+    how = {"softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return attend(q, *_asked(k, v, s), s.queries, s.keys, *s.longest, **how)  # type: ignore[no-any-return]
+
+
+FROM_THE_END = 2  # how the memory-efficient kernel calls the causal rule that is aligned at the end
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tensor:
+    """The memory-efficient kernel, as PyTorch's nested tensors call it."""
+    k, v = _asked(k, v, s, q.shape[1] // k.shape[1])
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    found = torch.ops.aten._efficient_attention_forward(
+        q[None], k[None], v[None], None, s.queries, s.keys, *s.longest, 0.0, FROM_THE_END, learns, scale=scale
+    )
+    return found[0][0]  # type: ignore[no-any-return]
+
+# %% ../../nbs/159_fast_attention.ipynb #159f0012
+def tags(branches: Branches) -> tuple[Tensor, Tensor]:
+    """int64[M] each: the row of every token, and its branch (0 = the prompt, j = the j-th answer)."""
+    lens = [torch.tensor(row, device="cpu") for row in branches]
+    row = torch.arange(len(lens), device="cpu").repeat_interleave(torch.stack([x.sum() for x in lens]))
+    return row, torch.cat([torch.arange(len(x), device="cpu").repeat_interleave(x) for x in lens])
+
+
+def flex_mask(branches: Branches, device: torch.device) -> Any:
+    """The rule for tokens of several rows, one after the other, as `flex_attention` takes it."""
     from torch.nn.attention.flex_attention import create_block_mask
+
+    row, branch = sent_together(tags(branches), device)
 
     def look(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (row[q] == row[k]) & (k <= q) & ((branch[k] == 0) | (branch[k] == branch[q]))
 
-    return create_block_mask(look, None, None, len(row), len(row), device=str(row.device))
+    compiled = device.type == "cuda"  # else all pairs of tokens would be written out
+    return create_block_mask(look, None, None, len(row), len(row), device=str(device), _compile=compiled)
 
 
-@lru_cache(maxsize=2)
-def _flex(kind: str) -> Any:
-    """The kernel: compiled on a GPU, as it stands elsewhere."""
+@cache
+def _compiled(kind: str) -> Any:
+    """`flex_attention`: compiled on a GPU, as it stands elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if kind == "cuda" else flex_attention
 
 
-class _Flex:
-    """Why it isn't used any more, once it has failed."""
-
-    failed = ""
-
-
-def flex_works() -> bool:
-    """Whether `flex_attention` may be tried: it was asked for and hasn't failed in this process."""
-    return asked_attention() == "flex" and not _Flex.failed
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+    """By the rule."""
+    one = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    out = _compiled(q.device.type)(*one, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def flat_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor | None:
-    """Attention by a rule, without padding; None where it can't be compiled, which is said once.
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) where there is none."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if there else (0, 0)
+
+
+def _flash_fits(s: Shape) -> bool:
+    """Whether FlashAttention 2 knows a shape."""
+    half = s.dtype in (torch.float16, torch.bfloat16)
+    return half and s.size % 8 == 0 and s.size <= 256 and _capability(s.device) >= (8, 0)
+
+
+def _efficient_fits(s: Shape) -> bool:
+    """Whether the memory-efficient kernel knows a shape."""
+    card = _capability(s.device)
+    dtypes = {torch.float32, torch.float16, *([torch.bfloat16] if card >= (8, 0) else [])}
+    return card >= (7, 0) and s.dtype in dtypes and s.size % 8 == 0
+
+
+class Kernel(NamedTuple):
+    """A way to compute attention of rows that stand one after the other."""
+
+    fits: Callable[[Shape], bool]
+    rule: Callable[[Branches, torch.device], Any]  # who looks at whom, as the kernel is told
+    attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]  # (q, k, v, rule, scale) → [M, heads, D]
+
+
+KERNELS = {
+    "varlen": Kernel(lambda s: _flash_fits(s) and {"scale", "window_size"} <= _varlen_words(), stretches, _varlen),
+    "flash_attn": Kernel(lambda s: _flash_fits(s) and find_spec("flash_attn") is not None, stretches, _flash_attn),
+    "efficient": Kernel(_efficient_fits, stretches, _efficient),
+    "flex": Kernel(lambda s: s.device.type == "cpu" or _capability(s.device) >= (7, 0), flex_mask, _flex),
+    "loop": Kernel(lambda s: True, stretches, _loop),
+}
+AUTO = ("varlen", "flash_attn", "efficient")  # what is tried where nothing was asked for
+
+# %% ../../nbs/159_fast_attention.ipynb #159f0014
+def asked_attention() -> str:
+    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "auto" (what nobody asks for), "rows" (padding and masks) or a kernel's name.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    asked = os.environ.get("RLHF_NB_ATTENTION", "auto")
+    if asked not in ("auto", "rows", *KERNELS):
+        raise ConfigError(
+            f"RLHF_NB_ATTENTION is {asked!r}: use 'auto', 'rows' or one of {', '.join(KERNELS)}; or unset it."
+        )
+    return asked
+
+
+TRIED: Branches = [[5, 3], [17, 4, 2, 30], [9, 0, 6], [150, 40, 70]]  # what a kernel is compared on
+ROUNDING = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 0.02,
+    torch.bfloat16: 0.08,
+}  # of the largest number
+
+
+def _with_gradients(f: Callable[..., Tensor], qkv: list[Tensor], g: Tensor, learns: bool) -> list[Tensor]:
+    """f(q, k, v), and its gradients where they are wanted, in float64 on the CPU."""
+    leaves = [x.detach().requires_grad_(learns) for x in qkv]
+    out = f(*leaves).reshape(g.shape)
+    found = [out, *(torch.autograd.grad(out, leaves, g) if learns else ())]
+    return [x.detach().cpu().double() for x in found]
+
+
+def _learns(name: str, device: torch.device) -> bool:
+    """Whether a kernel has a backward pass on a device: the rule has none on a CPU."""
+    return name != "flex" or device.type == "cuda"
+
+
+def difference(name: str, s: Shape) -> str:
+    """Why a kernel can't be used for a shape; "" where its numbers and gradients are those of masked attention, but for rounding.
 
     Args:
-        q: [M, heads, D]; k, v: [M, kv_heads, D], all rows one after the other.
-        mask: as `flex_mask` makes it.
-        scale: of the products, usually 1/√D.
-
-    Returns:
-        [M, heads · D].
+        name: of KERNELS.
+        s: of the heads.
     """
-    if _Flex.failed:  # in an earlier layer of this forward pass
-        return None
-    kind = q.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
-    one = [x.to(dtype).transpose(0, 1)[None] for x in (q, k, v)]
-    try:
-        out = _flex(kind)(*one, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    except Exception as e:  # a compiler's errors are of many kinds; the plain way is always there
-        _Flex.failed = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-        log.warning("attention goes by rows, flex_attention failed here: %s", _Flex.failed)
-        return None
-    return out[0].transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+    kernel, gen, (row, branch) = KERNELS[name], torch.Generator("cpu").manual_seed(0), tags(TRIED)
+    sizes = (s.heads, s.kv_heads, s.kv_heads, s.heads)
+    *qkv, g = (torch.randn(len(row), n, s.size, generator=gen, device="cpu").to(s.dtype) for n in sizes)
+    mask = (row == row[:, None]) & ((branch == 0) | (branch == branch[:, None]))
+    scale, learns = s.size**-0.5, _learns(name, s.device)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        wide = [x.double() for x in qkv]
+        masked = partial(row_attention, rows=1, mask=mask.tril()[None, None], scale=scale)
+        plain = _with_gradients(masked, wide, g.double(), learns)
+        try:
+            with torch.autocast(s.device.type, enabled=False):
+                rule, there = kernel.rule(TRIED, s.device), [x.to(s.device) for x in (*qkv, g)]
+                attend = lambda q, k, v: kernel.attend(q, k, v, rule, scale)
+                found = _with_gradients(attend, there[:3], there[3], learns)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # of a compiler, a package, a card: the plain way is always there
+            return _in_words(e)
+    for what, want, got in zip(
+        ("numbers", *(f"gradients of {x}" for x in ("queries", "keys", "values"))), plain, found
+    ):
+        off = float((got - want).abs().max() / want.abs().max())
+        if not off <= ROUNDING[s.dtype]:
+            return f"its {what} are off by {off:.2g} of the largest one, and rounding explains {ROUNDING[s.dtype]:g}"
+    return ""
+
+
+def _in_words(e: Exception) -> str:
+    """An error in one line."""
+    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"
+
+# %% ../../nbs/159_fast_attention.ipynb #159f0015
+_refused: dict[tuple[str, Shape], str] = {}  # why a kernel isn't used for a shape; "" where it is
+
+
+def _refuse(name: str, s: Shape, reason: str) -> None:
+    """From now on a kernel isn't used for a shape, which is said once."""
+    _refused[name, s] = reason
+    log.warning(
+        "attention by %s isn't used here: %s. The next way is taken, at last padded rows: the same numbers, slower.",
+        name,
+        reason,
+    )
+
+
+def flat_kernel(s: Shape) -> str | None:
+    """The kernel for rows without padding, by its name; None where there is none.
+
+    Args:
+        s: of the heads that are to be computed.
+    """
+    asked = asked_attention()
+    for name in AUTO if asked == "auto" else KERNELS.keys() & {asked}:
+        if (name, s) not in _refused:
+            if KERNELS[name].fits(s):
+                reason = difference(name, s)
+                _refuse(name, s, reason) if reason else _refused.update({(name, s): ""})
+            elif asked == "auto":
+                _refused[name, s] = "it isn't for this device, number format or size"
+            else:
+                _refuse(name, s, "it isn't installed, or not for this device, number format or size of heads")
+        if not _refused[name, s] and (_learns(name, s.device) or not torch.is_grad_enabled()):
+            return name
+    return None
+
+
+class Flat:
+    """Attention along the tokens of several rows, one after the other; gives None where its kernel fails, which is said once.
+
+    Args:
+        name: as `flat_kernel` gives it; s: for the same shape.
+        branches: how many tokens belong to what.
+    """
+
+    def __init__(self, name: str, s: Shape, branches: Branches) -> None:
+        self.name, self.shape, self.rule = name, s, KERNELS[name].rule(branches, s.device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+        """[M, heads · D] from queries [M, heads, D] and keys and values [M, kv_heads, D]."""
+        if _refused[self.name, self.shape]:  # in an earlier layer of this forward pass
+            return None
+        dtype = self.shape.dtype
+        try:
+            with torch.autocast(q.device.type, enabled=False):
+                out = KERNELS[self.name].attend(q.to(dtype), k.to(dtype), v.to(dtype), self.rule, scale)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # a shape that the comparison didn't have
+            _refuse(self.name, self.shape, _in_words(e))
+            return None
+        return out.flatten(1)

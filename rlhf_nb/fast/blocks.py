@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Branches, branch_attention, flat_attention, row_attention
+from .attention import Branches, Flat, Shape, branch_attention, row_attention
 from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
-__all__ = ['Make', 'Layer', 'Blocks', 'decode_states']
+__all__ = ['Make', 'Layer', 'shape_of', 'Blocks', 'decode_states']
 
 # %% ../../nbs/160_fast_blocks.ipynb #2f84f3a9
 def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -87,6 +87,21 @@ def _gpt2_layer(block: Any, make: Make) -> Layer:
     )  # fmt: skip
 
 # %% ../../nbs/160_fast_blocks.ipynb #8d5b6091
+def shape_of(body: nn.Module) -> Shape:
+    """What an attention kernel must know of a decoder: where and in which number format it computes, its heads and their size.
+
+    Args:
+        body: transformers' decoder of a family that `can_run` knows.
+    """
+    b: Any = body
+    weight, heads = next(b.parameters()), int(b.config.num_attention_heads)
+    kv_heads = int(getattr(b.config, "num_key_value_heads", None) or heads)
+    size = int(getattr(b.config, "head_dim", None) or b.config.hidden_size // heads)
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return Shape(weight.device, dtype, heads, kv_heads, size)
+
+
 class Blocks:
     """A decoder as a short list of layers over its own modules; the sampler and the scorer both run it.
 
@@ -100,9 +115,7 @@ class Blocks:
         b: Any = body
         config = b.config
         self.body, self.config, self.dtype, self.fuse = b, config, dtype, fuse
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.heads, self.kv_heads, self.head_dim = shape_of(body)[2:]
         self.learned_positions = hasattr(b, "wpe")
 
         def make(modules: list[nn.Module]) -> Projection:
@@ -133,7 +146,7 @@ def decode_states(
     sparse: bool = False,
     branches: Branches | None = None,
     again: Callable[..., Tensor] | None = None,
-    flat: Any = None,
+    flat: Flat | None = None,
 ) -> Tensor:
     """Last hidden states, after the final norm, at the wanted places.
 
@@ -146,7 +159,7 @@ def decode_states(
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
         again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed; None: all is kept.
-        flat: the rule of `flex_mask` for the tokens of `real`; where it works, there is neither mask nor padding.
+        flat: attention along the tokens of `real`; where it works, there is neither mask nor padding.
 
     Returns:
         [N, H], with gradient.
@@ -168,7 +181,7 @@ def decode_states(
         q, k, v = layer.queries_keys_values(x, blocks.heads, blocks.kv_heads)
         if table is not None:
             q, k = rotate(q, *table), rotate(k, *table)
-        found = None if flat is None else flat_attention(q, k, v, flat, layer.scale)
+        found = None if flat is None else flat(q, k, v, layer.scale)
         if found is not None:
             mixed = found
         elif branches is not None:

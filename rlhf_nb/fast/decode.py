@@ -20,10 +20,23 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
 
 # %% ../../nbs/168_fast_decode.ipynb #f80a6664
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]
+
+
+def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> bool:
+    """Whether a decoder makes copies of its projections: small ones side by side; on a GPU, under autocast, any that each step would round anew.
+
+    Args:
+        weight: of the embedding, which says where the model is and in which number format.
+        dtype: of products.
+        size: numbers in the projections.
+        max_bytes: above it, copies are made only where they save the rounding. They take no more room than the gradients, which aren't there then.
+    """
+    rounded = weight.device.type == "cuda" and weight.dtype.itemsize > dtype.itemsize
+    return rounded or size * dtype.itemsize <= max_bytes
 
 
 class Decoder(Blocks):
@@ -33,13 +46,14 @@ class Decoder(Blocks):
         model: one that `support.can_run` has nothing to say about (LoRA adapters inside are fine).
         dtype: of projections; states, keys and values have the embedding's, except that a GPU keeps the cache in this one, too.
         length: longest row, in tokens.
-        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called.
+        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called, but see `copied`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
-        super().__init__(body, dtype, sum(p.numel() for p in blocks.parameters()) * dtype.itemsize <= max_bytes)
+        size = sum(p.numel() for p in blocks.parameters())
+        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
         on_cpu = (
             body.device.type == "cpu"
@@ -218,10 +232,12 @@ class Queue:
 
 # %% ../../nbs/168_fast_decode.ipynb #34d118d5
 BUCKET = 16  # on a GPU the number of slots only shrinks to multiples of this, so that few graphs are recorded
+LOOK = 4  # steps after which somebody who may end rows is asked
 
 
 def run(
-    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625, enter: float = 0.25
+    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625, enter: float = 0.25,
+    over: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:  # fmt: skip
     """Generate until every row of the queue has ended.
 
@@ -230,6 +246,7 @@ def run(
         ends: whether rows can end before they have all tokens.
         leave: finished rows leave once they are this share of the slots in use.
         enter: waiting rows enter once this share of all slots is free, unless all rows must end soon anyway.
+        over: told a row's tokens every few steps, it may end the row.
 
     Returns:
         How many rows got a token, at each step and each time that rows came in.
@@ -265,12 +282,15 @@ def run(
         else:
             decode_step(decoder, slots, choose, slots.column)
         i += 1
+        if over is not None and i % LOOK == 0:
+            slots.stop(over)
     return used
 
 # %% ../../nbs/168_fast_decode.ipynb #b057dd98
 def decode(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose, uniforms: Tensor | None, *,
     ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed: bool | None = None, used: list[int] | None = None,
+    over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Completions of prompts, several to each.
 
@@ -284,9 +304,10 @@ def decode(
         batch_size: most rows at work at the same time; cache_bytes: most bytes of keys and values.
         fixed: decode with fixed shapes (None: on CUDA, as a recorded graph).
         used: a list that is told how many rows each step worked on.
+        over: told a completion's tokens every few steps, it may end it.
 
     Returns:
-        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing.
+        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing (−1: nothing was written).
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
@@ -313,13 +334,21 @@ def decode(
         most = min(-(-size // parts), count)
         width = longest if on_cpu else -(-longest // 32) * 32
         total = width + new_tokens + (spare if most < count else 0)
+        total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
         shape = (len(decoder.layers), 2, most, decoder.kv_heads, total, decoder.head_dim)
         cache = torch.zeros(shape, dtype=decoder.cached, device=device)
         slots = Slots(
             cache, count, new_tokens, width, fixed or most < count or shortest != width, fixed,
             SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:, own_rows[k]].contiguous(),
         )  # fmt: skip
-        steps = run(decoder, slots, choose, Queue(own, repeats[k::parts], 1024 if on_cpu else 16384), ends)
+        steps = run(
+            decoder,
+            slots,
+            choose,
+            Queue(own, repeats[k::parts], 1024 if on_cpu else 16384),
+            ends or over is not None,
+            over=over,
+        )
         return slots.ids[:-1].t(), slots.logps[:-1].t(), steps
 
     found = spread(one, range(parts), parts)

@@ -17,14 +17,19 @@ log = logging.getLogger(__name__)
 __all__ = ['log', 'record', 'Replay']
 
 # %% ../../nbs/167_fast_graph.ipynb #0cb7f582
-def record(run: Callable[[], None]) -> Any:
-    "A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation can't be captured."
-    graph, casts = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+def record(run: Callable[[], None], device: torch.device) -> Any:
+    """A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation can't be captured.
+
+    What other threads do in the meantime (a checkpoint that is being written) doesn't spoil it.
+    """
+    graph, casts, stream = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled(), torch.cuda.current_stream(device)
     try:
         torch.set_autocast_cache_enabled(False)  # a weight cast inside the graph must not be found by anyone outside
-        with torch.cuda.graph(graph):
+        own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # PyTorch's default for this is one stream, on the device that recorded first
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
             run()
     except RuntimeError as e:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves the thread on its own
         log.warning("decoding without a CUDA graph: %s", e)
         return None
     finally:
@@ -54,7 +59,7 @@ class Replay:
         "Do the next step of so many rows in this column."
         self.column.fill_(column)
         if self.records and self.recorded_for != rows and self.warm_for == rows and steps_left >= self.min_steps:
-            self.graph, self.recorded_for = record(lambda: self.step(self.column)), rows
+            self.graph, self.recorded_for = record(lambda: self.step(self.column), self.column.device), rows
             self.records = self.graph is not None
         if self.records and self.recorded_for == rows:
             self.graph.replay()

@@ -3,6 +3,8 @@
 # %% ../../nbs/166_fast_slots.ipynb #3b369375
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,13 @@ class Slots:
     def alive(self) -> int:
         "How many of the slots in use have more to say."
         return self.count - int(self.done[: self.count].sum())
+
+    def stop(self, over: Callable[[list[int]], bool]) -> None:
+        "End the rows of which `over`, told the tokens of a row so far, says so."
+        for slot in (~self.done[: self.count]).nonzero()[:, 0].tolist():
+            written, row = divmod(int(self.place[slot]), self.ids.shape[1])
+            if over(self.ids[:written, row].tolist()):
+                self.done[slot] = True
 
     def held(self, first: int = 0) -> Tensor:
         "How many columns the rows of slots `first` … count − 1 fill, int64."

@@ -18,6 +18,7 @@ from torch import nn
 from ..config import SamplingConfig, StrictConfig, merge, option, read_config_file
 from ..core import ConfigError, DataError, derive_seed, suggest
 from ..data.templates import as_chat, encode_prompts, is_blank
+from ..decode.stops import Stops
 from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill, label_pairs, plain
 from ..rollout.sampler import sample
 from ..types import PromptBatch
@@ -179,8 +180,8 @@ class _Stages:
         self.stage += 1
         if len(texts) != len(rows):
             raise DataError(f"the writer returned {len(texts)} texts for {len(rows)} questions: one each is needed.")
-        ends = [min((at for s in self.stop if (at := text.find(s)) >= 0), default=len(text)) for text in texts]
-        return {i: cut for i, text, end in zip(rows, texts, ends) if (cut := text[:end].strip())}
+        stops = Stops(texts=tuple(self.stop))
+        return {i: cut for i, text in zip(rows, texts) if (cut := stops.cut(text).strip())}
 
 
 def _writer(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -50,12 +51,15 @@ class OurSampler:
     Args:
         batch_size: most rows at work at the same time; None: as many as `cache_bytes` allow.
         cache_bytes: most bytes of key-value cache.
+        over: told an answer's tokens every few steps, it may end it.
     """
 
     name, exact = "ours", True
 
-    def __init__(self, batch_size: int | None = None, cache_bytes: int = 2 << 30) -> None:
-        self.batch_size, self.cache_bytes = batch_size, cache_bytes
+    def __init__(
+        self, batch_size: int | None = None, cache_bytes: int = 2 << 30, over: Callable[[list[int]], bool] | None = None
+    ) -> None:
+        self.batch_size, self.cache_bytes, self.over = batch_size, cache_bytes, over
         self.slots_in_use: float | None = None
 
     def generate(
@@ -66,7 +70,7 @@ class OurSampler:
         used: list[int] = []
         r = sample(
             model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos,
-            batch_size=self.batch_size, cache_bytes=self.cache_bytes, used=used,
+            batch_size=self.batch_size, cache_bytes=self.cache_bytes, used=used, over=self.over,
         )  # fmt: skip
         self.slots_in_use = int(r.completion_lens.sum()) / sum(used)
         return r

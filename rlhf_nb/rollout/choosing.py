@@ -23,7 +23,7 @@ def _by_blocks(weights: Tensor, u: Tensor, size: int = 128) -> Tensor:
     cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     at = u[:, None] * cdf[:, -1:]
     block = torch.searchsorted(cdf, at, right=True).clamp_(max=cdf.shape[-1] - 1)
-    inside = blocks[torch.arange(len(u)), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    inside = blocks[torch.arange(len(u), device=u.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
     rest = (at - F.pad(cdf, (1, 0)).gather(-1, block)).clamp_(min=0.0)
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 2**-52))  # the two sums may differ in their last bit
     token = torch.searchsorted(inside, rest, right=True)
@@ -40,7 +40,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     Returns:
         int64[B]; any token where the weights are not finite (the sampler then raises).
     """
-    if weights.shape[-1] >= 2048 and weights.device.type == "cpu":
+    if weights.shape[-1] >= 2048 and weights.device.type in ("cpu", "cuda"):
         return _by_blocks(weights, u)
     cdf = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)

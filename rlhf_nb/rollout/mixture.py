@@ -39,6 +39,7 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
 def sample_together(
     models: Sequence[Any], combined: Callable[[list[Callable[[], Tensor]]], Tensor], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
     seed: int, step: int, greedy: bool = False, num_samples: int = 1, eos: list[int] | None = None,
+    heard: Callable[[Tensor], None] | None = None,
 ) -> Rollout:  # fmt: skip
     """Answers of several models together.
 
@@ -47,6 +48,7 @@ def sample_together(
         combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of them.
         prompts: B prompts; sampling: lengths, temperature, filters.
         tokenizer, seed, step, greedy, num_samples, eos: as in `rollout.sampler.sample`.
+        heard: is told the tokens [B] of each place, rows of a prompt contiguous; those of a row that has ended mean nothing.
 
     Returns:
         As `sample`; `rollout_logps` are those of the combination.
@@ -66,6 +68,8 @@ def sample_together(
         said_next = [lambda m=m, s=s, x=ids, k=mask: _last_logits(m, s, x, k) for m, s in zip(models, states)]
         tokens, logps, ended = choose(combined(said_next), draws[:, i], i)  # type: ignore[arg-type]
         out.append((tokens, logps))
+        if heard is not None:
+            heard(tokens)
         ids, mask, done = tokens[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1), done | ended
         if bool(done.all()):
             break

@@ -256,14 +256,14 @@ def cut_at_eos(ids: Tensor, logps: Tensor, choose: Chooser, pad: int) -> tuple[T
     """Cut every row after its first EOS.
 
     Args:
-        ids, logps: [B, C]; what stands after a row's EOS is anything.
+        ids, logps: [B, C]; what stands after a row's EOS is anything; −1: the row ended there without one.
 
     Returns:
         ids, logps (`pad` and 0 after the end; no column that all rows have ended before), lens int64[B] (EOS included), finished bool[B].
     """
     ended = choose.ended(ids)
     finished = ended.any(1)
-    lens = torch.where(finished, ended.int().argmax(1) + 1, ids.shape[1])
+    lens = torch.where(finished, ended.int().argmax(1) + 1, (ids >= 0).sum(1))
     width = int(lens.max())
     real = torch.arange(width, device=ids.device) < lens[:, None]
     ids, logps = ids[:, :width].masked_fill(~real, pad), logps[:, :width].masked_fill(~real, 0.0)
@@ -283,7 +283,7 @@ _told: set[str] = set()
 def sample_tokens(
     model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, eos: list[int], pad: int, seed: int, step: int = 0,
     num_samples: int = 1, greedy: bool = False, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed_shapes: bool | None = None,
-    used: list[int] | None = None,
+    used: list[int] | None = None, over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`sample` without the tokenizer: ids in, ids out.
 
@@ -292,6 +292,7 @@ def sample_tokens(
         batch_size: most sequences decoded at the same time; cache_bytes: most bytes of their keys and values.
         fixed_shapes: decode with fixed shapes (None: on CUDA, as a recorded graph).
         used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in use.
+        over: told a completion's tokens every few steps, it may end it (only where `fast.decode` writes).
         Others as in `sample`.
 
     Returns:
@@ -316,7 +317,7 @@ def sample_tokens(
         if reason is None:
             found = fast.decode(
                 bare, asked.prompts, asked.repeats, new, choose, u, ends=bool(eos), batch_size=batch_size,
-                cache_bytes=cache_bytes, fixed=fixed_shapes, used=used,
+                cache_bytes=cache_bytes, fixed=fixed_shapes, used=used, over=over,
             )  # fmt: skip
         else:
             if reason not in _told and sampling.sampler != "generate":
@@ -392,7 +393,7 @@ def sample(
         num_samples: completions per prompt G; rows of one prompt are contiguous in the result.
         greedy: the likeliest token instead of a sampled one.
         eos: tokens that end a completion, if not the model's and tokenizer's own.
-        how: batch_size, cache_bytes, fixed_shapes, used: see `sample_tokens`.
+        how: batch_size, cache_bytes, fixed_shapes, used, over: see `sample_tokens`.
 
     Returns:
         Rollout of B·G rows on the model's device; `rollout_logps` are log-probs of the taken tokens at the sampling

@@ -23,7 +23,7 @@ Right = Callable[
 ]  # f(prompts, completions, **columns): 1 (more than ½) where an answer is right
 
 # %% auto #0
-__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'label_steps', 'exact_value']
+__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps', 'exact_value']
 
 # %% ../../nbs/436_rollout_steps.ipynb #d8cdca8f
 class StepLabels(NamedTuple):
@@ -46,6 +46,85 @@ def stderr_of_share(count: float, n: int) -> float:
     """
     p = (count + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
+
+
+class Beginnings(NamedTuple):
+    """Answers taken apart, and the different beginnings they have."""
+
+    rows: list[dict[str, Any]]  # prompt, completions (steps)
+    columns: list[dict[str, Any]]  # what else is known of each row
+    tokens: list[dict[str, Any]]  # each row's prompt_ids, completion_ids, step_ends
+    places: list[
+        tuple[int, int]
+    ]  # of each different beginning: a row that has it, and its last token there; short ones first
+    of: list[list[int]]  # of each row: which beginnings its steps but the last end
+
+
+def find_beginnings(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, rule: StepRule = LINES, chat: bool | None = None
+) -> Beginnings:
+    """What of some answers stands before the end of each step, once where several answers begin alike.
+
+    Args:
+        rows, tokenizer, rule, chat: as in `label_steps`.
+
+    Raises:
+        DataError: a row without prompt or answer.
+    """
+    taken = [_in_steps(row, i, tokenizer, rule) for i, row in enumerate(rows)]
+    unknown = [{**row, "labels": [0] * len(row["completions"])} for row in taken]
+    tokens = tokenize_steps(unknown, tokenizer, rule, chat=chat, warn=False)
+    if len(tokens) != len(rows):
+        raise DataError(f"only {len(tokens)} of {len(rows)} answers have steps that can be continued.")
+    own = ("prompt", "completion", "completions", "labels", "stderr")
+    columns = [{k: v for k, v in row.items() if k not in own} for row in rows]
+    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    keys: list[list[tuple[Any, ...]]] = []
+    for i, row in enumerate(tokens):
+        asked = (*row["prompt_ids"], -1)  # no token has this number
+        ends = row["step_ends"][:-1]
+        keys.append([(*asked, *row["completion_ids"][: end + 1], repr(columns[i])) for end in ends])
+        for key, end in zip(keys[-1], ends):
+            found.setdefault(key, (i, end))
+    places = sorted(found.items(), key=lambda item: item[1][1])
+    number = {key: k for k, (key, _) in enumerate(places)}
+    return Beginnings(taken, columns, tokens, [place for _, place in places], [[number[k] for k in ks] for ks in keys])
+
+
+def count_right(
+    model: nn.Module, tokenizer: Any, begun: Beginnings, right: Right, *, n: int, sampling: SamplingConfig, seed: int = 0,
+    batch_size: int | None = None, chunk: int = 512,
+) -> tuple[list[int], int]:  # fmt: skip
+    """Continue each beginning n times.
+
+    Args:
+        begun: beginnings; the others as in `label_steps`.
+
+    Returns:
+        How many continuations of each beginning end right, and how many tokens were drawn.
+    """
+    stop, pad = eos_ids(unwrapped(model), tokenizer), pad_id(tokenizer)
+    counts: list[int] = []
+    drawn = 0
+    for start in range(0, len(begun.places), chunk):
+        part = begun.places[start : start + chunk]
+        heads = [begun.tokens[i]["completion_ids"][: end + 1] for i, end in part]
+        prompts = [[*begun.tokens[i]["prompt_ids"], *head] for (i, _), head in zip(part, heads)]
+        room = max(1, sampling.max_new_tokens - min(map(len, heads)))
+        shorter = sampling.model_copy(
+            update={"max_new_tokens": room, "min_new_tokens": min(room, sampling.min_new_tokens)}
+        )
+        ids, _, lens, _ = sample_tokens(
+            model, PromptBatch.from_lists(prompts, pad_id=pad), shorter, eos=stop, pad=pad, seed=seed, num_samples=n, batch_size=batch_size
+        )  # fmt: skip
+        drawn += int(host(lens).sum())
+        tails = [t[:m] for t, m in zip(host(ids).tolist(), host(lens).tolist())]
+        whole = [[*heads[j // n], *t][: sampling.max_new_tokens] for j, t in enumerate(tails)]
+        of = [part[j // n][0] for j in range(len(whole))]
+        texts = tokenizer.batch_decode(whole, skip_special_tokens=True)
+        marks = _judged(right, [begun.rows[i]["prompt"] for i in of], texts, [begun.columns[i] for i in of])
+        counts += [sum(marks[j : j + n]) for j in range(0, len(marks), n)]
+    return counts, drawn
 
 
 def label_steps(
@@ -79,70 +158,23 @@ def label_steps(
     if n < 1:
         raise ConfigError(f"n is {n}: a label by rollouts needs at least one continuation.")
     sampling = sampling or SamplingConfig()
-    taken = [_in_steps(row, i, tokenizer, rule) for i, row in enumerate(rows)]
-    known = tokenize_steps(
-        [{**r, "labels": [0] * len(r["completions"])} for r in taken], tokenizer, rule, chat=chat, warn=False
+    begun = find_beginnings(rows, tokenizer, rule, chat)
+    counts, drawn = count_right(
+        model, tokenizer, begun, right, n=n, sampling=sampling, seed=seed, batch_size=batch_size, chunk=chunk
     )
-    if len(known) != len(rows):
-        raise DataError(f"only {len(known)} of {len(rows)} answers have steps that can be continued.")
-    others = [
-        {k: v for k, v in r.items() if k not in ("prompt", "completion", "completions", "labels", "stderr")}
-        for r in rows
-    ]
-    begun: dict[tuple[Any, ...], tuple[int, int]] = {}  # beginning: row, end of its step
-    for i, row in enumerate(known):
-        for end in row["step_ends"][:-1]:
-            begun.setdefault((*row["prompt_ids"], -1, *row["completion_ids"][: end + 1], repr(others[i])), (i, end))
-    asked = sorted(begun.items(), key=lambda item: item[1][1])
-    counts: list[int] = []
-    drawn = 0
-    for start in range(0, len(asked), chunk):
-        part = [place for _, place in asked[start : start + chunk]]
-        heads = [known[i]["completion_ids"][: end + 1] for i, end in part]
-        batch = PromptBatch.from_lists(
-            [[*known[i]["prompt_ids"], *head] for (i, _), head in zip(part, heads)], pad_id=pad_id(tokenizer)
-        )
-        stop = eos_ids(unwrapped(model), tokenizer)
-        room = max(1, sampling.max_new_tokens - min(map(len, heads)))
-        shorter = sampling.model_copy(
-            update={"max_new_tokens": room, "min_new_tokens": min(room, sampling.min_new_tokens)}
-        )
-        ids, _, lens, _ = sample_tokens(
-            model, batch, shorter, eos=stop, pad=pad_id(tokenizer), seed=seed, num_samples=n, batch_size=batch_size
-        )
-        drawn += int(host(lens).sum())
-        tails = [t[:m] for t, m in zip(host(ids).tolist(), host(lens).tolist())]
-        whole = [[*heads[j // n], *t][: sampling.max_new_tokens] for j, t in enumerate(tails)]
-        of = [part[j // n][0] for j in range(len(whole))]
-        marks = _judged(
-            right,
-            [taken[i]["prompt"] for i in of],
-            tokenizer.batch_decode(whole, skip_special_tokens=True),
-            [others[i] for i in of],
-        )
-        counts += [sum(marks[j : j + n]) for j in range(0, len(marks), n)]
-    found = dict(zip((key for key, _ in asked), counts))
-    texts = tokenizer.batch_decode([r["completion_ids"] for r in known], skip_special_tokens=True)
-    done = _judged(right, [r["prompt"] for r in taken], texts, others)
+    ended = _judged(
+        right,
+        [row["prompt"] for row in begun.rows],
+        tokenizer.batch_decode([t["completion_ids"] for t in begun.tokens], skip_special_tokens=True),
+        begun.columns,
+    )
     out = []
-    for i, (row, own) in enumerate(zip(taken, known)):
-        keys = [
-            (*own["prompt_ids"], -1, *own["completion_ids"][: e + 1], repr(others[i])) for e in own["step_ends"][:-1]
-        ]
-        shares = [found[k] / n for k in keys] + [float(done[i])]
-        errors = [stderr_of_share(found[k], n) for k in keys] + [0.0]
-        labels: list[Any] = [s > 0 for s in shares] if hard else shares
-        out.append(
-            {
-                "prompt": row["prompt"],
-                "completions": row["completions"],
-                "labels": labels,
-                "stderr": errors,
-                **others[i],
-            }
-        )
-    steps = sum(len(r["step_ends"]) - 1 for r in known)
-    return StepLabels(out, len(asked), steps - len(asked), drawn)
+    for row, columns, own, end in zip(begun.rows, begun.columns, begun.of, ended):
+        shares = [counts[k] / n for k in own] + [float(end)]
+        errors = [stderr_of_share(counts[k], n) for k in own] + [0.0]
+        out.append({**row, "labels": [s > 0 for s in shares] if hard else shares, "stderr": errors, **columns})
+    steps = sum(map(len, begun.of))
+    return StepLabels(out, len(counts), steps - len(counts), drawn)
 
 
 def _in_steps(row: dict[str, Any], i: int, tok: Any, rule: StepRule) -> dict[str, Any]:

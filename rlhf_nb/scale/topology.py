@@ -328,6 +328,8 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
     blocks = shape.layers * sum(a * b for a, b in shape.matrices)
     beside = shape.attention + 2 * shape.keys + (2 if shape.gated else 0) * shape.inner
     copies = 0.0 if blocks * width > 1 << 28 else width * (blocks if job.lora else shape.layers * shape.hidden * beside)
+    if job.device == "cuda" and job.format.cast and not job.lora:  # rounded once a rollout instead of once a token
+        copies = width * shape.total
     return {
         "cache": 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * width * at_once,
         "logits": 24.0 * at_once * shape.vocab,
@@ -582,7 +584,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
         terms += [
             Term("cache", "keys and values", need["cache"], size, ("sampling",)),
             Term("cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", ("sampling",)),
-            Term("policy", "side by side, to sample", need["copies"], "small models only", ("sampling",)),
+            Term("policy", "side by side, to sample", need["copies"], "small models, or rounded ones", ("sampling",)),
             Term("rollouts", "ids, log-probs, values", need["rollouts"], f"{rows} answers"),
         ]
     if split.overhead:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.attention import branches_pay, flex_mask, flex_works
-from ..fast.blocks import decode_states
+from ..fast.attention import Flat, branches_pay, flat_kernel
+from ..fast.blocks import decode_states, shape_of
 from ..fast.linear import half_copies
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
@@ -93,9 +93,9 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     )  # under autocast, too: attention stays in float32
     real = where_true(p.token_mask) if wanted is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
-    flat = None
-    if real is not None and not apart and flex_works() and not (on_cpu and torch.is_grad_enabled()):
-        flat = flex_mask(real // p.input_ids.shape[1], p.branch.flatten().index_select(0, real))
+    shape = shape_of(decoder)
+    kernel = None if real is None or apart else flat_kernel(shape)
+    flat = None if kernel is None else Flat(kernel, shape, p.branches)
     if real is not None and not apart and flat is None and len(real) > FULL * p.token_mask.numel():
         real = None
     branches = p.branches if apart else None

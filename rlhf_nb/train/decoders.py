@@ -64,7 +64,7 @@ def load_decoder(
         rewards = decoder_reward(config.reward, place.device, trust_remote_code)
     named = {"speculative": config.draft, "mixture": config.other, "contrastive": config.other}.get(config.kind)
     second = None
-    if named not in (None, "look-up"):
+    if named not in (None, "look-up", "reference"):
         where = ModelConfig(name_or_path=named, trust_remote_code=trust_remote_code)
         second = load_causal_lm(where, place, trainable=False)
     scorer = None
@@ -88,6 +88,6 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
     """
     if not decoder.keeps_policy and not imitates:
         raise ConfigError(
-            f"decoder={config}: {method} takes the gradient of what the policy itself says, and of these answers some were chosen, so the gradient would "
+            f"decoder={config}: {method} takes the gradient of what the policy itself says, and these answers were chosen, held to a form or cut, so the gradient would "
             "be another one. Use decoder=speculative or plain; raft and online-dpo learn from any answers."
         )

@@ -23,7 +23,7 @@ from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
 from .setup import Row, TextMethod, TextTrainer, toy_presets
-from ..types import Completions, LossSum, PromptBatch
+from ..types import Completions, LossSum, PromptBatch, host
 
 # %% auto #0
 __all__ = ['DistillConfig', 'TaughtBatch', 'Student', 'Distill', 'DistillTrainer']
@@ -180,7 +180,7 @@ class Distill(TextMethod):
                     seed=seed,
                     num_samples=1,
                 )
-            self.meter.generated += int(batch.completion_lens.sum())
+            self.meter.generated += int(host(batch.completion_lens).sum())
         return Completions(
             batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_lens, batch.completion_mask
         )
@@ -209,7 +209,7 @@ class Distill(TextMethod):
         """Answers, and what the teacher says to each of their tokens."""
         own = self.asks(step)
         out = self.taught(self.answers(self.only_prompts(batch) if own else batch, self.config.seed, step))
-        self._length = {"completions/mean_length": float(out.completion_lens.float().mean())}
+        self._length = {"completions/mean_length": float(host(out.completion_lens).float().mean())}
         if 0 < self.config.own_share < 1:
             self._length["distill/own_answers"] = float(own)
         return out

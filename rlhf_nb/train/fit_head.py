@@ -20,8 +20,8 @@ from ..scoring.head import text_config
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'Fit', 'fit_head', 'Fitted',
-           'fit_members', 'set_heads', 'read_fit', 'keep_fit']
+__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'answer_states', 'Fit',
+           'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
 
 # %% ../../nbs/614_train_fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -87,11 +87,25 @@ def cut_body(decoder: Any, layers: int) -> None:
 def difference_states(
     decoder: Any, rows: Sequence[dict[str, Any]], pooling: Pooling, every: bool, token_budget: int
 ) -> Tensor:
-    """float32[depths, n, H], states of the chosen answers less those of the rejected ones, each under the decoder's last norm.
+    """float32[depths, n, H], states of the chosen answers less those of the rejected ones; arguments as in `answer_states`.
+
+    Args:
+        rows: n tokenized pairs.
+    """
+    answers = [row["prompt_ids"] + row[side] for row in rows for side in ("chosen_ids", "rejected_ids")]
+    states = answer_states(decoder, answers, pooling, every, token_budget)
+    return states[:, 0::2] - states[:, 1::2]
+
+
+@torch.no_grad()
+def answer_states(
+    decoder: Any, answers: Sequence[list[int]], pooling: Pooling, every: bool, token_budget: int
+) -> Tensor:
+    """float32[depths, n, H], states of answers behind their prompts, under the decoder's last norm.
 
     Args:
         decoder: computes; it isn't changed.
-        rows: n tokenized pairs.
+        answers: n lists of tokens, prompt and answer.
         pooling: the state at the last token, or the mean over prompt and answer.
         every: one depth for each layer; False: the last one only.
         token_budget: tokens of one forward at most.
@@ -102,7 +116,6 @@ def difference_states(
             f"body_layers is auto, but {type(decoder).__name__} has no list of layers to choose from: leave it null."
         )
     device = next(decoder.parameters()).device
-    answers = [row["prompt_ids"] + row[side] for row in rows for side in ("chosen_ids", "rejected_ids")]
     order = sorted(range(len(answers)), key=lambda i: (len(answers[i]), i))
     found: list[Tensor | None] = [None] * len(answers)
     while order:
@@ -118,8 +131,7 @@ def difference_states(
             ids[k, : len(answers[i])], mask[k, : len(answers[i])] = torch.tensor(answers[i], device=device), 1
         for i, state in zip(batch, _pooled(decoder, ids, mask, pooling, parts if every else None), strict=True):
             found[i] = state
-    states = torch.stack([s for s in found if s is not None], 1)  # [depths, 2n, H]
-    return states[:, 0::2] - states[:, 1::2]
+    return torch.stack([s for s in found if s is not None], 1)
 
 
 def _pooled(decoder: Any, ids: Tensor, mask: Tensor, pooling: Pooling, parts: Any) -> Tensor:

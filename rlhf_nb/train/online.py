@@ -266,7 +266,7 @@ class OnlineMethod(TextMethod):
                     stacklevel=2,
                 )
         self.sampler: Sampler = make_sampler(config.sampling)
-        if config.decoder.kind != "plain":
+        if not config.decoder.is_plain:
             decoder = load_decoder(config.decoder, self.rewards, config.device, config.model.trust_remote_code)
             check_learnable(decoder, config.decoder, self.name, self.imitates)
             self.sampler = decoder

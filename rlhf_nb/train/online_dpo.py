@@ -17,7 +17,7 @@ from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
 from .setup import Row
-from ..types import LossSum, Rollout
+from ..types import LossSum, Rollout, where_true
 
 # %% auto #0
 __all__ = ['OnlineDPO', 'OnlineDPOTrainer']
@@ -69,8 +69,8 @@ class OnlineDPO(PairMethod):
         pick = torch.arange(0, len(micro), 2, device=sums.device)
         good, bad = pick + (sign < 0).long(), pick + (sign >= 0).long()
         pair = PairLogps(sums[good], sums[bad], ref[good], ref[bad], lens[good], lens[bad])
-        clear = sign != 0
-        pair = PairLogps(*(None if x is None else x[clear] for x in pair))  # type: ignore[arg-type]
+        clear = where_true(sign != 0)
+        pair = PairLogps(*(None if x is None else x.index_select(0, clear) for x in pair))  # type: ignore[arg-type]
         terms = {"preference": (preference_loss(pair, {cfg.loss: 1.0}, beta=cfg.beta), 1.0)}
         if cfg.xpo_alpha:
             theirs, n = sums[1::2], torch.tensor(len(micro) // 2)

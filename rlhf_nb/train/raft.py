@@ -14,7 +14,7 @@ from ..config import PathText, option
 from ..losses.sft import sft_loss
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from ..types import LossSum, Rollout
+from ..types import LossSum, Rollout, host
 
 # %% auto #0
 __all__ = ['RAFTConfig', 'RAFT', 'RAFTTrainer']
@@ -71,7 +71,7 @@ class RAFT(OnlineMethod):
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """The kept answers of all ranks in a seeded order; each rank takes its share of every piece."""
         cfg, world = self.config, self.engine.world_size
-        kept = (data.need("advantages") > 0).any(1).nonzero()[:, 0].cpu()
+        kept = host((data.need("advantages") > 0).any(1)).nonzero()[:, 0]
         rows = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed))]
         rows = rows[: len(rows) // world * world]
         rows = rows if len(rows) else torch.arange(world)  # nothing was best: an update of nothing

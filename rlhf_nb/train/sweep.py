@@ -33,8 +33,8 @@ from .stage import lasting, make_trainer, read_json, run_stage, write_json
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'device_for', 'serve', 'Swept', 'check_candidates', 'sweep',
-           'summary']
+__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'device_for', 'serve', 'nested', 'Swept',
+           'check_candidates', 'sweep', 'summary']
 
 # %% ../../nbs/694_train_sweep.ipynb #s6940014
 class _Pause(Callback):
@@ -250,7 +250,7 @@ def _do_all(jobs: Sequence[_Job], processes: int, folder: Path, told: Callable[[
 _OWN = {"seed": "every candidate meets the same seeds: say how many with --seeds", "output_dir": "the sweep gives each run a folder of its own"}  # fmt: skip
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as groups."""
     out: dict[str, Any] = {}
     for key, value in flat.items():
@@ -306,7 +306,7 @@ def _config_of(base: Any, candidate: Candidate, seed: int, folder: Path) -> Any:
         "console": False,
         "trackers": [],
     }
-    return base.replace(**base.in_our_words(_nested(candidate))).replace(**own)
+    return base.replace(**base.in_our_words(nested(candidate))).replace(**own)
 
 
 def check_candidates(base: Any, candidates: Sequence[Candidate]) -> None:

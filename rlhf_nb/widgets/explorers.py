@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, check_choice
-from ..decode.choose import best_of_bound
+from ..decode.choose import best_of_bound, best_of_n_mean
 from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms
 from ..losses.kto import kto
@@ -25,7 +25,7 @@ from .plots import Explorer, Knob, Picture, curve, plot
 # %% auto #0
 __all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum', 'TAILS',
            'best_of_n', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
-           'optimal_policy', 'optimum_picture', 'best_of_n_mean', 'best_of_n_picture', 'Explorers']
+           'optimal_policy', 'optimum_picture', 'best_of_n_picture', 'Explorers']
 
 # %% ../../nbs/840_widgets_explorers.ipynb #09c9335e
 def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
@@ -243,30 +243,6 @@ optimum = Explorer("The optimum under a KL price", _knobs, optimum_picture)
 
 # %% ../../nbs/840_widgets_explorers.ipynb #08af4006
 _POOL = 20_000
-
-
-def _log_choose(top: Tensor, k: int) -> Tensor:
-    """log of the number of subsets of k things."""
-    return torch.lgamma(top + 1) - math.lgamma(k + 1) - torch.lgamma(top - k + 1)
-
-
-def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
-    """Expected value of the best-scored of n, exactly over all subsets of the samples.
-
-    Args:
-        scores: [N], what the best is chosen by.
-        values: [N], what it is worth.
-        n: drawn without replacement, 1 to N.
-
-    Source: the estimator of Nakano et al., arXiv 2112.09332, appendix I: the i-th worst is the best of C(i − 1, n − 1) of the C(N, n) subsets.
-    """
-    size = len(scores)
-    if not 1 <= n <= size:
-        raise ConfigError(f"n: {n} must lie between 1 and the number of samples, {size}.")
-    rank = torch.arange(n, size + 1, dtype=torch.float64)
-    every = torch.tensor(float(size), dtype=torch.float64)
-    weight = (_log_choose(rank - 1, n - 1) - _log_choose(every, n)).exp()
-    return float((weight * values[scores.argsort()][n - 1 :]).sum())
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,313 @@
+"""The server: official client, exact answers, admission, cancellation, drain, and 60 hostile requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the official client isn't installed: pip install .[test]")
+pytest.importorskip("fastapi", reason="the extra `serve` isn't installed")
+httpx = pytest.importorskip("httpx", reason="the official client isn't installed: pip install .[test]")
+
+from rlhf_nb.config import ModelConfig, SamplingConfig  # noqa: E402
+from rlhf_nb.core import decide_precision  # noqa: E402
+from rlhf_nb.data import toy  # noqa: E402
+from rlhf_nb.data.templates import set_chat_template  # noqa: E402
+from rlhf_nb.feedback.traffic import TrafficLog, read_traffic  # noqa: E402
+from rlhf_nb.models.load import load_causal_lm, load_tokenizer  # noqa: E402
+from rlhf_nb.rollout.sampler import sample  # noqa: E402
+from rlhf_nb.serve.api import create_app  # noqa: E402
+from rlhf_nb.serve.door import bind, make_server  # noqa: E402
+from rlhf_nb.serve.gate import new_key  # noqa: E402
+from rlhf_nb.serve.settings import ServeConfig  # noqa: E402
+from rlhf_nb.serve.site import load_site  # noqa: E402
+from rlhf_nb.types import PromptBatch  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of the toy world with a chat template, as a folder."""
+    place = tmp_path_factory.mktemp("served") / "toy"
+    tokenizer = set_chat_template(toy.build_tokenizer())
+    toy.build_model(3, "tiny").save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place)
+
+
+class Running:
+    """A server of this process, on a free port."""
+
+    def __init__(self, traffic: TrafficLog | None = None, **settings: Any) -> None:
+        config = ServeConfig(**{"max_context": 128, "max_concurrent": 4, "port": 0, **settings})
+        self.site = load_site(config)
+        self.app = create_app(self.site, traffic=traffic)
+        self.desk = self.app.state.desk
+        self.socket = bind("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.server = make_server(self.app, config, lambda: setattr(self.desk.gate, "draining", True))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def client(self, key: str = "none") -> Any:
+        """The official client."""
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def free(self) -> bool:
+        """Whether every place is given back, soon."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if not (self.site.batcher.running or self.site.batcher.waiting or self.desk.gate.taken):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def stop(self) -> None:
+        """End it."""
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.site.batcher.stop()
+        assert not self.thread.is_alive() and not self.site.batcher.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[Running]:
+    """A server that most tests share."""
+    found = Running(models={"toy": folder}, header_seconds=1.0)
+    yield found
+    assert found.free(), "places were not given back"
+    found.stop()
+
+
+QUESTIONS = [f"Where do {a} {v}?" for a in ("otters", "owls", "foxes", "bears") for v in ("live", "sleep")]
+
+
+def offline(folder: str, asked: list[str], tokens: int, **how: Any) -> list[str]:
+    """What the offline sampler says to prompts."""
+    place = ModelConfig(name_or_path=folder)
+    tokenizer = load_tokenizer(place)
+    model = load_causal_lm(place, decide_precision("cpu"), tokenizer=tokenizer, trainable=False)
+    rows = [tokenizer("<bos>" + a, add_special_tokens=False)["input_ids"] for a in asked]
+    sampling = SamplingConfig(max_new_tokens=tokens, **{k: v for k, v in how.items() if k not in ("greedy", "seed")})
+    r = sample(
+        model,
+        PromptBatch.from_lists(rows),
+        sampling,
+        tokenizer=tokenizer,
+        seed=how.get("seed", 0),
+        greedy=how.get("greedy", False),
+    )
+    return list(r.texts)
+
+
+def test_sixteen_streams_say_what_offline_greedy_decoding_says(running: Running, folder: str) -> None:
+    prompts = [toy.PROMPT.format(question=q) for q in QUESTIONS] * 2
+    wanted = offline(folder, prompts, 24, greedy=True)
+    client = running.client()
+
+    def ask(prompt: str) -> str:
+        parts = client.completions.create(model="toy", prompt=prompt, max_tokens=24, temperature=0, stream=True)
+        return "".join(p.choices[0].text for p in parts)
+
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(ask, prompts))
+    assert got == wanted and len(set(got)) > 3 and running.free()
+
+
+def test_a_seed_gives_the_offline_samplers_answer(running: Running, folder: str) -> None:
+    prompt = toy.PROMPT.format(question=QUESTIONS[0])
+    got = running.client().completions.create(
+        model="toy", prompt=prompt, max_tokens=20, seed=11, top_p=0.8, temperature=0.7
+    )
+    assert [got.choices[0].text] == offline(folder, [prompt], 20, seed=11, top_p=0.8, temperature=0.7)
+
+
+def test_chat_streams_stops_and_counts(running: Running) -> None:
+    client = running.client()
+    asked: dict[str, Any] = {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "Where do otters live?"}],
+        "max_tokens": 20,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    said = whole.choices[0]
+    assert said.message.role == "assistant" and len(said.logprobs.content) == whole.usage.completion_tokens
+    assert all(
+        max(t.top_logprobs, key=lambda x: x.logprob).logprob == pytest.approx(t.logprob) for t in said.logprobs.content
+    )
+    parts = list(
+        client.chat.completions.create(**asked, stream=True, n=2, seed=1, stream_options={"include_usage": True})
+    )
+    for i in range(2):
+        assert "".join(c.delta.content or "" for p in parts for c in p.choices if c.index == i) == said.message.content
+    assert parts[-1].usage.completion_tokens == 2 * whole.usage.completion_tokens
+    text = said.message.content
+    stop = text[len(text) // 2 :][:3]
+    stopped = client.chat.completions.create(**asked, stop=[stop, "never said"]).choices[0]
+    assert (stopped.finish_reason, stopped.message.content) == ("stop", text.split(stop)[0])
+
+
+def test_who_goes_away_leaves_no_place_taken(running: Running) -> None:
+    stream = running.client().completions.create(
+        model="toy", prompt="otters", max_tokens=100, n=4, stream=True, temperature=1, seed=1
+    )
+    next(iter(stream))
+    stream.close()
+    assert running.free()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{running.address}/v1/completions",
+            json={"model": "toy", "prompt": "otters", "max_tokens": 100, "n": 4},
+            timeout=0.02,
+        )
+    assert running.free()
+
+
+def test_a_full_server_says_when_to_come_again(folder: str) -> None:
+    found = Running(models={"toy": folder}, max_concurrent=1, max_queue=1)
+    asked = {"model": "toy", "prompt": "otters", "max_tokens": 100, "temperature": 1}
+    with ThreadPoolExecutor(6) as pool:
+        done = list(
+            pool.map(
+                lambda i: httpx.post(f"{found.address}/v1/completions", json={**asked, "seed": i}, timeout=60), range(6)
+            )
+        )
+    full = [r for r in done if r.status_code == 429]
+    assert 1 <= len(full) <= 4 and all(
+        int(r.headers["Retry-After"]) >= 1 and r.json()["error"]["code"] == "server_busy" for r in full
+    )
+    assert sum(r.status_code == 200 for r in done) == 6 - len(full) and found.free()
+    found.stop()
+
+
+def test_keys_and_limits(folder: str, tmp_path: Path) -> None:
+    (ann, line), (bob, other) = new_key("ann"), new_key("bob")
+    (tmp_path / "keys").write_text(f"{line}\n{other}\n")
+    found = Running(models={"toy": folder}, keys=str(tmp_path / "keys"), requests_per_minute=2)
+    asked: dict[str, Any] = {"model": "toy", "prompt": "otters", "max_tokens": 2}
+    with pytest.raises(openai.AuthenticationError):
+        found.client("sk-guess").completions.create(**asked)
+    for _ in range(2):
+        found.client(ann).completions.create(**asked)
+    with pytest.raises(openai.RateLimitError, match="more than 2 requests a minute") as e:
+        found.client(ann).completions.create(**asked)
+    assert 1 <= int(e.value.response.headers["Retry-After"]) <= 30
+    found.client(bob).completions.create(**asked)  # another key's use is its own
+    found.stop()
+
+
+def test_what_takes_too_long_is_an_error_and_no_short_answer(running: Running) -> None:
+    asked: dict[str, Any] = {"model": "toy", "prompt": "otters", "max_tokens": 110, "n": 4, "temperature": 1, "seed": 1}
+    body = {"timeout": 0.001}
+    with pytest.raises(openai.APIStatusError, match="took too long"):
+        running.client().completions.create(**asked, extra_body=body)
+    with pytest.raises(openai.APIError, match="took too long"):
+        list(running.client().completions.create(**asked, stream=True, extra_body=body))
+    assert running.free()
+
+
+def test_told_to_end_it_finishes_what_it_says(folder: str) -> None:
+    found = Running(models={"toy": folder})
+    stream = iter(
+        found.client().completions.create(model="toy", prompt="otters", max_tokens=60, stream=True, temperature=0)
+    )
+    parts = [next(stream)]
+    found.server.handle_exit(15, None)
+    parts += list(stream)
+    assert parts[-1].choices[0].finish_reason in ("stop", "length") and found.desk.gate.draining
+    found.stop()
+    with pytest.raises(openai.APIConnectionError):
+        found.client().models.list()
+
+
+def test_adapters_share_a_base_and_users_stay_with_their_model(folder: str, tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+    for seed, name in enumerate(("kind", "rude")):
+        torch.manual_seed(seed)
+        net = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(folder),
+            LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False),
+        )
+        net.save_pretrained(tmp_path / name)
+        load_tokenizer(ModelConfig(name_or_path=folder)).save_pretrained(tmp_path / name)
+        made[name] = str(tmp_path / name)
+    log = TrafficLog(tmp_path / "traffic.jsonl", texts=True)
+    found = Running(
+        log,
+        models={"base": folder},
+        adapters=made,
+        split={"chat": {"kind": 0.5, "rude": 0.5}},
+        shadow={"base": {"rude": 1.0}},
+    )
+    client, prompt = found.client(), toy.PROMPT.format(question=QUESTIONS[0])
+    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
+
+    def ask(name: str, user: str = "u") -> str:
+        return str(client.completions.create(model=name, user=user, **asked).choices[0].text)
+
+    names = ["base", "kind", "rude"] * 3
+    with ThreadPoolExecutor(9) as pool:
+        got = list(pool.map(ask, names))
+    wanted = {n: offline(place, [prompt], 16, greedy=True)[0] for n, place in {"base": folder, **made}.items()}
+    assert got == [wanted[n] for n in names] and len(set(wanted.values())) == 3
+    each = {u: {ask("chat", u) for _ in range(3)} for u in map(str, range(8))}
+    assert all(len(texts) == 1 for texts in each.values()) and len(set.union(*each.values())) == 2
+    assert found.free()
+    time.sleep(0.2)
+    found.stop()
+    lines = list(read_traffic(log.path))
+    unseen = [x for x in lines if x.shadow]
+    assert (
+        {x.model for x in unseen} == {"rude"} and len(unseen) == 3 and all(x.answer == wanted["rude"] for x in unseen)
+    )
+    assert {x.id for x in unseen} == {x.id for x in lines if x.model == "base"}
+    assert len({x.version for x in lines}) == 3 and not any("127.0.0.1" in x.user for x in lines)
+
+
+def test_best_of_takes_what_the_reward_likes(folder: str) -> None:
+    found = Running(models={"toy": folder}, rewards={"toy": "gold"}, max_n=8, max_concurrent=8)
+    prompt = toy.PROMPT.format(question=QUESTIONS[0])
+    best = found.client().completions.create(
+        model="toy", prompt=prompt, max_tokens=12, temperature=1, seed=4, best_of=8, n=8
+    )
+    scores = toy.gold_reward([prompt] * 8, [c.text for c in best.choices])
+    assert scores == sorted(scores, reverse=True)
+    found.stop()
+
+
+def test_speculation_changes_no_answer(folder: str) -> None:
+    found = Running(models={"toy": folder}, ahead={"toy": 8})
+    prompts = [toy.PROMPT.format(question=q) * 2 for q in QUESTIONS[:3]]
+    got = [
+        found.client().completions.create(model="toy", prompt=p, max_tokens=40, temperature=0).choices[0].text
+        for p in prompts
+    ]
+    assert got == offline(folder, prompts, 40, greedy=True)
+    lane = found.site.batcher.lanes["toy"]
+    assert lane.tokens > lane.steps  # several tokens a pass
+    found.stop()
+
+
+def test_logs_hold_no_text_unless_asked(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = TrafficLog(tmp_path / "traffic.jsonl")
+    found = Running(log, models={"toy": folder})
+    with caplog.at_level("DEBUG"):
+        found.client().completions.create(model="toy", prompt="otters secretly", max_tokens=4, user="ann@example.org")
+    found.stop()
+    kept = log.path.read_text() + "\n".join(
+        r.getMessage() for r in caplog.records if r.name.startswith(("rlhf_nb", "uvicorn"))
+    )
+    assert "secretly" not in kept and "example.org" not in kept and '"tokens_prompt"' in kept
