@@ -17,7 +17,7 @@ from . import toy
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'END', 'LARGEST', 'NUMBERS', 'SLIP', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error',
+__all__ = ['Row', 'END', 'LARGEST', 'NUMBERS', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error',
            'right_result', 'right_way', 'speak', 'value_of_prefix', 'legs_prompts', 'legs_demonstrations', 'step_row',
            'legs_steps', 'legs_pairs', 'is_legs', 'build_tokenizer', 'build_model']
 
@@ -129,40 +129,42 @@ def right_way(prompts: Sequence[str], completions: Sequence[str], **columns: Any
 
 # %% ../../nbs/237_data_legs.ipynb #ee54e25a
 SLIP = 0.2  # how often a leg starts one off
+BY = (-1, 1)  # how far off, each alike
 
 
-def speak(prompt: str, rng: random.Random, slip: float = SLIP) -> str:
+def speak(prompt: str, rng: random.Random, slip: float = SLIP, by: Sequence[int] = BY) -> str:
     """An answer by the speaker.
 
     Args:
         prompt: a sum.
         rng: draws the slips.
-        slip: how often a leg starts one off; 0: never.
+        slip: how often a leg starts off; 0: never.
+        by: how far off it starts, each alike.
     """
     numbers = read_sum(prompt).numbers
     total, legs = numbers[0], list[str]()
     for number in numbers[1:]:
-        off = rng.choice((-1, 1)) if rng.random() < slip else 0
+        off = rng.choice(by) if rng.random() < slip else 0
         start = (total + off) % 10
         total = (start + number) % 10
         legs.append(f"{start}+{number}={total}")
     return END.join(legs)
 
 
-def value_of_prefix(prompt: str, legs: Sequence[str], slip: float = SLIP) -> float:
+def value_of_prefix(prompt: str, legs: Sequence[str], slip: float = SLIP, by: Sequence[int] = BY) -> float:
     """The probability that the speaker, who has written these legs, ends at the right result.
 
     Args:
         prompt: a sum.
         legs: that he wrote, the first of all legs in order; what he wrote last is where he goes on.
-        slip: as in `speak`.
+        slip, by: as in `speak`.
     """
     numbers = read_sum(prompt).numbers
     at = int(legs[-1].strip().rstrip(END).rpartition("=")[2]) if legs else numbers[0]
     away = (at - sum(numbers[: len(legs) + 1])) % 10
     chance = [float(i == away) for i in range(10)]
     for _ in numbers[len(legs) + 1 :]:
-        chance = [(1 - slip) * chance[i] + slip / 2 * (chance[i - 1] + chance[(i + 1) % 10]) for i in range(10)]
+        chance = [(1 - slip) * chance[i] + slip / len(by) * sum(chance[(i - d) % 10] for d in by) for i in range(10)]
     return chance[0]
 
 # %% ../../nbs/237_data_legs.ipynb #dccbed09
@@ -176,16 +178,16 @@ def legs_prompts(n: int, seed: int = 0, test: bool = False) -> list[Row]:
 
 
 def legs_demonstrations(
-    n: int, seed: int = 0, test: bool = False, slip: float = SLIP, size: int = NUMBERS
+    n: int, seed: int = 0, test: bool = False, slip: float = SLIP, size: int = NUMBERS, by: Sequence[int] = BY
 ) -> list[Row]:
     """Sums with an answer of the speaker as `completion`; each sum is asked again when all have been.
 
     Args:
         n, seed, test, size: as in `sums`.
-        slip: as in `speak`.
+        slip, by: as in `speak`.
     """
     rng, asked = random.Random(derive_seed("legs speaker", seed, str(test))), sums(n, seed, test, size)
-    return [{"prompt": s.text, "completion": speak(s.text, rng, slip)} for _, s in zip(range(n), cycle(asked))]
+    return [{"prompt": s.text, "completion": speak(s.text, rng, slip, by)} for _, s in zip(range(n), cycle(asked))]
 
 
 def step_row(prompt: str, answer: str, soft: bool = True, slip: float = SLIP) -> Row:
