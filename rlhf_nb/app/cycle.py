@@ -46,7 +46,7 @@ class CycleConfig(StrictConfig):
     judge_share: float = option(0.3, "of prompts, kept for the judge of the gate", gt=0, lt=1)
     most_votes: int | None = option(None, "of one user; null: three times the median user's, at least 20", ge=1)
     robust: bool = option(True, "limits, reliabilities, outliers left out; false: count heads")
-    scrub: bool = option(False, "replace personal data before training (needs rlhf_nb[pii])")
+    scrub: bool = option(False, "replace personal data before training (needs presidio-analyzer)")
     canary: float = option(
         0.0,
         "share of the traffic on which a version is tried before it is promoted; 0: promote what passes",

@@ -73,7 +73,7 @@ def presidio(language: str = "en", kinds: Sequence[str] = KINDS, least: float = 
         from presidio_analyzer.nlp_engine import SpacyNlpEngine
     except ImportError as e:
         raise ConfigError(
-            "scrubbing needs presidio-analyzer, which is not installed: pip install 'rlhf_nb[pii]'."
+            "scrubbing needs presidio-analyzer, which is not installed: pip install presidio-analyzer."
         ) from e
     models = sorted(m for m in spacy.util.get_installed_models() if m.startswith(f"{language}_"))
     engine = SpacyNlpEngine()

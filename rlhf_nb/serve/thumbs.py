@@ -122,7 +122,7 @@ def feedback_router(path: Any, user: Callable[[Any, str], str] = by_address, mos
         from starlette.responses import JSONResponse
     except ImportError as e:
         raise ConfigError(
-            "the feedback route needs fastapi, which is not installed: pip install 'rlhf_nb[serve]'."
+            "the feedback route needs fastapi, which is not installed: pip install fastapi."
         ) from e
     store, router = FeedbackStore(path), APIRouter()
 
