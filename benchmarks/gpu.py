@@ -40,7 +40,7 @@ from typing import Any
 import harness
 
 PARTS = {  # in order of their worth, with the seconds that each may take; few need them all
-    "correct": 85, "train": 110, "decode": 60, "switches": 70, "t4": 100, "larger": 55, "memory": 40, "resume": 35, "ranks": 25,
+    "correct": 85, "train": 110, "decode": 60, "switches": 60, "t4": 95, "larger": 55, "memory": 40, "resume": 35, "ranks": 45,
 }  # fmt: skip
 LUGGAGE_MB = 60
 WHEELS = (  # what a machine with torch, transformers, peft and accelerate may lack; the last ones are for comparisons

@@ -486,7 +486,7 @@ def compared(job: Job, family: str, name: str) -> Row:
     slack = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
     slopes = [v for k, v in found.items() if "gradient" in k]
     inside = max(gaps) <= BOUNDS[dtype] and max(slopes) <= slack
-    return found | {"fast paths": model_says or "may be taken", "within bounds": inside}
+    return found | {"fast paths": model_says or "may be taken", "attention": kernel_of(dtype), "within bounds": inside}
 
 
 def sampled(job: Job, family: str, name: str) -> Row:
@@ -665,7 +665,7 @@ def part_switches(job: Job) -> Iterator[Row]:
     flex = {"RLHF_NB_ATTENTION": "flex" if job.device.type == "cuda" else "loop"}
     yield tried(
         job,
-        f"dpo {shape}, attention by flex_attention, in a process of its own",
+        f"dpo {shape}, attention by {flex['RLHF_NB_ATTENTION']}, in a process of its own",
         lambda: apart(job, flex, "dpo", shape, steps),
         most=60,
     )
@@ -682,13 +682,23 @@ def not_taken(kernel: str, dtype: torch.dtype) -> str:
     return "" if "" in said or kernel == "rows" else (said or ["it was never asked"])[-1]
 
 
+def kernel_of(dtype: torch.dtype) -> str:
+    """Which attention kernel was taken in this process for a number format, by what is asked for now; "rows" for none."""
+    from rlhf_nb.fast import attention
+
+    asked = attention.asked_attention()
+    taken = {name for (name, shape), why in attention._refused.items() if not why and shape.dtype == dtype}
+    return next((name for name in (attention.AUTO if asked == "auto" else (asked,)) if name in taken), "rows")
+
+
 def with_kernel(job: Job, method: str, shape: str, steps: int) -> Row:
     """A few steps, or why the attention kernel that is asked for isn't taken."""
     from rlhf_nb.core import decide_precision
 
     found, kernel = run_of(job, method, shape, steps), os.environ.get("RLHF_NB_ATTENTION", "rows")
-    why = not_taken(kernel, decide_precision(job.device, job.precision).compute_dtype)
-    return {"reason": why} if why else found
+    dtype = decide_precision(job.device, job.precision).compute_dtype
+    why = not_taken(kernel, dtype)
+    return {"reason": why} if why else {"attention": kernel_of(dtype)} | found
 
 
 def apart(job: Job, env: dict[str, str], method: str, shape: str, steps: int) -> Row:
@@ -861,7 +871,7 @@ def decoded(job: Job, model: Any, rows: int, speed: float, graphs: bool = True, 
 
     def seconds(tokens: int) -> float:
         how = SamplingConfig(max_new_tokens=tokens)
-        return timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0, fixed_shapes=fixed), most=2.0)
+        return timed(job, lambda: sample_tokens(model, batch, how, eos=[], pad=0, seed=0, fixed_shapes=fixed), most=1.0)
 
     with switched(RLHF_NB_CUDA_GRAPHS="1" if graphs else "0"):
         each = (seconds(new) - seconds(1)) / (new - 1)
@@ -1232,9 +1242,11 @@ def ranks_agree(job: Job, backend: str, world: int) -> Row:
         ]
         until = time.monotonic() + max(5.0, min(30.0, job.left - 2))
         codes = [ended(r, until - time.monotonic()) for r in ranks]
+        if None in codes:
+            return {"reason": f"{backend}: the ranks did not meet within their time"}
         if any(code != 0 for code in codes):
             said = [x for r in range(world) for x in Path(f"{folder}/log-{r}").read_text(errors="replace").splitlines()]
-            lines = [x for x in said if "Error" in x or "error" in x] or ["the ranks did not meet within their time"]
+            lines = [x for x in said if "Error" in x or "error" in x] or ["ended early"]
             return {"reason": f"{backend}: {lines[-1].strip()[:300]}"}
         return {"ranks": world, "gradient off by": json.loads(Path(f"{folder}/gap.json").read_text())}
 

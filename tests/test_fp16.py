@@ -79,6 +79,21 @@ def test_an_overflow_skips_the_update_and_nothing_else(tmp_path: Path) -> None:
     assert any(not torch.equal(w, before[n]) for n, w in weights(run).items())
 
 
+def test_loss_scaling_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether gradients are finite is read from their norm, which is wanted on the host anyway; AdamW's fused kernel never asked."""
+    run = trainer("sft", tmp_path / "run", optimizer={"name": "sgd", "lr": 1e-3, "schedule": "constant"})
+    run.start()
+    run.train_step()
+    run.engine.scaler.update(1024.0)  # small enough that nothing overflows
+    asked: list[Tensor] = []
+    own = Tensor.item
+    monkeypatch.setattr(Tensor, "item", lambda x: asked.append(x) or own(x))
+    event = run.train_step()
+    monkeypatch.undo()
+    run.lock.release()
+    assert event["updates"] == 1 and not asked
+
+
 def test_a_loss_that_is_not_a_number_is_no_overflow(tmp_path: Path) -> None:
     from rlhf_nb.core import RunError
 

@@ -43,10 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Running:
     """A server of this process, on a free port."""
 
-    def __init__(self, traffic: TrafficLog | None = None, **settings: Any) -> None:
+    def __init__(self, traffic: TrafficLog | None = None, routers: Any = (), **settings: Any) -> None:
         config = ServeConfig(**{"max_context": 128, "max_concurrent": 4, "port": 0, **settings})
         self.site = load_site(config)
-        self.app = create_app(self.site, traffic=traffic)
+        self.app = create_app(self.site, routers, traffic)
         self.desk = self.app.state.desk
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
@@ -311,3 +311,42 @@ def test_logs_hold_no_text_unless_asked(folder: str, tmp_path: Path, caplog: pyt
         r.getMessage() for r in caplog.records if r.name.startswith(("rlhf_nb", "uvicorn"))
     )
     assert "secretly" not in kept and "example.org" not in kept and '"tokens_prompt"' in kept
+
+
+def test_the_page_runs_nothing_but_its_own_script(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("rlhf_nb.serve.page")
+    from rlhf_nb.app.serve import _routers
+
+    config = {"models": {"toy": folder}, "page": True}
+    found = Running(routers=_routers(ServeConfig(**config)), **config)
+    shown = httpx.get(found.address)
+    assert (
+        shown.status_code == 200
+        and "<textarea" in shown.text
+        and "unsafe" not in shown.headers["content-security-policy"]
+    )
+    assert "default-src 'none'" in shown.headers["content-security-policy"] and "data-feedback" not in shown.text
+    assert httpx.get(found.address, headers={"host": "evil.example"}).status_code == 421
+    found.stop()
+
+
+def test_feedback_goes_through_the_gate(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("rlhf_nb.serve.thumbs", reason="this version takes no feedback")
+    from rlhf_nb.app.serve import _routers
+
+    key, line = new_key("ann")
+    (tmp_path / "keys").write_text(line)
+    config = {"models": {"toy": folder}, "keys": str(tmp_path / "keys"), "feedback": str(tmp_path / "said.jsonl")}
+    found = Running(routers=_routers(ServeConfig(**config)), **config)
+    said = {"rating": "up", "version": "v", "model": "toy"}
+    assert httpx.post(f"{found.address}/v1/feedback", json=said).status_code == 401
+    mine = {"authorization": f"Bearer {key}"}
+    assert (
+        httpx.post(
+            f"{found.address}/v1/feedback", content=b"{}", headers={**mine, "content-type": "text/plain"}
+        ).status_code
+        == 415
+    )
+    assert httpx.post(f"{found.address}/v1/feedback", json=said, headers=mine).status_code == 201
+    found.stop()
+    assert (tmp_path / "said.jsonl").read_text().count('"up"') == 1

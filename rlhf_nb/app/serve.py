@@ -3,6 +3,7 @@
 # %% ../../nbs/932_app_serve.ipynb #5e932004
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Sequence
@@ -121,7 +122,26 @@ def serve(config: ServeConfig) -> None:
 
 def _routers(config: ServeConfig) -> list[Any]:
     """What is added to the application."""
-    return []
+    from rlhf_nb.serve.page import page_router
+
+    out: list[Any] = [page_router] if config.page else []
+    if config.feedback is not None:
+        try:
+            make = importlib.import_module("rlhf_nb.serve.thumbs").feedback_router
+        except ImportError as e:
+            raise ConfigError(
+                f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install rlhf_nb anew."
+            ) from e
+
+        def thumbs(desk: Any) -> Any:
+            def user(request: Any, named: str) -> str:
+                address = request.client.host if request.client else ""
+                return f"{desk.gate.who(request.headers.get('authorization'), address)}/{named}"
+
+            return make(config.feedback, user, min(config.max_body, 1 << 17))
+
+        out.append(thumbs)
+    return out
 
 
 def _traffic(config: ServeConfig) -> Any:
@@ -154,6 +174,10 @@ def serve_command(
     ),
     split: list[str] = _Split,
     shadow: list[str] = _Shadow,
+    page: bool = typer.Option(False, "--page", help="a chat page at /"),
+    feedback: str = typer.Option(
+        None, metavar="FILE", help="what users say of answers, at /v1/feedback and on the page"
+    ),
     traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
     log_text: bool = typer.Option(False, "--log-text", help="its texts, too"),
     more: list[str] = _Set,
@@ -172,7 +196,7 @@ def serve_command(
         logging.getLogger("rlhf_nb.serve").setLevel("INFO")
         settings = read_settings(
             config, [*(models or []), *(model or [])], more, adapters=_named(adapter, "--adapter"), host=host, port=port, keys=keys,
-            split=_shares(split, "--split"), shadow=_shares(shadow, "--shadow"), traffic=traffic, log_text=log_text,
+            split=_shares(split, "--split"), shadow=_shares(shadow, "--shadow"), traffic=traffic, log_text=log_text, page=page, feedback=feedback,
         )  # fmt: skip
         if not settings.models:
             raise ConfigError(

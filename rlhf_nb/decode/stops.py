@@ -58,10 +58,10 @@ def _after_json(text: str) -> int | None:
 
 
 def _after_sentences(text: str, n: int) -> int | None:
-    """Where the n-th sentence ends: . ! ? and the quotes and brackets behind it, before a blank; pieces without a word don't count."""
+    """Where the n-th sentence ends: . ! ? and the quotes and brackets behind it, before a blank; pieces without a letter (1.) don't count."""
     begin = 0
     for match in _SENTENCE.finditer(text):
-        n -= any(c.isalnum() for c in text[begin : match.start()])
+        n -= any(c.isalpha() for c in text[begin : match.start()])
         begin = int(match.end())
         if n == 0:
             return begin
@@ -163,7 +163,7 @@ def parse_stops(said: str | Sequence[str]) -> Stops:
             if colon and rest.isdecimal() and kind.isalpha() and kind != "text":
                 hint = did_you_mean(kind, _KINDS, f"There are: {', '.join(_KINDS)}.")
                 raise ConfigError(
-                    f"there is no stop rule {kind!r}. {hint} To stop at these very characters: text:{word}"
+                    f"there is no stop rule {kind!r}. {hint} And text:{word} stops at these very characters."
                 )
             text = (rest if kind == "text" and colon else word).replace("\\n", "\n")
             if not text:

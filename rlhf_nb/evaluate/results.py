@@ -140,6 +140,38 @@ def _estimate(values: Sequence[Any], clusters: Sequence[str], level: float) -> E
     return (share_interval if known.min() >= 0 and known.max() <= 1 else mean_interval)(x, clusters, level)
 
 
+def _of_several(lines: Sequence[Mapping[str, Any]], samples: int, level: float, seed: int) -> dict[str, Estimate]:
+    """pass@k of answers that are right or wrong, and where votes can be counted the majority's; {} of others."""
+    scored = [line["scores"].get("score") for line in lines]
+    if samples < 2 or all(v is None for v in scored) or not all(v is None or v in (0.0, 1.0) for v in scored):
+        return {}
+    ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, samples) if k <= samples})
+    out = {f"pass@{k}": pass_interval([math.nan if v is None else v for v in scored], samples, k, level) for k in ks}
+    if all("wanted" in line["scores"] for line in lines):
+        said = [line["scores"].get("read") for line in lines]
+        wanted = [lines[i]["scores"]["wanted"] for i in range(0, len(lines), samples)]
+        odd = samples if samples % 2 else samples - 1
+        out[f"majority@{odd}"] = majority_interval(said, wanted, samples, odd, level, seed)
+    return out
+
+
+def _row_results(
+    suite: Suite, scored: Sequence[Any], lengths: Sequence[float | None], slices: Sequence[str] | None, samples: int
+) -> list[RowResult]:
+    """One for each prompt, means over its samples."""
+    rows = []
+    for i, row in enumerate(suite.rows):
+        own = slice(i * samples, (i + 1) * samples)
+        known, long = [v for v in scored[own] if v is not None], [x for x in lengths[own] if x is not None]
+        rows.append(
+            RowResult(
+                id=row["id"], score=sum(known) / len(known) if known else None, length=sum(long) / len(long) if long else None,
+                slice=None if slices is None else str(slices[i]), samples=[None if v is None else float(v) for v in scored[own]],
+            )
+        )  # fmt: skip
+    return rows
+
+
 def sum_up(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
@@ -165,16 +197,7 @@ def sum_up(
         if silent and name == "score":
             notes.append(f"{silent} of {len(values)} answers have no score and don't count.")
     scored = columns.get("score", [])
-    if samples > 1 and "score" in metrics and all(v is None or v in (0.0, 1.0) for v in scored):
-        ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, samples) if k <= samples})
-        metrics |= {
-            f"pass@{k}": pass_interval([math.nan if v is None else v for v in scored], samples, k, level) for k in ks
-        }
-        if all("wanted" in line["scores"] for line in lines):
-            said = [line["scores"].get("read") for line in lines]
-            wanted = [lines[i]["scores"]["wanted"] for i in range(0, len(lines), samples)]
-            odd = samples if samples % 2 else samples - 1
-            metrics[f"majority@{odd}"] = majority_interval(said, wanted, samples, odd, level, seed)
+    metrics |= _of_several(lines, samples, level, seed)
     if "said" in columns:
         found_calibration = calibration(columns.pop("said"), columns["score"], level=level, seed=seed)
         metrics.pop("said")
@@ -198,19 +221,7 @@ def sum_up(
     if slices is not None and "score" in metrics:
         each = [s for s in slices for _ in range(samples)]
         parts = by_slice([math.nan if v is None else v for v in scored], each, ids, level)
-    rows = []
-    for i, row in enumerate(suite.rows):
-        mine = scored[i * samples : (i + 1) * samples]
-        known, long = (
-            [v for v in mine if v is not None],
-            [x for x in lengths[i * samples : (i + 1) * samples] if x is not None],
-        )
-        rows.append(
-            RowResult(
-                id=row["id"], score=sum(known) / len(known) if known else None, length=sum(long) / len(long) if long else None,
-                slice=None if slices is None else str(slices[i]), samples=[None if v is None else float(v) for v in mine],
-            )
-        )  # fmt: skip
+    rows = _row_results(suite, scored, lengths, slices, samples)
     return Results(
         model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes, rows=rows,
         cost=Paid.of([line["cost"] for line in lines if "cost" in line]),

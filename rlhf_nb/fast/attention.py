@@ -178,7 +178,7 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
     """
     asking: list[int] = []
     asked: list[int] = []
-    read: list[Tensor] = []
+    read: list[tuple[int, int]] = []
     start = 0
     for prompt, *answers in branches:
         at = start
@@ -186,12 +186,13 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
             if n == 0:
                 continue
             stem = prompt if i else 0
-            asking, asked = [*asking, n], [*asked, stem + n]
-            read += [torch.arange(a, b, device="cpu") for a, b in ((start, start + stem), (at, at + n))]
+            asking.append(n)
+            asked.append(stem + n)
+            read += [(start, start + stem), (at, at + n)]
             at += n
         start = at
     begins = [torch.tensor([0, *x], device="cpu").cumsum(0).int() for x in (asking, asked)]
-    shared = [torch.cat(read)] if sum(asked) > sum(asking) else []
+    shared = [torch.cat([torch.arange(a, b, device="cpu") for a, b in read])] if sum(asked) > sum(asking) else []
     queries, keys, *rest = sent_together([*begins, *shared], device)
     return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(asked, default=0)))
 

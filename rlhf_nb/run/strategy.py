@@ -354,7 +354,7 @@ class Strategy:
         self.overflow = not applied and sound and self.scaler is not None and self.scaler.get_scale() > 1
         if applied:
             clip_by(grads, norm, self.clip)
-            _ = self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
+            self.optimizer.step()  # `scaler.step` would ask the device once more whether gradients are finite, which the norm has said
         elif not self.overflow:
             self.problem = nonfinite_parameter(self.module)
         if self.scaler:
