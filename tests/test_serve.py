@@ -313,6 +313,25 @@ def test_logs_hold_no_text_unless_asked(folder: str, tmp_path: Path, caplog: pyt
     assert "secretly" not in kept and "example.org" not in kept and '"tokens_prompt"' in kept
 
 
+def test_connections_beyond_the_bound_keep_nobody_out_who_is_in(folder: str) -> None:
+    import socket
+
+    server = Running(models={"toy": folder}, max_connections=3)
+    try:
+        crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(5)]
+        time.sleep(0.2)
+        for s in crowd:
+            s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        said = [s.recv(100).split(b" ")[1:2] for s in crowd]  # [] where it was shown out before it spoke
+        assert said[:3] == [[b"200"]] * 3 and all(x in ([b"503"], []) for x in said[3:]), said
+        for s in crowd:
+            s.close()
+        time.sleep(0.2)
+        assert httpx.get(f"{server.address}/health").status_code == 200
+    finally:
+        server.stop()
+
+
 def test_the_page_runs_nothing_but_its_own_script(folder: str, tmp_path: Path) -> None:
     pytest.importorskip("rlhf_nb.serve.page")
     from rlhf_nb.app.serve import _routers

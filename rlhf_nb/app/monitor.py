@@ -43,8 +43,8 @@ from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
-__all__ = ['ALERT', 'Sources', 'rewards_of', 'features_of', 'make_monitor', 'rows_of', 'show', 'as_json', 'as_prometheus',
-           'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
+__all__ = ['ALERT', 'Sources', 'rewards_of', 'features_of', 'make_monitor', 'rows_of', 'standing', 'show', 'as_json',
+           'as_prometheus', 'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
 
 # %% ../../nbs/935_app_monitor.ipynb #b21a8f35
 class Sources:
@@ -53,11 +53,12 @@ class Sources:
     Args:
         log: of the server (`traffic=FILE`).
         feedback: file or folder of a feedback store; None: there is none.
+        patience: see `LogReader`.
     """
 
-    def __init__(self, log: Path, feedback: Path | None = None) -> None:
-        self.log = LogReader(log)
-        self.said = LogReader(FeedbackStore(feedback).path) if feedback is not None else None
+    def __init__(self, log: Path, feedback: Path | None = None, patience: int = 0) -> None:
+        self.log = LogReader(log, patience)
+        self.said = LogReader(FeedbackStore(feedback).path, patience) if feedback is not None else None
         self.lines = self.left_out = 0
 
     def new(self, now: float) -> Iterator[Request]:
@@ -165,10 +166,21 @@ def rows_of(found: Findings) -> list[dict[str, str]]:
     """The table: a row for each measure, a column for each version."""
     names = list(dict.fromkeys(n for r in found.reports for n in r.numbers))
     head = {r.version: f"{r.model} {r.version}".strip() if r.model != r.version else r.version for r in found.reports}
-    rows = [
-        {"": "requests"} | {head[r.version]: f"{r.counted:,} counted, {r.requests:,} in the log" for r in found.reports}
-    ]
+    rows = [{"": "requests that count"} | {head[r.version]: f"{r.counted:,} of {r.requests:,}" for r in found.reports}]
     return rows + [{"": _UNITS.get(n, n)} | {head[r.version]: _shown(r, n) for r in found.reports} for n in names]
+
+
+def standing(found: Findings) -> list[str]:
+    """One line for all alerts of the same measure of the same version: the newest, and since when."""
+    groups = dict[tuple[str, str], list[str]]()
+    first = dict[tuple[str, str], float]()
+    for a in sorted(found.alerts):
+        groups.setdefault((a.version, a.what), []).append(a.text)
+        first.setdefault((a.version, a.what), a.time)
+    return [
+        texts[-1] + (f"; {len(texts)} looks since {clock_time(first[key])}" if len(texts) > 1 else "")
+        for key, texts in groups.items()
+    ]
 
 
 def show(found: Findings, config: MonitorConfig, note: str, console: Console) -> None:
@@ -191,9 +203,9 @@ def show(found: Findings, config: MonitorConfig, note: str, console: Console) ->
     for r in found.reports:
         if r.state:
             tell(f"{r.version}: {r.state}.", err=False)
-    for a in found.alerts:
-        tell(f"ALERT {a.text}", err=False)
-    if found.reports and not found.alerts:
+    for text in standing(found):
+        tell(f"ALERT {text}", err=False)
+    if not found.alerts and any("can't be judged" not in r.state for r in found.reports):
         tell(
             f"No alert. False alarms: at most one in {config.false_alarm_days:g} days for each version, on average.",
             err=False,
@@ -294,7 +306,7 @@ def monitor_command(
         for path in filter(None, (log, feedback)):
             if once or path.parent != log.parent:
                 check_there(path)
-        monitor, sources = make_monitor(settings, time.time()), Sources(log, feedback)
+        monitor, sources = make_monitor(settings, time.time()), Sources(log, feedback, patience=0 if once else 2)
         if not log.exists():
             tell(f"Waiting for {log}: the server makes it with its first answer. Ctrl-C ends.")
         outputs: list[tuple[Path, Callable[[Findings], str]]] = []

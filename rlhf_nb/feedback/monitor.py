@@ -27,9 +27,9 @@ Score = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[float | N
 Features = Callable[[Sequence[str]], NDArray[np.float64]]
 
 # %% auto #0
-__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'TEXTS', 'MonitorConfig', 'check_bounds', 'Alert', 'Base',
-           'Look', 'Gatherer', 'Judge', 'clock_time', 'Version', 'Report', 'Monitor', 'report_of', 'bounds_crossed',
-           'Findings', 'findings']
+__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'TEXTS', 'MonitorConfig', 'check_bounds', 'Alert',
+           'Base', 'Look', 'Gatherer', 'Judge', 'clock_time', 'Version', 'Report', 'Monitor', 'report_of',
+           'bounds_crossed', 'Findings', 'findings']
 
 # %% ../../nbs/878_feedback_monitor.ipynb #9fef74c9
 def _of_answer(of: Callable[[str], float]) -> Callable[[Request], float]:
@@ -47,6 +47,7 @@ MEASURES: dict[str, Callable[[Request], float]] = {
     "seconds": lambda r: r.seconds,
     "satisfaction": lambda r: r.satisfied,
 }
+SHARES = ("refusals", "repetition", "cancelled", "errors", "satisfaction")  # between 0 and 1
 TEXTS: dict[str, Callable[[Request], str | None]] = {"prompts": lambda r: r.prompt, "answers": lambda r: r.answer}
 
 
@@ -376,13 +377,7 @@ class Monitor:
         is_log = not math.isnan(self.reference[0].time)  # training data has answers, but no seconds
         return given, given if is_log and self.config.baseline is None else own
 
-# %% ../../nbs/878_feedback_monitor.ipynb #8c195bed
-def _spread(values: NDArray[np.float64], users: Sequence[str]) -> Estimate:
-    """A mean and its interval over users."""
-    known = values[~np.isnan(values)]
-    return (share_interval if known.min() >= 0 and known.max() <= 1 else mean_interval)(values, users)
-
-
+# %% ../../nbs/878_feedback_monitor.ipynb #95cf708b
 def report_of(monitor: Monitor, version: Version, now: float) -> Report:
     """What a version did in the last hours.
 
@@ -398,7 +393,7 @@ def report_of(monitor: Monitor, version: Version, now: float) -> Report:
     for name in monitor.judge.names if rows else ():
         values = np.concatenate([monitor.judge.values(s.rows, name) for s in samples])
         if not np.isnan(values).all():
-            numbers[name] = _spread(values, users)
+            numbers[name] = (share_interval if name in SHARES else mean_interval)(values, users)
             p95[name] = float(np.nanquantile(values, 0.95))
     counted = sum(math.isnan(r.satisfied) for r in rows)
     return Report(

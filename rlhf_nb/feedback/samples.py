@@ -47,7 +47,9 @@ def _text(said: Any) -> str | None:
     if isinstance(said, list):
         said = next((m for m in reversed(said) if isinstance(m, Mapping) and m.get("role", "user") != "system"), None)
     try:
-        return None if said is None else completion_text(said)
+        return (
+            None if said is None else completion_text(said).strip()
+        )  # training data often begins answers with a space
     except Exception:  # whatever a log holds in its place
         return None
 
@@ -105,10 +107,12 @@ class LogReader:
 
     Args:
         path: of a file that need not exist yet; earlier parts beside it are read first.
+        patience: readings for which zero bytes are waited for (a network file system that has the size but not yet the data).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: int = 0) -> None:
         self.path, self._tail, self._old = path, Tail(path), rotated(path)
+        self._tail.PATIENCE = patience
         self.damaged = 0  # lines that were no JSON object
         self.gone = 0  # times that the end of an earlier part could not be found
 

@@ -33,8 +33,16 @@ def uvicorn() -> Any:
 __all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'bind', 'make_server']
 
 # %% ../../nbs/889_serve_door.ipynb #5e889006
-def patient_protocol(seconds: float) -> Any:
-    """uvicorn's HTTP/1.1, which closes a connection whose request's head takes longer than so many seconds."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def patient_protocol(seconds: float, most: int = 512) -> Any:
+    """uvicorn's HTTP/1.1 with bounds that one client can't turn against the others.
+
+    Args:
+        seconds: that a request's head may take; then its connection is closed.
+        most: connections that are served. Later ones get 503, and beyond twice as many nothing; those before are not touched.
+    """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -42,12 +50,20 @@ def patient_protocol(seconds: float) -> Any:
         """One connection."""
 
         timer: Any = None
+        full = False  # it came when all places were taken
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.full = len(self.connections) > most
+            if len(self.connections) > 2 * most:
+                transport.close()
             self._watch()
 
         def data_received(self, data: bytes) -> None:
+            if self.full:
+                self.transport.write(_FULL)
+                self.transport.close()
+                return
             super().data_received(data)
             self._watch()
 
@@ -59,7 +75,7 @@ def patient_protocol(seconds: float) -> Any:
             if self.conn.their_state is not h11.IDLE:
                 self._forget()
             elif self.timer is None:
-                self.timer = self.loop.call_later(seconds, self._too_late)
+                self.timer = self.loop.call_later(min(seconds, 1.0) if self.full else seconds, self._too_late)
 
         def _forget(self) -> None:
             if self.timer is not None:
@@ -174,8 +190,8 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
 
     return Door(
         package.Config(
-            Reading(app, config.timeout), http=patient_protocol(config.header_seconds), ws="none", lifespan="off", access_log=False, log_config=None,
-            log_level="warning", server_header=False, limit_concurrency=config.max_connections, timeout_keep_alive=5,
+            Reading(app, config.timeout), http=patient_protocol(config.header_seconds, config.max_connections), ws="none", lifespan="off", access_log=False, log_config=None,
+            log_level="warning", server_header=False, timeout_keep_alive=5,
             timeout_graceful_shutdown=math.ceil(config.drain), h11_max_incomplete_event_size=16384, proxy_headers=False,
         )
     )  # fmt: skip
