@@ -121,9 +121,7 @@ def feedback_router(path: Any, user: Callable[[Any, str], str] = by_address, mos
         from starlette.requests import Request
         from starlette.responses import JSONResponse
     except ImportError as e:
-        raise ConfigError(
-            "the feedback route needs fastapi, which is not installed: pip install fastapi."
-        ) from e
+        raise ConfigError("the feedback route needs fastapi, which is not installed: pip install fastapi.") from e
     store, router = FeedbackStore(path), APIRouter()
 
     async def feedback(request: Any) -> Any:
