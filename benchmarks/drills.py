@@ -349,10 +349,9 @@ def drill_poison(model: str, given: argparse.Namespace) -> Seen:
     """One user in five judgements chooses the worse answer, always."""
     import random
 
+    from rlhf_nb.data import toy
     from rlhf_nb.feedback.annotators import aggregate
     from rlhf_nb.feedback.people import simulate
-
-    from rlhf_nb.data import toy
     from rlhf_nb.feedback.store import FeedbackStore
     from rlhf_nb.widgets.labels import Pair
 

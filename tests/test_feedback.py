@@ -89,3 +89,47 @@ def test_the_check_of_kills_can_fail(tmp_path: Path) -> None:
     path.write_bytes(line[:-2])
     assert kept.id not in {x.id for x in FeedbackStore(path).all()}
     assert json.loads(line)["id"] == kept.id
+
+
+def test_presidio_finds_and_replaces(tmp_path: Path) -> None:
+    pytest.importorskip("presidio_analyzer", reason="the extra pii is not installed")
+    from rlhf_nb.feedback.scrub import Scrubber, presidio
+
+    clean = Scrubber(presidio()[0])
+    text = "Mail john.smith@example.org or call +1 415 555 0132, card 4111 1111 1111 1111, from 192.168.1.20."
+    assert clean.text(text) == "Mail <EMAIL_ADDRESS> or call <PHONE_NUMBER>, card <CREDIT_CARD>, from <IP_ADDRESS>."
+    assert clean.text("Owls live in the forest and eat 3 mice.") == "Owls live in the forest and eat 3 mice."
+
+
+def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:
+    """A model that was trained on an export is found by the file's contents, after the file was moved."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.feedback.annotators import aggregate
+    from rlhf_nb.feedback.governance import export_rows, models_that_saw
+    from rlhf_nb.feedback.people import simulate
+    from rlhf_nb.train.dpo import DPOConfig
+    from rlhf_nb.train.stage import run_stage
+    from rlhf_nb.widgets.labels import make_pairs
+
+    store = FeedbackStore(tmp_path / "feedback.jsonl")
+    prompts = [row["prompt"] for row in toy.train_prompts(12)]
+    speakers = {
+        name: [toy.speak(p, name, random.Random(i)) for i, p in enumerate(prompts)] for name in ("kind", "rude")
+    }
+    for who, x in simulate(make_pairs(prompts, speakers), users=2, poison=0.0):
+        store.add(who, x)
+    said = store.standing()
+    made = export_rows(store, aggregate(said).pairs, said, tmp_path / "pairs.jsonl")
+    moved = made.path.rename(tmp_path / "moved.jsonl")
+    settings = {
+        "output_dir": str(tmp_path / "runs/dpo"),
+        "steps": 1,
+        "epochs": None,
+        "mini_batch_size": 4,
+        "console": False,
+        "device": "cpu",
+    }
+    run_stage(DPOConfig.preset("toy", data={"path": str(moved)}, model={"name_or_path": "toy"}, **settings))
+    (saw,) = models_that_saw(made.users[0], store, [tmp_path / "runs"])
+    assert saw.folder.name == "dpo" and saw.through == "pairs.jsonl"
+    assert models_that_saw("nobody", store, [tmp_path / "runs"]) == []

@@ -147,13 +147,13 @@ def test_the_regression_is_that_of_the_package(science: Any) -> None:
     """The bag of words in kernel form gives the margins of `rlhf_nb.train.reward`."""
     import hh_folds
 
-    from rlhf_nb.train.reward import _regression, _words
+    from rlhf_nb.train.reward import fit_words, word_bags
 
     g = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(0, 30, (n,), generator=g).tolist()
     rows = [{"chosen_ids": draw(5 + i % 3), "rejected_ids": draw(4 + i % 5)} for i in range(60)]
-    words = _words(rows)
-    expected = words.margin(_regression(words, 30, 10.0))
+    words = word_bags(rows)
+    expected = words.margin(fit_words(words, 30, 10.0))
     k = hh_folds.word_kernel(rows)
     found = k @ hh_folds.logistic_dual(k, 10.0 / len(rows))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)

@@ -21,7 +21,9 @@ from rich.text import Text
 from .attack import attack_command
 from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .cycle import cycle_command
 from .exporting import export_command
+from .feedback import feedback_command
 from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
 from .label_steps import label_steps_command
@@ -409,6 +411,8 @@ app.command("compare")(compare_command)
 app.command("overopt")(overopt_command)  # notebook 929
 app.command("fork")(fork_command)
 app.command("attack")(attack_command)  # notebook 921
+app.command("feedback")(feedback_command)  # notebook 933
+app.command("cycle")(cycle_command)  # notebook 934
 app.command("serve")(serve_command)  # notebook 932
 app.command("label-steps")(label_steps_command)  # notebook 936
 app.command("lm-eval")(lm_eval_command)  # notebook 913

@@ -32,7 +32,7 @@ from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
 __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'report_of', 'baselines', 'RewardTrainer']
+           'report_of', 'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -345,7 +345,7 @@ def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
     return out | ({"disagreement": float(scores.std.mean())} if members > 1 else {})
 
 # %% ../../nbs/615_train_reward.ipynb #b0000002
-class _Words(NamedTuple):
+class WordBags(NamedTuple):
     """What distinguishes the answers of pairs: tokens that only one of the two has, and their lengths."""
 
     pair: Tensor  # int64[n], which pair
@@ -359,15 +359,19 @@ class _Words(NamedTuple):
         return (self.longer * weights[-1]).index_add(0, self.pair, each)
 
 
-def _words(rows: Sequence[Row]) -> _Words:
-    """Tokenized pairs as bags of words."""
+def word_bags(rows: Sequence[Row]) -> WordBags:
+    """Tokenized pairs as bags of words.
+
+    Args:
+        rows: with chosen_ids and rejected_ids.
+    """
     found: list[tuple[int, int, float]] = []
     for i, row in enumerate(rows):
         chosen, rejected = set(row["chosen_ids"]), set(row["rejected_ids"])
         found += [(i, t, 1.0) for t in sorted(chosen - rejected)] + [(i, t, -1.0) for t in sorted(rejected - chosen)]
     pair, token, side = zip(*found) if found else ((), (), ())
     longer = [math.log(max(1, len(r["chosen_ids"])) / max(1, len(r["rejected_ids"]))) for r in rows]
-    return _Words(
+    return WordBags(
         torch.tensor(pair).long(),
         torch.tensor(token).long(),
         torch.tensor(side).double(),
@@ -375,14 +379,23 @@ def _words(rows: Sequence[Row]) -> _Words:
     )
 
 
-def _regression(words: _Words, size: int, ridge: float) -> Tensor:
-    """Weights [size + 1] of a logistic regression on bags of words."""
+def fit_words(words: WordBags, size: int, ridge: float, trust: Tensor | None = None) -> Tensor:
+    """Weights [size + 1] of a logistic regression on bags of words; the last one is that of the length.
+
+    Args:
+        words: of pairs.
+        size: of the vocabulary.
+        ridge: half the price of a squared weight.
+        trust: float64[pairs], how much each choice counts; None: 1 each.
+    """
+    trust = torch.ones_like(words.longer) if trust is None else trust
     weights = torch.zeros(size + 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        loss = -torch.nn.functional.logsigmoid(words.margin(weights)).sum() + 0.5 * ridge * weights.square().sum()
+        each = -torch.nn.functional.logsigmoid(words.margin(weights))
+        loss = (trust * each).sum() + 0.5 * ridge * weights.square().sum()
         (loss / len(words.longer)).backward()  # type: ignore[no-untyped-call]
         return loss / len(words.longer)
 
@@ -402,17 +415,17 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
         Shares in [0, 1] with standard errors: shorter_accuracy (the answer with fewer tokens wins; a tie is half right),
         words_accuracy (logistic regression on the tokens that occur, and on the length).
     """
-    test = _words(held_out)
+    test = word_bags(held_out)
     size = 1 + max((t for r in (*rows, *held_out) for t in (*r["chosen_ids"], *r["rejected_ids"])), default=0)
     cut = len(rows) - len(rows) // 5
-    known, kept, ridge = _words(rows[:cut]), _words(rows[cut:]), 10.0
+    known, kept, ridge = word_bags(rows[:cut]), word_bags(rows[cut:]), 10.0
     if len(rows) >= 50:  # fewer choose nothing
         right = {
-            r: float((kept.margin(_regression(known, size, r)) > 0).double().mean())
+            r: float((kept.margin(fit_words(known, size, r)) > 0).double().mean())
             for r in (100.0, 30.0, 10.0, 3.0, 1.0)
         }
         ridge = max(right, key=lambda r: right[r])
-    margin = test.margin(_regression(_words(rows), size, ridge))
+    margin = test.margin(fit_words(word_bags(rows), size, ridge))
     by_words = (margin > 0).double() + 0.5 * (margin == 0).double()
     by_length = (test.longer < 0).double() + 0.5 * (test.longer == 0).double()
     return _share("shorter_accuracy", by_length) | _share("words_accuracy", by_words)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -41,15 +42,16 @@ from ..models.adapters import Reference, add_lora
 from ..models.starts import keep_starts, read_starts
 from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
+from ..untrusted import json_value
 
 Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 'Pairs', 'CausalScorer', 'load_policy',
-           'made_rows', 'place_of', 'parts_of', 'names_of', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
-           'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets', 'TextMethod',
-           'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
+           'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
+           'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
+           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -185,6 +187,16 @@ def names_of(data: DataConfig) -> list[str]:
     """What the sources of a mix are called in logs: their files' names, numbered where two are called the same."""
     plain = [Path(part.path).name or part.path for part in data.mix or ()]
     return [name if plain.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(plain)]
+
+
+def data_read(data: DataConfig) -> list[dict[str, Any]]:
+    """Where a run's rows come from: each source's path and the hash of its contents (None: not on this disk), to tell later which models saw them.
+
+    Args:
+        data: of a run.
+    """
+    named = [part for part in data.mix] if data.mix is not None else [data] if data.path is not None else []
+    return [{"path": str(p.path), "digest": files_digest(str(p.path))} for p in named]
 
 
 def weights_of(data: DataConfig) -> list[float] | None:
@@ -581,6 +593,7 @@ class TextTrainer(Trainer):
     ) -> None:
         parts_loaded: list[tuple[list[Row], list[Row]]] = []
         kept_held: list[Row] = []
+        reads = data_read(config.data) if rows is None else []
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
@@ -631,17 +644,29 @@ class TextTrainer(Trainer):
                 stacklevel=3,
             )
         super().__init__(method, source, config, callbacks=callbacks, **options)
+        self.reads = reads
         reference = method.reference
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
-        """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again."""
+        """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again, and which files it reads."""
         begun = self.started
         super().start(resume, overwrite)
         if self.engine.is_main and not begun:
             keep_starts(self.run_dir.path, self.method.models())
+            self._note_reads(resume)
+
+    def _note_reads(self, resume: bool) -> None:
+        """data.json: the files of this session, and those of the sessions before it."""
+        place = self.run_dir.path / "data.json"
+        before: list[Any] = []
+        if resume:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a torn one
+                before = list(json_value(place.read_bytes())["read"])
+        read = [*before, *(r for r in self.reads if r not in before)]
+        place.write_text(json.dumps({"read": read}, indent=1), encoding="utf-8")
 
     def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""
