@@ -68,7 +68,7 @@ def read_settings(
         ConfigError: a sentence a setting.
     """
     base = ServeConfig.load(config, [], "default") if config else ServeConfig()
-    said: dict[str, Any] = {k: v for k, v in typed.items() if v not in (None, {}, False)}
+    said: dict[str, Any] = {k: v for k, v in typed.items() if v is not None and v is not False and v != {}}
     from rlhf_nb.config import merge, parse_overrides
 
     over = merge(said, parse_overrides(words or []))

@@ -99,7 +99,8 @@ def rotated(path: Path) -> list[Path]:
     """Earlier parts of a log beside it, `log.jsonl.1` or `log.jsonl-20261123`, the oldest first."""
     names = re.compile(re.escape(path.name) + r"[.-]\d[\d.-]*")
     found = [p for p in path.parent.glob(f"{path.name}*") if names.fullmatch(p.name) and p.is_file()]
-    return sorted(found, key=lambda p: (p.stat().st_mtime, p.name))
+    numbers = {p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in found}
+    return sorted(found, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p])  # .2 is older than .1, dates rise
 
 
 class LogReader:
