@@ -21,6 +21,7 @@ from rich.text import Text
 from .attack import attack_command
 from .evals import compare_command, eval_command
 from .console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
+from .exporting import export_command
 from .harness import lm_eval_command
 from .lab import fork_command, overopt_command
 from .label_steps import label_steps_command
@@ -411,6 +412,7 @@ app.command("attack")(attack_command)  # notebook 921
 app.command("serve")(serve_command)  # notebook 932
 app.command("label-steps")(label_steps_command)  # notebook 936
 app.command("lm-eval")(lm_eval_command)  # notebook 913
+app.command("export")(export_command)  # notebook 931
 app.command("sweep")(sweep_command(load_config, say_what_to_train))  # notebook 922
 
 # %% ../../nbs/930_app_cli.ipynb #143779bb

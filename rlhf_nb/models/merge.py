@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core import DTYPES, ConfigError, ModelError, derive_seed
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
-from .shards import SHARD_BYTES, Adapter, ModelTensors, write_shards
+from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_config, write_shards
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
@@ -396,10 +396,6 @@ def _template(model: ModelTensors) -> str | None:
     return None
 
 # %% ../../nbs/340_models_merge.ipynb #a340027
-_BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 RECORD = "merge.yaml"
 
 
@@ -479,7 +475,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
 
     with staged(target, "merged model") as folder, torch.no_grad():
         total = write_shards(folder, table, tensor, shard_bytes)
-        _write_config(folder, first, dtype)
+        write_config(folder, first, dtype)
         _write_beside(folder, (first.own, first.folder), recipe, read, formats)
     return Merged(target, len(table), total, ", ".join(formats), notes)
 
@@ -511,24 +507,11 @@ def _written_table(
     return table
 
 
-def _write_config(folder: Path, first: ModelTensors, dtype: torch.dtype | None) -> None:
-    """Write the first model's configuration with the number format that was written."""
-    config = json_value((first.folder / "config.json").read_bytes())  # it was checked when the source was opened
-    if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    config.pop("_name_or_path", None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _write_beside(
     folder: Path, sources: Sequence[Path], recipe: Recipe, read: Sequence[ModelTensors], written: list[str]
 ) -> None:
     """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the record of what was merged."""
-    for name in _BESIDE:
-        here = next((f / name for f in sources if (f / name).is_file()), None)
-        if here is not None:
-            shutil.copyfile(here, folder / name)
+    copy_beside(folder, sources)
     record = {
         "recipe": portable_recipe(recipe),
         "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from ..untrusted import Unreadable, json_value
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'FORMATS', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors', 'plan_shards',
-           'write_shards']
+__all__ = ['SHARD_BYTES', 'FORMATS', 'BESIDE', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors', 'plan_shards',
+           'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/335_models_shards.ipynb #a335007
 FORMATS = {
@@ -390,3 +391,51 @@ def write_shards(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
+
+
+BESIDE = (  # what stands beside the weights and says how they are used
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def write_config(folder: Path, model: ModelTensors, dtype: torch.dtype | None = None) -> None:
+    """Write a model's configuration.
+
+    Args:
+        folder: where to.
+        model: whose it is.
+        dtype: number format of the weights that are written; None: as they were.
+    """
+    config = json_value((model.folder / "config.json").read_bytes())  # it was checked when the model was opened
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("_name_or_path", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_beside(folder: Path, sources: Iterable[Path]) -> None:
+    """Copy the tokenizer and the like.
+
+    Args:
+        folder: where to.
+        sources: folders; each file comes from the first that has it.
+    """
+    places = list(sources)
+    for name in BESIDE:
+        here = next((place / name for place in places if (place / name).is_file()), None)
+        if here is not None:
+            shutil.copyfile(here, folder / name)
+
+
+def write_beside(folder: Path, model: ModelTensors, dtype: torch.dtype | None = None) -> None:
+    """Write all that makes weights a model: configuration, tokenizer and the like; an adapter's own come first.
+
+    Args:
+        folder: where to.
+        model: whose they are.
+        dtype: number format of the weights that are written; None: as they were.
+    """
+    write_config(folder, model, dtype)
+    copy_beside(folder, (model.own, model.folder))

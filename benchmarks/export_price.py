@@ -1,0 +1,138 @@
+"""Exports of a real model against their bars: python benchmarks/export_price.py [MODEL] [--parts gguf onnx int8 program] [--out FOLDER].
+
+gguf: 20 prompts, f16 (with llama.cpp's cache of keys and values in fp32, and in fp16, its default) and q8_0: the same tokens by llama.cpp's own tokenizer, the
+same greedy answers of 32 tokens, KL (needs llama-cpp-python; without it the part
+is skipped). onnx: largest difference of logits and the price. int8: the price on HH-RLHF dialogues. Each also prints its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_nb.data.templates import as_chat, encode_prompts
+from rlhf_nb.export import llama_cpp
+from rlhf_nb.export.formats import Exported, export_model
+from rlhf_nb.export.gguf import write_gguf
+from rlhf_nb.export.onnx import session_of
+from rlhf_nb.export.price import HELD_OUT, forward_of, greedy, token_kl
+from rlhf_nb.export.program import check_same
+from rlhf_nb.export.source import Source
+
+HH = Path(__file__).resolve().parents[2] / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
+MORE = (
+    "Who wrote Romeo and Juliet?", "Name four planets of our solar system.", "How do I boil an egg so that the yolk stays soft?",
+    "What does HTTP stand for?", "Write one line of a poem about rain.", "Which is heavier, a kilogram of iron or a kilogram of wool?",
+    "Count from 1 to 12.", "Is 2024 a leap year? Answer in one sentence.",
+)  # fmt: skip
+
+
+def same_tokens(file: Path, source: Source, ids: list[list[int]]) -> int:
+    """How many prompts llama.cpp's own tokenizer reads as ours does."""
+    import llama_cpp as library
+
+    net: Any = library.Llama(model_path=str(file), vocab_only=True, verbose=False)
+    texts = [source.tokenizer.decode(row).encode() for row in ids]
+    found = sum(net.tokenize(text, add_bos=False, special=True) == row for text, row in zip(texts, ids))
+    net.close()
+    return found
+
+
+def gguf_part(source: Source, folder: Path) -> None:
+    """llama.cpp's greedy answers against ours.
+
+    Ours are the same if, after each beginning of theirs, our likeliest token is their next one: one pass over each answer says so.
+    """
+    if not llama_cpp.is_installed():
+        print(f"gguf: skipped, llama.cpp is not installed: {llama_cpp.INSTALL}")
+        return
+    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*HELD_OUT, *MORE]))
+    own = forward_of(source.model)
+    for kind, cache in (("f16", "f32"), ("f16", "f16"), ("q8_0", "f16")):
+        file = folder / f"model-{kind}.gguf"
+        if not file.is_file():
+            write_gguf(source, file, kind)
+        other, same, kls, tokens, seconds = llama_cpp.forward_of_file(file, 256, cache=cache), 0, [], 0, 0.0
+        for prompt, row in zip([*HELD_OUT, *MORE], ids):
+            begun = time.perf_counter()
+            said = greedy(other, row, 32, source.eos)
+            tokens, seconds = tokens + len(said), seconds + time.perf_counter() - begun
+            whole = [*row, *said]
+            a, b = own(whole, None)[0], other(whole, None)[0]
+            kls.append(token_kl(a, b))
+            wrong = [n for n, token in enumerate(said) if int(a[len(row) - 1 + n].argmax()) != token]
+            same += not wrong
+            if wrong:
+                two = a[len(row) - 1 + wrong[0]].log_softmax(-1).topk(2).values
+                print(
+                    f"  {kind}, cache {cache}: differs at token {wrong[0]} of {prompt!r}, where our first leads our second by {float(two[0] - two[1]):.3f} nats"
+                )
+        kl = torch.cat(kls)
+        print(
+            f"gguf {kind}, cache in {cache}: the same prompt tokens {same_tokens(file, source, ids)} of {len(ids)}, the same greedy answers {same} of {len(ids)}, "
+            f"KL {float(kl.mean()):.2g} nats a token (worst {float(kl.max()):.2g}), {file.stat().st_size / 1e6:.1f} MB, {tokens / seconds:.1f} tokens/s",
+            flush=True,
+        )
+        del other
+
+
+def told(done: Exported) -> None:
+    """One line of an export."""
+    print(
+        f"{done.format}: {done.bytes / 1e6:.1f} MB of {done.source_bytes / 1e6:.1f}; {done.price}; {'; '.join(done.notes)}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", nargs="?", default="smollm2")
+    p.add_argument(
+        "--parts", nargs="+", default=["gguf", "onnx", "int8", "program"], choices=["gguf", "onnx", "int8", "program"]
+    )
+    p.add_argument("--rows", type=int, default=24, help="of HH-RLHF")
+    p.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=32,
+        help="of the answers whose speed and sameness is measured, in onnx, int8, program",
+    )
+    p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
+    a = p.parse_args()
+    source = Source(a.model)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(a.out or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if "gguf" in a.parts:
+            gguf_part(source, folder)
+        if "onnx" in a.parts:
+            told(export_model(source, "onnx", folder / "onnx", answer_tokens=a.answer_tokens, overwrite=True))
+            apart = check_same(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
+            print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
+        if "program" in a.parts:
+            told(export_model(source, "program", folder / "program", answer_tokens=a.answer_tokens, overwrite=True))
+        if "int8" in a.parts:
+            if not HH.is_file():
+                print(f"int8: measured on the prompts of the package, because {HH.name} isn't there")
+            told(
+                export_model(
+                    source,
+                    "onnx-int8",
+                    folder / "int8",
+                    on=HH if HH.is_file() else None,
+                    limit=a.rows,
+                    answer_tokens=a.answer_tokens,
+                    force=True,
+                    overwrite=True,
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()
