@@ -99,7 +99,17 @@ def rotated(path: Path) -> list[Path]:
     """Earlier parts of a log beside it, `log.jsonl.1` or `log.jsonl-20261123`, the oldest first."""
     names = re.compile(re.escape(path.name) + r"[.-]\d[\d.-]*")
     found = [p for p in path.parent.glob(f"{path.name}*") if names.fullmatch(p.name) and p.is_file()]
-    return sorted(found, key=lambda p: (p.stat().st_mtime, p.name))
+    numbers = {p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in found}
+    return sorted(
+        found, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p]
+    )  # .2 is older than .1, dates rise
+
+
+def _ended(path: Path) -> Tail:
+    """A reader of a part that grows no more: zero bytes in it are not waited for."""
+    tail = Tail(path)
+    tail.PATIENCE = 0
+    return tail
 
 
 class LogReader:
@@ -124,15 +134,15 @@ class LogReader:
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """What was added since the last time, in pieces."""
         while self._old:
-            yield from self._read(Tail(self._old.pop(0)))
+            yield from self._read(_ended(self._old.pop(0)))
         if self._tail.replaced():
             parts = rotated(self.path)
             inodes = [os.stat(p).st_ino for p in parts]
             if self._tail.inode in inodes:
                 at = inodes.index(self._tail.inode)
-                rest = Tail(parts[at])
+                rest = _ended(parts[at])
                 rest.offset = self._tail.offset
-                for tail in (rest, *(Tail(p) for p in parts[at + 1 :])):
+                for tail in (rest, *(_ended(p) for p in parts[at + 1 :])):
                     yield from self._read(tail)
             else:
                 self.gone += 1
