@@ -162,7 +162,7 @@ class ConfigCommands(typer.core.TyperGroup):
 def with_methods(command: Any) -> Any:
     """A command whose help names the methods of the registry where it asks for one."""
     for parameter in getattr(command, "params", ()):
-        if parameter.name == "kind":
+        if parameter.name == "kind" and parameter.param_type_name == "argument":
             pipeline = "" if command.name in ("plan", "launch") else "; or run, a whole pipeline"
             try:
                 parameter.help = ", ".join(m.command or m.name for m in methods().values()) + pipeline

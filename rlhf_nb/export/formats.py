@@ -89,7 +89,7 @@ FORMATS = {
         "onnxruntime and other programs: one graph with its cache, fp32", 1e-5, 40, onnx.write_onnx, _opened_onnx
     ),
     "onnx-int8": Format(
-        "onnxruntime: linear layers in 8 bits, as far as they bear it", 0.02, 60, int8.write_int8, _opened_onnx
+        "onnxruntime: weights of linear layers in 8 bits, in blocks of 32", 0.02, 60, int8.write_int8, _opened_onnx
     ),
     "program": Format(
         "PyTorch without the model's Python: torch.export, with its cache, fp32",

@@ -3,215 +3,56 @@
 # %% ../../nbs/867_export_int8.ipynb #a867004
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from ..core import ModelError
 from .onnx import write_graph
-from .price import built_in, forward_of, greedy, token_kl
 from .source import Source
 from ..models.shards import write_beside
 
-TARGET = 0.01  # nats a token: half of what the format is allowed
-
 # %% auto #0
-__all__ = ['TARGET', 'rounded_input', 'rounded_weight', 'linear_layers', 'rounded_weights', 'damages', 'Choice', 'choose_layers',
-           'nodes_of', 'write_int8']
-
-# %% ../../nbs/867_export_int8.ipynb #a867007
-def rounded_input(x: Tensor) -> Tensor:
-    """Numbers in 256 levels that reach from the smallest (or 0) to the largest, as onnxruntime rounds an input.
-
-    Args:
-        x: all numbers that share a scale.
-    """
-    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    step = ((high - low) / 255).clamp(min=1e-30)
-    zero = (-low / step).round()
-    return ((x / step).round() + zero).clamp(0, 255).sub(zero) * step
-
-
-def rounded_weight(w: Tensor) -> Tensor:
-    """A weight in 255 levels, each row with a scale of its own.
-
-    Args:
-        w: [out, in].
-    """
-    scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
-    return (w / scale).round() * scale
-
-# %% ../../nbs/867_export_int8.ipynb #a867010
-@contextmanager
-def _watching(layers: dict[str, nn.Linear], hook: Any) -> Iterator[None]:
-    """Inside this context hook(name, layer, input, output) sees every call, and replaces the output by what it returns (None: stays).
-
-    Args:
-        layers: by name.
-        hook: the function.
-    """
-    handles = [
-        layer.register_forward_hook(lambda module, args, out, name=name: hook(name, module, args[0], out))
-        for name, layer in layers.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model by name.
-
-    Args:
-        model: any.
-    """
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-
-def rounded_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The rounded weight of each linear layer by name.
-
-    Args:
-        model: any.
-    """
-    return {name: rounded_weight(layer.weight.detach()) for name, layer in linear_layers(model).items()}
-
-
-def damages(
-    model: nn.Module, rows: Sequence[Sequence[int]], weights: dict[str, Tensor] | None = None
-) -> dict[str, float]:
-    """What rounding does to each linear layer's output, in the order in which they are called.
-
-    Args:
-        model: in fp32.
-        rows: texts as tokens.
-        weights: rounded, by layer; None: they are rounded here.
-    """
-    fixed = rounded_weights(model) if weights is None else weights
-    error, spread = dict[str, float](), dict[str, float]()
-
-    def watch(name: str, layer: nn.Linear, x: Tensor, y: Tensor) -> None:
-        rounded = nn.functional.linear(rounded_input(x), fixed[name], layer.bias)
-        error[name] = error.get(name, 0.0) + float((rounded - y).square().sum())
-        spread[name] = spread.get(name, 0.0) + float((y - y.mean(-2, keepdim=True)).square().sum())
-
-    with _watching(linear_layers(model), watch):
-        for row in rows:
-            forward_of(model)(row, None)
-    return {name: error[name] / max(spread[name], 1e-30) for name in error}
-
-
-class Choice(NamedTuple):
-    """Which layers stay in float."""
-
-    layers: list[str]  # all, in the order of their calls
-    kept: set[str]  # of these, those in float
-    kl: float  # of the rounded model, as simulated, nats a token
-
-
-def choose_layers(model: nn.Module, rows: Sequence[Sequence[int]], target: float = TARGET) -> Choice:
-    """The fewest layers that must stay in float, worst first.
-
-    Args:
-        model: in fp32.
-        rows: texts as tokens.
-        target: largest KL of the rounded model, nats a token.
-
-    Raises:
-        ModelError: it isn't reached with half of the layers in float.
-    """
-    weights, forward = rounded_weights(model), forward_of(model)
-    damage = damages(model, rows, weights)
-    worst_first, plain = sorted(damage, key=lambda n: -damage[n]), [forward(row, None)[0] for row in rows]
-
-    def kl(kept: set[str]) -> float:
-        def rounding(name: str, layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor | None:
-            return None if name in kept else nn.functional.linear(rounded_input(x), weights[name], layer.bias)
-
-        with _watching(linear_layers(model), rounding):
-            return float(torch.cat([token_kl(a, forward(row, None)[0]) for a, row in zip(plain, rows)]).mean())
-
-    low, high, found = 0, len(worst_first) // 2, kl(set(worst_first[: len(worst_first) // 2]))
-    if not found <= target:
-        raise ModelError(
-            f"with half of its linear layers in int8 the model's KL is {found:.2g} nats a token already, and {target:g} is wanted: its inputs can't be rounded to 8 bits. Export to gguf-q8_0, where only weights are."
-        )
-    while low < high:
-        middle = (low + high) // 2
-        here = kl(set(worst_first[:middle]))
-        low, high, found = (low, middle, here) if here <= target else (middle + 1, high, found)
-    return Choice(list(damage), set(worst_first[:high]), found)
+__all__ = ['BLOCK', 'write_int8']
 
 # %% ../../nbs/867_export_int8.ipynb #a867013
-def nodes_of(file: Path, model: nn.Module, layers: Sequence[str]) -> dict[str, str]:
-    """The graph's node of each linear layer.
-
-    Args:
-        file: the graph.
-        model: whose it is.
-        layers: names in the order of their calls.
-
-    Raises:
-        ModelError: the graph doesn't have these layers.
-    """
-    import onnx
-
-    graph, own = onnx.load(str(file), load_external_data=False).graph, linear_layers(model)
-    shapes = {i.name: tuple(i.dims) for i in graph.initializer}
-    products = [n for n in graph.node if n.op_type == "MatMul" and len(shapes.get(n.input[1], ())) == 2]
-    if [shapes[n.input[1]] for n in products] != [(own[name].in_features, own[name].out_features) for name in layers]:
-        raise ModelError(
-            f"the graph has {len(products)} products with a constant matrix, and the model {len(layers)} linear layers, or in another order: nobody can tell which is which. Export to onnx or gguf-q8_0 instead."
-        )
-    return {name: node.name for name, node in zip(layers, products)}
+BLOCK = 32  # neighbours in a column of a weight that share a scale
 
 
 def write_int8(source: Source, folder: Path) -> list[str]:
-    """Write a model as model-int8.onnx: linear layers in int8 as far as they bear it.
+    """Write a model as model-int8.onnx: the weights of its linear layers in 8 bits.
 
     Args:
         source: what is written.
         folder: where to.
 
     Raises:
-        ModelError: a package is missing, or too much would have to stay in float.
+        ModelError: a package is missing, or the model can't be captured.
     """
     plain = folder / "model-fp32.onnx"
     write_graph(source, plain)
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+    with _own_log():
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    asked = built_in(source.tokenizer).ids[:6]
-    forward = forward_of(source.model)
-    choice = choose_layers(source.model, [[*ids, *greedy(forward, ids, 24, source.eos)] for ids in asked])
-    nodes = nodes_of(plain, source.model, choice.layers)
-    with _no_advice():
-        quantize_dynamic(
-            str(plain), str(folder / "model-int8.onnx"), op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8,
-            nodes_to_exclude=[nodes[name] for name in choice.kept], use_external_data_format=4 * source.numbers > 1_500_000_000,
-        )  # fmt: skip
+        rounding = MatMulNBitsQuantizer(str(plain), bits=8, block_size=BLOCK, is_symmetric=True)
+        rounding.process()
+    large = source.numbers > 1_500_000_000  # bytes, in 8 bits each
+    rounding.model.save_model_to_file(str(folder / "model-int8.onnx"), large)
     for left in folder.glob("model-fp32*"):
         left.unlink()
     write_beside(folder, source.tensors)
-    return [
-        f"{len(choice.kept)} of {len(choice.layers)} linear layers stay in float, those that rounding hurts most",
-        "without VNNI (x86 before 2019) sums in int8 may be cut off",
-    ]
+    return ["weights of linear layers in 8 bits, inputs and sums in fp32; needs onnxruntime, whose MatMulNBits it uses"]
 
 
 @contextmanager
-def _no_advice() -> Iterator[None]:
-    """Keeps onnxruntime's advice to simplify the graph first, which was done, from the terminal."""
-    import logging
-
-    before = logging.root.manager.disable
+def _own_log() -> Iterator[None]:
+    """Inside, a tool that tells each of its steps is silent; and it can't set up the program's log for all others, as it does when it is imported."""
+    root = logging.getLogger()
+    level, handlers, disabled = root.level, list(root.handlers), logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        logging.disable(disabled)
