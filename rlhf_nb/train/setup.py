@@ -593,11 +593,11 @@ class TextTrainer(Trainer):
     ) -> None:
         parts_loaded: list[tuple[list[Row], list[Row]]] = []
         kept_held: list[Row] = []
-        reads = data_read(config.data) if rows is None else []
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
+        reads = data_read(config.data) if rows is None else []
         streamed = (
             rows is None
             and config.data.streaming
