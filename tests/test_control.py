@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,16 @@ def test_pause_serves_and_is_not_counted(tmp_path: Path) -> None:
     assert 3 in steps and any(e["type"] == "eval" and e["step"] == 3 for e in read_metrics(tmp_path / "run"))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """All runs of a test add in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")  # a forked child has one
 def test_set_in_a_pause_after_a_save_survives_a_kill(tmp_path: Path) -> None:
     """The checkpoint of step 3 was written before the number was set, at the same step."""
     wishes = [("save",), ("set", "coef", 0.5), ("resume",)]
@@ -261,7 +272,6 @@ def test_set_in_a_pause_after_a_save_survives_a_kill(tmp_path: Path) -> None:
 
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)
         trainer(tmp_path / "b", Dies({3: [("pause",)]}, list(wishes)), save_every=None).fit()
         os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
