@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 from pydantic import Field
@@ -17,7 +17,6 @@ from .console import Debug, me, tell, told
 from .data_look import look_at
 from .feedback import open_store
 from .gates import GatesConfig
-from .pipeline import PipelineConfig, RLHFPipeline
 from ..config import DataConfig, PathText, StrictConfig, merge, option
 from ..core import ConfigError, DataError, RunError, derive_seed
 from ..data.formats import prompt_text
@@ -30,6 +29,9 @@ from ..feedback.versions import Versions, add_version, promote, roll_back, start
 from ..run.lock import RunLock
 from ..train.registry import get
 from ..train.stage import read_json, write_json
+
+if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told inside a command
+    from rlhf_nb.app.pipeline import RLHFPipeline
 
 # %% auto #0
 __all__ = ['CycleConfig', 'Turn', 'deal', 'learn', 'judge_canary', 'run_cycle', 'cycle_command']
@@ -116,6 +118,8 @@ def _pipeline(
     say: Callable[[str], None],
 ) -> RLHFPipeline:
     """A gated pipeline of these stages and no others."""
+    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+
     gates = merge(config.gates.to_dict(), {"on_failure": "go_back"})
     gates["trusted"] = [*gates["trusted"], *trusted]
     common = {

@@ -342,7 +342,7 @@ def winner_of(folder: Path, asked: StageSweep) -> dict[str, Any]:
         RunError: the sweep that was made asked something else.
     """
     kept = read_json(folder / "winner.json")
-    if kept and kept["asked"] != (now := json.loads(asked.model_dump_json())):
+    if kept and kept["asked"] != (now := asked.model_dump(mode="json")):
         was = {k: v for k, v in kept["asked"].items() if now[k] != v}
         raise RunError(
             f"sweeps.{folder.name} was made with {was}, and its winner has been taken: go back to that, delete {folder}, or choose another output_dir."
@@ -366,5 +366,5 @@ def sweep_stage(base: Any, asked: StageSweep, folder: Path, say: Callable[[str],
     say(f"{of(base).name}: by {made.metric}, {name_of(made.best)} is taken{equal}.")
     write_json(
         folder / "winner.json",
-        {"asked": json.loads(asked.model_dump_json()), "settings": nested(made.best), "metric": made.metric},
+        {"asked": asked.model_dump(mode="json"), "settings": nested(made.best), "metric": made.metric},
     )
