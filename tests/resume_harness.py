@@ -348,7 +348,10 @@ def kill_once(case: str, run_dir: Path, rng: random.Random, in_write: bool, most
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     begun, wait_lines = None, rng.randint(1, most_steps)
     while process.is_alive():
-        lines = metrics.read_bytes().count(b'"type": "step"') if metrics.exists() else 0
+        try:
+            lines = metrics.read_bytes().count(b'"type": "step"')
+        except FileNotFoundError:  # not yet, or a run that was killed before its first checkpoint begins again
+            lines = 0
         begun = lines if begun is None or lines < begun else begun  # a resume cuts the log
         if (
             in_write
