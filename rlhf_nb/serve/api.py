@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core import ConfigError, RlhfError
+from ..core import RlhfError
 from ..feedback.traffic import Served, TrafficLog
 from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
@@ -23,7 +23,7 @@ from .batcher import Ask, Piece, Token
 from .gate import Gate, Ticket, read_keys
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, read_request, usage
-from .settings import is_local
+from .settings import is_local, package_of_serving
 from .site import Model, Site
 from ..types import PromptBatch
 
@@ -36,13 +36,7 @@ def fastapi() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import fastapi as package
-    except ImportError as e:
-        raise ConfigError(
-            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
-        ) from e
-    return package
+    return package_of_serving("fastapi")
 
 # %% auto #0
 __all__ = ['log', 'fastapi', 'Answer', 'Exchange', 'Desk', 'hashed', 'whole_answer', 'best_of', 'stream', 'check_json',

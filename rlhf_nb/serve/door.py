@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import ConfigError
 from .protocol import Refused
-from .settings import ServeConfig
+from .settings import ServeConfig, package_of_serving
 
 
 def uvicorn() -> Any:
@@ -21,13 +21,7 @@ def uvicorn() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import uvicorn as package
-    except ImportError as e:
-        raise ConfigError(
-            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
-        ) from e
-    return package
+    return package_of_serving("uvicorn")
 
 # %% auto #0
 __all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'bind', 'make_server']

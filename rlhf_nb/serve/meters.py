@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..core import ConfigError
 from .batcher import Batcher
+from .settings import package_of_serving
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -20,14 +20,8 @@ def prometheus() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import prometheus_client
-        import prometheus_client.core
-    except ImportError as e:
-        raise ConfigError(
-            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
-        ) from e
-    return prometheus_client
+    package_of_serving("prometheus_client.core")
+    return package_of_serving("prometheus_client")
 
 # %% auto #0
 __all__ = ['LATENCY', 'PER_TOKEN', 'prometheus', 'Meters', 'quantile']

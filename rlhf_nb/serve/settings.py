@@ -6,15 +6,33 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from importlib import import_module
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
-from ..core import did_you_mean
+from ..core import ConfigError, did_you_mean
+
+
+def package_of_serving(name: str) -> Any:
+    """A package that only a server needs.
+
+    Args:
+        name: of the module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as e:
+        raise ConfigError(
+            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
+        ) from e
 
 # %% auto #0
-__all__ = ['ServeConfig', 'is_local']
+__all__ = ['package_of_serving', 'ServeConfig', 'is_local']
 
 # %% ../../nbs/880_serve_settings.ipynb #5e880006
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,99}")
