@@ -146,7 +146,7 @@ class SharedTape(Tape):
 
     def _apart(self, waiting: list[_New]) -> tuple[list[_New], list[_New]]:
         """Prompts that are read now, and those that wait for one of them because they begin like it."""
-        now, later = [], list[_New]()
+        now, later = list[_New](), list[_New]()
         for new in waiting:
             same = max((alike(new.text, other.text) for other in now if other.owner == new.owner), default=0)
             (now if same < self._source(new)[1] + LEAST else later).append(new)
