@@ -71,11 +71,12 @@ class Exchange:
         desk: whose it is.
         id: of the request.
         ticket: its places; None: of a shadow, which has none.
+        who: asks, as the gate knows them.
         user: a hash; prompt: as it was asked, for the log.
     """
 
-    def __init__(self, desk: Desk, id: str, ticket: Ticket | None, user: str, prompt: Any) -> None:
-        self.desk, self.id, self.ticket, self.user, self.prompt = desk, id, ticket, user, prompt
+    def __init__(self, desk: Desk, id: str, ticket: Ticket | None, who: str, user: str, prompt: Any) -> None:
+        self.desk, self.id, self.ticket, self.who, self.user, self.prompt = desk, id, ticket, who, user, prompt
         self.answers: list[Answer] = []
         self.queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self.watch: Any = None  # a task that looks after the client
@@ -164,7 +165,7 @@ class Desk:
             ticket.back(ticket.left, answered=False)
             raise
         id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
-        exchange = Exchange(self, id, ticket, hashed(user), given[0] if len(given) == 1 else given)
+        exchange = Exchange(self, id, ticket, who, hashed(user), given[0] if len(given) == 1 else given)
         self._ask(exchange, asked, model, prompts, draws, most)
         for shadow in self.site.shadows(model.name):
             await self._shadow(exchange, asked, shadow, given)
@@ -203,7 +204,7 @@ class Desk:
             for sample in range(draws):
                 exchange.ask(
                     model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample, stop=asked.stops(),
-                    top=asked.top or 0, deadline=deadline, shadow=shadow,
+                    top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
                 )  # fmt: skip
 
     async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
@@ -213,7 +214,7 @@ class Desk:
             most = self._room(asked, model, max(map(len, prompts)))
         except Refused:
             return
-        unseen = Exchange(self, exchange.id, None, exchange.user, exchange.prompt)
+        unseen = Exchange(self, exchange.id, None, exchange.who, exchange.user, exchange.prompt)
         self._ask(unseen, asked, model, prompts, 1, most, shadow=True)
         unseen.begin()
 

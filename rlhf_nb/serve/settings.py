@@ -89,6 +89,9 @@ class ServeConfig(StrictConfig):
     traffic: str | None = option(None, "file that gets a line for each answer")
     feedback: str | None = option(None, "file that gets what users say of answers")
     log_text: bool = option(False, "write prompts and answers into traffic, too")
+    copies: float = option(
+        2.0, "GiB, over all models, for weights laid out as a CPU multiplies them fastest; 0: small models only", ge=0
+    )
     device: str = option("auto", "auto, cpu, mps or cuda")
     precision: str = option("auto", "auto, fp32, bf16 or fp16", pattern="^(auto|fp32|bf16|fp16)$")
 

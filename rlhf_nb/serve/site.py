@@ -27,7 +27,7 @@ from .protocol import Refused
 from .settings import ServeConfig
 
 # %% auto #0
-__all__ = ['Model', 'version_of', 'Site', 'sticky', 'load_site']
+__all__ = ['SMALL', 'Model', 'version_of', 'Site', 'sticky', 'load_site']
 
 # %% ../../nbs/886_serve_site.ipynb #5e886006
 @dataclass(eq=False)
@@ -145,6 +145,9 @@ def sticky(split: str, user: str, shares: Mapping[str, float]) -> str:
     return list(shares)[-1]
 
 # %% ../../nbs/886_serve_site.ipynb #5e886011
+SMALL = 1 << 28  # bytes of weights that are laid out anew in any case, and the most where there is no CPU
+
+
 def _adapter_homes(config: ServeConfig) -> dict[str, str]:
     """On which served model each adapter is: the one whose folder its own says, or the only one there is."""
     homes: dict[str, str] = {}
@@ -188,6 +191,7 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         )
     precision, homes = decide_precision(config.device, config.precision), _adapter_homes(config)
     models, lanes = dict[str, Model](), dict[str, Lane]()
+    left = int(config.copies * 2**30)  # bytes for weights that are laid out anew
     for name, place in config.models.items():
         where = ModelConfig(name_or_path=place)
         tokenizer = load_tokenizer(where)
@@ -205,7 +209,9 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
                 models[each].length,
                 adapter,
                 config.ahead.get(each, 0),
+                copies=max(left, SMALL) if precision.device.type == "cpu" else SMALL,
             )
+            left -= lanes[each].copies
     return Site(config, models, Batcher(lanes, config.max_concurrent))
 
 
