@@ -239,7 +239,11 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
             raise ConfigError(
                 f"suite {suite.config.name}: there is no rule {key!r}. {did_you_mean(key, known, 'There are: ' + ', '.join(known))}"
             )
-        rule = entry_rule(RewardEntry.model_validate(said), tokenizer, device)
+        try:
+            entry = RewardEntry.model_validate(said)
+        except ConfigError as e:
+            raise ConfigError(f"suite {suite.config.name}, rule: {e}") from None
+        rule = entry_rule(entry, tokenizer, device)
     elif kind == "judge":
         judge = named_judge(config, folder, tokenizer)
         if judge is None:
