@@ -147,10 +147,10 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
     for i, row in enumerate(rows):
         missing = next((n for n in names if n not in row), None) if i == 0 else None
         if missing is not None:
-            near, (old, colon, new) = suggest(missing, row), missing.partition(":")
+            near, (left, colon, right) = suggest(missing, row), missing.partition(":")
             hint = f" Did you mean {near!r}? Write data.columns={{{near}: {names[missing] or 'null'}}}." if near else ""
-            if colon and old in row:
-                hint = f" A blank belongs behind the colon: 'data.columns={{{old}: {new}}}'."
+            if colon and left in row:
+                hint = f" A blank belongs behind the colon: 'data.columns={{{left}: {right}}}'."
             raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {', '.join(row)}.{hint}")
         taken = next(
             (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
