@@ -40,7 +40,7 @@ from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
 from ..models.starts import keep_starts, read_starts
-from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
+from ..models.load import adapter_names, is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 from ..untrusted import json_value
 
@@ -51,7 +51,8 @@ Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 'Pairs', 'CausalScorer', 'load_policy',
            'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
            'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
-           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
+           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
+           'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -571,6 +572,25 @@ class _Given(NamedTuple):
         return self.parts[0][0] if len(self.parts) == 1 else [row for rows, _ in self.parts for row in rows]
 
 
+def check_adapters(config: Any, model: Any) -> None:
+    """Refuse a config that asks for adapters beside a model that was given without any: all of its weights would be trained.
+
+    Args:
+        config: of the run.
+        model: that was given to a trainer.
+
+    Raises:
+        ConfigError: with the two ways out.
+    """
+    makes_its_own = getattr(config, "critic", None) == "hydra"  # adapters for all roles
+    if config.model.lora is not None and not makes_its_own and not adapter_names(model):
+        raise ConfigError(
+            "model.lora is set, but the model that was given to the trainer has no adapter, so all of its weights would be trained. Leave out lora, or the model: "
+            "model.name_or_path is then loaded with an adapter.",
+            python="In Python: add_lora(model, config.model.lora) of rlhf_nb.models.adapters gives a model one.",
+        )
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -608,6 +628,8 @@ class TextTrainer(Trainer):
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
+        else:
+            check_adapters(config, model)
         reads = data_read(config.data) if rows is None else []
         given = self._given(config, rows, eval_rows)
         method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
