@@ -8,16 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from command import call
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as models_
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.data import toy
 from rlhf_nb.export import llama_cpp
@@ -30,13 +28,6 @@ from rlhf_nb.models.places import find_copy
 from rlhf_nb.untrusted import json_value
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def call(*words: Any, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(w) for w in words])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

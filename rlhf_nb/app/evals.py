@@ -36,10 +36,11 @@ from rlhf_nb.evaluate.suites import (
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference
+from ..models.heads import RewardModel
 from ..models.load import load_tokenizer
 from ..models.reference import model_fingerprint
 from ..rewards.answers import completion_text, extract_number
-from ..rewards.base import Rewards
+from ..rewards.base import RewardModelFn, Rewards
 from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
 from ..train.rlaif import JudgeConfig, make_judge
@@ -108,10 +109,12 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
         device: of models.
     """
     found = build_rewards(list(entries), key=key, device=device)
-    own = found if isinstance(found, Rewards) else Rewards([found])
+    alone = RewardModelFn(found, entries[0].name or "reward_model") if isinstance(found, RewardModel) else found
+    own = found if isinstance(found, Rewards) else Rewards([alone])
     for fn in own.fns:
-        if isinstance(inner := getattr(fn, "model", None), torch.nn.Module):
-            inner.to(device)
+        for inner in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
+            if isinstance(inner, torch.nn.Module):
+                inner.to(device)
     both = Rewards([*own.fns, _silent], names=[*own.names, "_silent"])
     both.patience[: len(own.patience)] = own.patience
 
@@ -120,8 +123,7 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
     ) -> dict[str, list[float | None]]:
         texts = [completion_text(c) for c in completions]
         ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
-        said = [[*x, tokenizer.eos_token_id] for x in encode_continuations(tokenizer, texts)]
-        c = Completions.from_lists(ids, said)
+        c = Completions.from_lists(ids, encode_continuations(tokenizer, texts))
         n = len(texts)
         rollout = Rollout(
             **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts), texts=texts,

@@ -24,7 +24,7 @@ from ..data.legs import is_legs
 from ..data.sources import prompt_batch
 from ..data.sums import is_sums
 from ..data.templates import is_blank, speaks_chat
-from ..evaluate.suites import replace_file
+from ..evaluate.suites import check_same, replace_file
 from ..models.adapters import Reference
 from ..models.load import load_causal_lm, load_tokenizer
 from ..models.reference import model_fingerprint
@@ -168,12 +168,7 @@ def _opened(out: Path, said: dict[str, Any], overwrite: bool) -> dict[str, Any]:
         before, so_far = found["settings"], {k: found[k] for k in _ZERO}
     except (Unreadable, KeyError, TypeError) as e:
         raise RunError(f"{state} can't be read ({e}): --overwrite starts again.") from e
-    differing = [k for k in {**before, **said} if before.get(k) != said.get(k)]
-    if differing:
-        key = differing[0]
-        raise RunError(
-            f"{out} holds labels made with {key}={str(before.get(key)):.60}, and now it is {str(said.get(key)):.60}: they can't be mixed. Choose another --out, or --overwrite."
-        )
+    check_same(before, said, f"{out} holds labels made with", "--out")
     keep_rows(out, so_far["done"])
     return so_far
 
