@@ -287,7 +287,11 @@ _NO_MATHS = {
 
 def _counts(key: str) -> bool:
     """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches off."""
-    return key not in _NO_MATHS and not key.startswith(("_", "unsloth")) and not key.endswith(("dropout", "pdrop", "dropout_rate"))
+    return (
+        key not in _NO_MATHS
+        and not key.startswith(("_", "unsloth"))
+        and not key.endswith(("dropout", "pdrop", "dropout_rate"))
+    )
 
 
 def _shown(model: ModelTensors) -> str:
