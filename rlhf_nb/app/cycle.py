@@ -51,6 +51,9 @@ class CycleConfig(StrictConfig):
     most_votes: int | None = option(None, "of one user; null: three times the median user's, at least 20", ge=1)
     robust: bool = option(True, "limits, reliabilities, outliers left out; false: count heads")
     scrub: bool = option(False, "replace personal data before training (needs presidio-analyzer)")
+    scrub_names: bool = option(
+        False, "people's names, too; refused where no spaCy model is there to find them; switches scrub on"
+    )
     canary: float = option(
         0.0,
         "share of the traffic on which a version is tried before it is promoted; 0: promote what passes",
@@ -297,8 +300,8 @@ def _prepared(
             f"{store.path} gives {len(found.pairs)} pairs, and {config.least_pairs} are asked (least_pairs). `{me()} feedback {store.path}` shows what was left out."
         )
     rows = found.pairs
-    if config.scrub:
-        find, with_names = presidio()
+    if config.scrub or config.scrub_names:
+        find, with_names = presidio(names=config.scrub_names)
         clean = Scrubber(find)
         rows = [clean.row(r) for r in rows]
         say(f"replaced: {dict(clean.counts)}" + ("" if with_names else "; names were not looked for: no spaCy model"))
