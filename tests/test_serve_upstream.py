@@ -77,9 +77,11 @@ def test_who_goes_away_in_front_is_gone_behind(behind: Running) -> None:
     front = Running(upstreams={"far": f"{behind.address}/v1"}, max_concurrent=2, max_queue=0)
     lane = behind.site.batcher.lanes["toy"]
     step = lane.step
-    lane.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign, func-returns-value]
     try:
-        body = {"model": "far", **ASKED, "max_tokens": 100, "stream": True}
+        body = {"model": "far", **ASKED, "max_tokens": 100, "temperature": 0, "stream": True}
+        whole = behind.client().completions.create(model="toy", prompt=ASKED["prompt"], max_tokens=100, temperature=0)
+        assert whole.usage.completion_tokens == 100, "this model ends by itself too soon for the test"
+        lane.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign, func-returns-value]
         for _ in range(2):
             with httpx.stream("POST", f"{front.address}/v1/completions", json=body) as r:
                 assert r.status_code == 200 and next(r.iter_lines()).startswith("data: {")
@@ -107,7 +109,7 @@ def test_keys_of_the_two_servers_don_t_meet(folder: str, tmp_path: Path, monkeyp
         (tmp_path / name).write_text(line)
     behind = Running(models={"toy": folder}, keys=str(tmp_path / "front"))
     monkeypatch.setenv("BEHIND_KEY", keys["front"])
-    far = {"upstreams": {"toy": f"{behind.address}/v1"}}
+    far: dict[str, Any] = {"upstreams": {"toy": f"{behind.address}/v1"}}
     with pytest.raises(ConfigError, match="401"):
         find_upstream("toy", f"{behind.address}/v1")
     front = Running(**far, upstream_keys={"toy": "BEHIND_KEY"}, keys=str(tmp_path / "client"))
