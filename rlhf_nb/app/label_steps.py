@@ -173,6 +173,17 @@ def _opened(out: Path, said: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     return so_far
 
 
+def _added(total: dict[str, Any], questions: int, found: StepLabels, lost: int) -> dict[str, Any]:
+    """A file's numbers after another chunk."""
+    errors = [e for row in found.rows for e in row["stderr"][:-1]]
+    before = total["steps"] - total["answers"]
+    mean = (total["stderr"] * before + sum(errors)) / max(1, before + len(errors))
+    labels = [row["labels"] for row in found.rows]
+    new = {"done": questions, "answers": len(labels), "right": sum(x[-1] > 0.5 for x in labels), "lost": lost,
+           "steps": sum(map(len, labels)), "tokens": found.tokens, "continued": found.prefixes}  # fmt: skip
+    return {**{k: total[k] + v for k, v in new.items()}, "stderr": mean}
+
+
 def label_file(
     model: Any, tokenizer: Any, config: LabelStepsConfig, out: str | Path, *, name: str = "", overwrite: bool = False,
     say: Callable[[str], None] | None = None,
@@ -223,12 +234,7 @@ def label_file(
                 )  # fmt: skip
             numbered = [{"row": start + i, **row} for (i, _), row in zip(answered, found.rows)]
             append_rows(out, numbered)
-            errors = [e for row in found.rows for e in row["stderr"][:-1]]
-            before = total["steps"] - total["answers"]
-            mean = (total["stderr"] * before + sum(errors)) / max(1, before + len(errors))
-            new = {"done": len(part), "answers": len(numbered), "right": sum(r["labels"][-1] > 0.5 for r in numbered), "lost": lost,
-                   "steps": sum(len(r["labels"]) for r in numbered), "tokens": found.tokens, "continued": found.prefixes}  # fmt: skip
-            total = {**{k: total[k] + v for k, v in new.items()}, "stderr": mean}
+            total = _added(total, len(part), found, lost)
             replace_file(folder / "state.json", json.dumps({"settings": said, **total}, indent=1))
             if say:
                 say(f"{total['done']} of {len(rows)} questions, {total['answers']} answers, {total['steps']} steps")
