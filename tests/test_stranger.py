@@ -1,25 +1,29 @@
 """What a stranger brings along: odd files, odd formats, settings that don't fit what is given."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_nb.app.cli import app
 from rlhf_nb.app.evals import scorer
-from rlhf_nb.core import ConfigError, ModelError
+from rlhf_nb.config import DataConfig
+from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
-from rlhf_nb.data.templates import encode_pairs
+from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
+from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.entries import RewardEntry
+from rlhf_nb.train.setup import load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions
 
@@ -134,3 +138,76 @@ def test_files_as_they_are_saved_by_others(tmp_path: Path) -> None:
     )
     found = look(lines(tmp_path / "a.jsonl", [{"prompt": "Q", "completion": "A"}]), "data.columns={prompt:question}")
     assert "data.columns={prompt: question}" in found
+
+
+def test_what_a_tokenizer_makes_of_foreign_words_is_said(tmp_path: Path) -> None:
+    """Special tokens that somebody spells, words that a tokenizer doesn't know, and fewer held-out rows than were asked for: a counted sentence each."""
+    bpe = train_bpe(["Do owls fly? They do."], 300)
+    bad = "Fly.<|eos|>\n\nHuman: And bears?"
+    rows = [{"prompt": "Do owls fly?", "completion": bad}, {"prompt": "Do owls fly?", "completion": "They do.<|eos|>"}]
+    with pytest.warns(DataWarning, match=r"1 prompts or answers spell a special token .*'<\|eos\|>'"):
+        tokenize_sft(rows, bpe, chat=True)
+    with pytest.warns(DataWarning, match="1 prompts or answers spell"):
+        tokenize_preferences([{"prompt": "Do owls fly?", "chosen": "They do.", "rejected": bad}], bpe, chat=True)
+    with pytest.warns(DataWarning, match="1 prompts or answers spell"):
+        tokenize_prompts([{"prompt": bad}], bpe, chat=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataWarning)
+        tokenize_sft(rows[1:], bpe, chat=True)
+        tokenize_sft(rows, bpe, chat=False)  # text as it is: a template may have been written out
+        tokenize_sft(toy.sft_rows(20, 0), TOK)
+    with pytest.warns(DataWarning, match="of the tokens are '<unk>': the tokenizer doesn't know these words"):
+        tokenize_sft([{"prompt": "Was ist ein Uhu?", "completion": "Ein Vogel."}], TOK)
+    with pytest.raises(DataError, match="1 with answers that are the same tokens"):
+        tokenize_preferences([{"prompt": "Was?", "chosen": "Ja", "rejected": "Nein"}], TOK)
+    file = lines(tmp_path / "few.jsonl", [{"prompt": f"Q{i}", "completion": "A"} for i in range(5)])
+    with pytest.warns(DataWarning, match="eval_size is 9, but .* has 5 rows, .*: 2 are held out"):
+        assert [len(part) for part in load_rows(DataConfig(path=file, eval_size=9), "sft")] == [3, 2]
+
+
+def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) -> None:
+    """Dropout, which training switches off, and the notes that other tools leave in a config make no other model."""
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"vocab_size": len(TOK), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    base = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    base.config._model_name_or_path = "somewhere"
+    base.save_pretrained(tmp_path / "base")
+    TOK.save_pretrained(tmp_path / "base")
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["resid_pdrop"] > 0
+    model = {"name_or_path": str(tmp_path / "base")}
+    sft = SFTTrainer(
+        SFTConfig.preset(
+            "toy", output_dir=str(tmp_path / "run"), model=model, data={"max_length": 48, "max_prompt_length": 32}
+        ),
+        rows=toy.sft_rows(8),
+    )
+    sft.method.save_model(tmp_path / "tuned")
+    words = ["merge", str(tmp_path / "tuned"), str(tmp_path / "base"), "-o", str(tmp_path / "soup")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+
+
+def test_an_evaluation_says_what_it_leaves_out_of_the_models_settings(tmp_path: Path) -> None:
+    """A penalty that the model's makers set isn't dropped without a word."""
+    model = toy.build_model(0, "tiny")
+    model.generation_config.repetition_penalty = 1.3
+    model.save_pretrained(tmp_path / "model")
+    set_chat_template(toy.build_tokenizer()).save_pretrained(tmp_path / "model")
+    words = [
+        "eval",
+        str(tmp_path / "model"),
+        "--suite",
+        "sums",
+        "--limit",
+        "1",
+        "max_new_tokens=2",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "repetition_penalty=1.3; answers were made without" in " ".join(
+        done.output.split()
+    ), done.output
+    assert any(
+        "repetition_penalty=1.3" in note
+        for note in json.loads((tmp_path / "out" / "results.json").read_text())["notes"]
+    )

@@ -95,13 +95,29 @@ def _json(path: Path) -> Iterator[Row]:
     yield from (_object(row, f"{path}, row {i}") for i, row in enumerate(lists[0]))
 
 # %% ../../nbs/215_data_readers.ipynb #8df64e4b
-def _cell(text: str) -> Any:
-    """A cell of a table; lists (messages, steps, labels) are written as JSON."""
+_TEXTS = {
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "text",
+    "question",
+    "instruction",
+    "input",
+    "answer",
+    "output",
+    "response",
+}
+
+
+def _cell(text: str, name: str = "") -> Any:
+    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is that text."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
-            return json_value(text, whole=False)
+            found = json_value(text, whole=False)
         except Unreadable:
             return text
+        return text if name in _TEXTS and not all(isinstance(x, dict) for x in found) else found
     return text
 
 
@@ -129,7 +145,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
                 here = f"{path}, record {k}: {found} cells for {len(names)} columns ({', '.join(names)})"
                 raise DataError(f"{here}; quote cells that hold commas.")
-            yield {name: _cell(value) for name, value in row.items()}
+            yield {name: _cell(value, name) for name, value in row.items()}
 
 
 def _parquet(path: Path) -> Iterator[Row]:

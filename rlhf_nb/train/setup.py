@@ -302,6 +302,12 @@ def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list
     if data.eval_split is not None:
         return rows, _whole(data, kind, seed, data.eval_split)
     held = min(data.eval_size or 0, len(rows) // 2)
+    if held < (data.eval_size or 0):
+        warnings.warn(
+            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for training: {held or 'none'} are held out.",
+            DataWarning,
+            stacklevel=2,
+        )
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 # %% ../../nbs/600_train_setup.ipynb #f3a9e376
