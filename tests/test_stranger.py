@@ -17,7 +17,7 @@ from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import encode_pairs, train_bpe
+from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rollout.sampler import may_share
@@ -185,3 +185,29 @@ def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) ->
     words = ["merge", str(tmp_path / "tuned"), str(tmp_path / "base"), "-o", str(tmp_path / "soup")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
+
+
+def test_an_evaluation_says_what_it_leaves_out_of_the_models_settings(tmp_path: Path) -> None:
+    """A penalty that the model's makers set isn't dropped without a word."""
+    model = toy.build_model(0, "tiny")
+    model.generation_config.repetition_penalty = 1.3
+    model.save_pretrained(tmp_path / "model")
+    set_chat_template(toy.build_tokenizer()).save_pretrained(tmp_path / "model")
+    words = [
+        "eval",
+        str(tmp_path / "model"),
+        "--suite",
+        "sums",
+        "--limit",
+        "1",
+        "max_new_tokens=2",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "repetition_penalty=1.3; answers were made without" in " ".join(
+        done.output.split()
+    ), done.output
+    assert any(
+        "repetition_penalty=1.3" in note
+        for note in json.loads((tmp_path / "out" / "results.json").read_text())["notes"]
+    )

@@ -265,8 +265,8 @@ def short_name(model: str) -> str:
 
 def _answering(
     suite: Suite, config: EvalConfig, folder: Path, net: Any, tokenizer: Any, says: dict[str, Any], samples: int
-) -> tuple[Work, dict[str, Any]]:
-    """How rows are answered and scored, and the settings that decide the numbers."""
+) -> tuple[Work, dict[str, Any], list[str]]:
+    """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
     paid = None if decoder is None else list[Cost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
@@ -282,7 +282,9 @@ def _answering(
     settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
     settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
     settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
-    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings
+    asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
+    notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
+    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings, notes
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -321,7 +323,7 @@ def evaluate_suite(
         ConfigError, DataError, RunError: settings, rows or the folder don't fit.
     """
     folder = Path(config.output_dir or Path("runs/eval") / suite.config.name / short_name(model))
-    choice = suite.config.task == "choice"
+    choice, notes = suite.config.task == "choice", list[str]()
     with RunLock(folder):
         if overwrite:
             for name in ("answers.jsonl", "asked.json", "suite.json", "results.json"):
@@ -333,7 +335,7 @@ def evaluate_suite(
         if choice:
             work = choice_work(net, tokenizer, raw=config.raw)
         else:
-            work, more = _answering(suite, config, folder, net, tokenizer, says, samples)
+            work, more, notes = _answering(suite, config, folder, net, tokenizer, says, samples)
             settings |= more
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
@@ -341,6 +343,7 @@ def evaluate_suite(
         results = sum_up(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
+        results = results.replace(notes=[*notes, *results.notes])
         results.save(folder / "results.json")
         if results.cost is not None and say is not None:
             say(f"decoder {config.decoder}: {results.cost}")
