@@ -2,6 +2,7 @@
 
 Dialogues of HH-RLHF up to the last question. The model answers each with the whole dialogue before it; then random selections of its sentences are
 read before the same answer (what the compressor learns from, on two thirds of the dialogues), and so are shortened dialogues (on the others, three splits).
+With `--facts` each dialogue begins with a sentence about the user's own life, and its last question asks for it.
 
     OMP_NUM_THREADS=1 python benchmarks/compress.py MODEL          # a folder or a name, such as smollm2
 """
@@ -55,6 +56,27 @@ def dialogues(tokenizer: Any, count: int) -> list[list[dict[str, Any]]]:
     return out[:count]
 
 
+FACTS = (
+    ("My dog is called {}.", "What is my dog called?", ("Rex", "Bruno", "Luna", "Milo")),
+    ("My sister lives in {}.", "Where does my sister live?", ("Oslo", "Lima", "Cairo", "Dublin")),
+    ("I was born in {}.", "In which month was I born?", ("March", "July", "October", "December")),
+    ("My car is {}.", "What colour is my car?", ("red", "green", "yellow", "black")),
+    ("I work as a {}.", "What do I work as?", ("baker", "nurse", "pilot", "farmer")),
+    ("My favourite fruit is the {}.", "Which fruit is my favourite?", ("mango", "peach", "plum", "cherry")),
+)
+
+
+def asked_later(talks: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The same dialogues with a fact at their beginning that the last question asks for."""
+    out = []
+    for i, talk in enumerate(talks):
+        fact, question, words = FACTS[i % len(FACTS)]
+        first, *rest, last = talk
+        told = {**first, "content": f"{fact.format(words[i // len(FACTS) % len(words)])} {first['content']}"}
+        out.append([told, *rest, {**last, "content": question}])
+    return out
+
+
 def shown(name: str, found: list[Noticed], whole: list[int]) -> str:
     """A line of the table."""
     kl, agree = (sum(getattr(n, k) for n in found) / len(found) for k in ("kl", "agree"))
@@ -67,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--count", type=int, default=60, help="dialogues")
+    parser.add_argument("--facts", action="store_true", help="something told first is asked for last")
     parser.add_argument("--new", type=int, default=16, help="longest answer, in tokens")
     args = parser.parse_args()
     if not DATA.exists():
@@ -76,6 +99,7 @@ def main() -> None:
     tokenizer = load_tokenizer(place)
     model = load_causal_lm(place, decide_precision("cpu", "fp32"), tokenizer=tokenizer, trainable=False)
     begin, talks = time.process_time(), dialogues(tokenizer, args.count)
+    talks = asked_later(talks) if args.facts else talks
     witnesses = [Witness(model, tokenizer, t, args.new, seed=i) for i, t in enumerate(talks)]
     found: list[Missed] = []
     for w, t in zip(witnesses, talks):
