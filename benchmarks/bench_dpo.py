@@ -288,11 +288,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare TRL with tests/data/dpo_run.json")
     parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
-    if args.worker:
-        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
-        harness.set_threads(job)
-        (run_ours if args.worker[0] == "ours" else run_trl)(job)
-    elif args.record or args.check:
+    if harness.worked(args, run_ours, run_trl):
+        return
+    if args.record or args.check:
         record(args.check, 1)
     else:
         with tempfile.TemporaryDirectory() as name:

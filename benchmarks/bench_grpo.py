@@ -526,10 +526,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder in which policies are kept for the next call")
     parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
-    if args.worker:
-        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
-        harness.set_threads(job)
-        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+    if harness.worked(args, run_ours, run_trl):
         return
     steps = min(args.steps, 4) if args.quick else args.steps
     with tempfile.TemporaryDirectory() as name:

@@ -21,7 +21,6 @@ policy without them, and all weights of the critic.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -386,10 +385,7 @@ def main() -> None:
     parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
     parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: 2048, smollm2: 1024)")
     args = parser.parse_args()
-    if args.worker:
-        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
-        harness.set_threads(job)
-        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+    if harness.worked(args, run_ours, run_trl):
         return
     large = args.task == "smollm2"
     rollout, mini = args.rollout or (64 if large else 128), args.mini or (64 if large else 32)

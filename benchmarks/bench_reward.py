@@ -12,12 +12,12 @@ batch is no longer a random sample; speeds differ much from step to step, so tak
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import harness
+import pairs
 import peers
 
 
@@ -84,34 +84,14 @@ def run_trl(job: dict[str, Any]) -> None:
 
 def prepare(data: Path, folder: Path, batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
     """Write the model, and return tokenized pairs in both orders."""
-    import random
-
     from rlhf_nb.models.heads import RewardModel
 
-    pairs = harness.hh_pairs(data)
-    tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
+    rows = harness.hh_pairs(data)
+    tokenizer = harness.hh_tokenizer([r["prompt"] + r["chosen"] for r in rows])
     model = harness.qwen2(tokenizer)
     RewardModel.from_policy(model, seed=0).save(folder / "model", tokenizer)
-    ids = {
-        k: tokenizer([p[k] for p in pairs], add_special_tokens=False)["input_ids"]
-        for k in ("prompt", "chosen", "rejected")
-    }
-    end = [tokenizer.eos_token_id]
-    rows = [
-        {"prompt_ids": p, "chosen_ids": a + end, "rejected_ids": b + end, "margin": None}
-        for p, a, b in zip(ids["prompt"], ids["chosen"], ids["rejected"])
-        if len(p) + max(len(a), len(b)) < 1024
-    ]
-    random.Random(0).shuffle(rows)
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
-    print(
-        f"{size:.1f}M parameters, {len(rows)} pairs, {sum(lengths) / len(rows):.0f} tokens in the longer side on average, {batch} a step"
-    )
-    order = harness.grouped(lengths, batch)
-    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
-    random.Random(1).shuffle(batches)
-    return {"random order": rows, "grouped by length": [rows[i] for b in batches for i in b]}
+    orders = pairs.in_both_orders(rows, tokenizer, model, batch)
+    return {"random order": orders["random"], "grouped by length": orders["grouped"]}
 
 
 def main() -> None:
@@ -120,10 +100,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
     parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
-    if args.worker:
-        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
-        harness.set_threads(job)
-        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+    if harness.worked(args, run_ours, run_trl):
         return
     steps = min(args.steps, 5) if args.quick else args.steps
     theirs = peers.ensure("trl-1.16")

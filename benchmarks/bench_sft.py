@@ -163,10 +163,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
-    if args.worker:
-        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
-        harness.set_threads(job)
-        (run_ours if args.worker[0] == "ours" else run_trl)(job)
+    if harness.worked(args, run_ours, run_trl):
         return
     steps = min(args.steps, 5) if args.quick else args.steps
     theirs = peers.ensure("trl-1.16")

@@ -1,7 +1,7 @@
 """Exports of a real model against their bars: python benchmarks/export_price.py [MODEL] [--parts gguf onnx int8 program] [--out FOLDER].
 
 gguf: 20 prompts, f16 (with llama.cpp's cache of keys and values in fp32, and in fp16, its default) and q8_0: the same tokens by llama.cpp's own tokenizer, the
-same greedy answers of 32 tokens, KL (needs llama-cpp-python; without it the part
+same greedy answers of 32 tokens as the model and, for f16, as PyTorch on the numbers of the file (which tells rounding from llama.cpp), KL (needs llama-cpp-python; without it the part
 is skipped). onnx: largest difference of logits and the price. int8: the price on HH-RLHF dialogues. Each also prints its size.
 """
 
@@ -18,7 +18,7 @@ import torch
 from rlhf_nb.data.templates import as_chat, encode_prompts
 from rlhf_nb.export import llama_cpp
 from rlhf_nb.export.formats import Exported, export_model
-from rlhf_nb.export.gguf import write_gguf
+from rlhf_nb.export.gguf import load_fp32, write_gguf
 from rlhf_nb.export.onnx import session_of
 from rlhf_nb.export.price import HELD_OUT, forward_of, greedy, token_kl
 from rlhf_nb.export.program import check_same
@@ -57,6 +57,7 @@ def gguf_part(source: Source, folder: Path) -> None:
         file = folder / f"model-{kind}.gguf"
         if not file.is_file():
             write_gguf(source, file, kind)
+        stored, of_file = forward_of(load_fp32(file)) if kind == "f16" else None, 0
         other, same, kls, tokens, seconds = llama_cpp.forward_of_file(file, 256, cache=cache), 0, [], 0, 0.0
         for prompt, row in zip([*HELD_OUT, *MORE], ids):
             begun = time.perf_counter()
@@ -67,14 +68,18 @@ def gguf_part(source: Source, folder: Path) -> None:
             kls.append(token_kl(a, b))
             wrong = [n for n, token in enumerate(said) if int(a[len(row) - 1 + n].argmax()) != token]
             same += not wrong
+            if stored is not None:
+                numbers = stored(whole, None)[0][len(row) - 1 :]
+                of_file += all(int(n.argmax()) == token for n, token in zip(numbers, said))
             if wrong:
                 two = a[len(row) - 1 + wrong[0]].log_softmax(-1).topk(2).values
                 print(
                     f"  {kind}, cache {cache}: differs at token {wrong[0]} of {prompt!r}, where our first leads our second by {float(two[0] - two[1]):.3f} nats"
                 )
         kl = torch.cat(kls)
+        alike = "" if stored is None else f" ({of_file} of {len(ids)} as PyTorch on the file's own numbers)"
         print(
-            f"gguf {kind}, cache in {cache}: the same prompt tokens {same_tokens(file, source, ids)} of {len(ids)}, the same greedy answers {same} of {len(ids)}, "
+            f"gguf {kind}, cache in {cache}: the same prompt tokens {same_tokens(file, source, ids)} of {len(ids)}, the same greedy answers {same} of {len(ids)}{alike}, "
             f"KL {float(kl.mean()):.2g} nats a token (worst {float(kl.max()):.2g}), {file.stat().st_size / 1e6:.1f} MB, {tokens / seconds:.1f} tokens/s",
             flush=True,
         )

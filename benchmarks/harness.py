@@ -266,6 +266,21 @@ def set_threads(job: dict[str, Any]) -> None:
     torch.manual_seed(0)
 
 
+def worked(args: argparse.Namespace, ours: Callable[..., object], trl: Callable[..., object]) -> bool:
+    """Whether this process is a worker; then its side's job is done when this returns.
+
+    Args:
+        args: from `arguments`.
+        ours: does a job with rlhf_nb.
+        trl: does it with TRL.
+    """
+    if args.worker:
+        job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
+        set_threads(job)
+        (ours if args.worker[0] == "ours" else trl)(job)
+    return bool(args.worker)
+
+
 # --- shared by the benchmarks on HH-RLHF -----------------------------------------------------------------------------------
 
 

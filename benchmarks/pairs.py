@@ -19,8 +19,6 @@ def prepare(data: Path, folder: Path, batch: int, task: str = "hh") -> dict[str,
         batch: pairs a step.
         task: "hh": a Qwen2 of 12M parameters; "smollm2": SmolLM2-135M-Instruct, as `rlhf-nb get smollm2` left it.
     """
-    import random
-
     pairs = harness.hh_pairs(data)
     if task == "smollm2":
         tokenizer, model = harness.smollm2()
@@ -29,6 +27,22 @@ def prepare(data: Path, folder: Path, batch: int, task: str = "hh") -> dict[str,
         model = harness.qwen2(tokenizer)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    return in_both_orders(pairs, tokenizer, model, batch)
+
+
+def in_both_orders(
+    pairs: list[dict[str, str]], tokenizer: Any, model: Any, batch: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Tokenized pairs at random and grouped by length; says how many there are.
+
+    Args:
+        pairs: prompt, chosen and rejected.
+        tokenizer: of the model.
+        model: for its size.
+        batch: pairs a step.
+    """
+    import random
+
     columns = {
         k: tokenizer([p[k] for p in pairs], add_special_tokens=False)["input_ids"]
         for k in ("prompt", "chosen", "rejected")
@@ -43,7 +57,7 @@ def prepare(data: Path, folder: Path, batch: int, task: str = "hh") -> dict[str,
     lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(
-        f"{size:.1f}M parameters, {len(rows)} pairs, {sum(lengths) / len(rows):.0f} tokens in the longer side on average"
+        f"{size:.1f}M parameters, {len(rows)} pairs, {sum(lengths) / len(rows):.0f} tokens in the longer side on average, {batch} a step"
     )
     order = harness.grouped(lengths, batch)
     batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import call
 from fake_hub import COMMITS, Hub
-from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
 from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import ModelError
 from rlhf_nb.data import toy
@@ -34,14 +33,6 @@ NAME = "somebody/pip"
 needs_gguf = pytest.mark.skipif(
     importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf"
 )
-
-
-def call(*args: str, code: int = 0, stdin: str | None = None) -> str:
-    """Run a command; returns what it printed (standard error included) after checking its exit code."""
-    result = CliRunner().invoke(app, list(args), input=stdin)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

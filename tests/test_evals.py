@@ -206,6 +206,7 @@ def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: An
 @pytest.mark.parametrize(
     ("rule", "rows", "error", "said"),
     [
+        ("{verify: length}", "  - {id: a, prompt: p}\n", ConfigError, "suite mine, rule: verify: length needs target"),
         ("{verfy: exact}", ROWS, ConfigError, "Did you mean 'verify'"),
         ("{verify: exat}", ROWS, ConfigError, "Did you mean 'exact'"),
         ("{judge: true}", ROWS, ConfigError, "judge.model="),

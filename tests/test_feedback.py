@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_nb.core import ConfigError
 from rlhf_nb.feedback.store import Feedback, FeedbackStore
 
 ANSWER = "In the forest. " * 300  # long enough that a line may be torn
@@ -99,6 +100,11 @@ def test_presidio_finds_and_replaces(tmp_path: Path) -> None:
     text = "Mail john.smith@example.org or call +1 415 555 0132, card 4111 1111 1111 1111, from 192.168.1.20."
     assert clean.text(text) == "Mail <EMAIL_ADDRESS> or call <PHONE_NUMBER>, card <CREDIT_CARD>, from <IP_ADDRESS>."
     assert clean.text("Owls live in the forest and eat 3 mice.") == "Owls live in the forest and eat 3 mice."
+    if presidio()[1]:  # a spaCy model is installed
+        assert "Gonzales" not in Scrubber(presidio(names=True)[0]).text("John Smith lives next to Maria Gonzales.")
+    else:
+        with pytest.raises(ConfigError, match="spacy download en_core_web_lg"):
+            presidio(names=True)
 
 
 def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:

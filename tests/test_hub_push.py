@@ -17,14 +17,13 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+from command import call
 from fake_hub import Hub
 from markdown_it import MarkdownIt
 from nbclient import NotebookClient
 from test_payloads import HARMLESS, PAYLOADS, Skeleton, tame
-from typer.testing import CliRunner
 
 from rlhf_nb.app.card import Measured, card, cell, read_run, rebuild_notebook
-from rlhf_nb.app.cli import app
 from rlhf_nb.app.push import push_to_hub
 from rlhf_nb.core import RunError
 from rlhf_nb.models.load import probe_ids
@@ -34,14 +33,6 @@ from rlhf_nb.untrusted import parse_yaml
 
 torch.set_num_threads(1)
 TOKEN, NAME = "hf_" + "t" * 30, "me/pip"
-
-
-def call(*args: Any, code: int = 0) -> str:
-    """Run a command; returns what it printed after checking its exit code."""
-    result = CliRunner().invoke(app, [str(a) for a in args])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room may import rooms on lower floors, never another room on its own floor.
 FLOORS = {
-    "core": 0.0, "untrusted": 0.02, "aliases": 0.05, "types": 0.1, "config": 0.2,
+    "core": 0.0, "untrusted": 0.02, "aliases": 0.05, "types": 0.1, "strict": 0.15, "config": 0.2,
     "losses": 1.0, "fast": 1.0, "scoring": 1.1,
     "data": 2.0, "models": 3.0,
     "rollout": 4.0, "sandbox": 4.0, "rewards": 4.1, "decode": 4.15, "evaluate": 4.2, "judges": 4.3,

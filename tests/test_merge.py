@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from command import call
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from rlhf_nb.app.card import read_run
-from rlhf_nb.app.cli import app
 from rlhf_nb.app.push import push_to_hub
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ModelError
@@ -28,13 +27,6 @@ from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, Part, Recipe, from_mergek
 from rlhf_nb.models.shards import ModelTensors, plan_shards
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def call(*words: Any, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(w) for w in words])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

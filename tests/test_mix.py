@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import call
 
 from rlhf_nb import SFTConfig, SFTTrainer
-from rlhf_nb.app.cli import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError
 from rlhf_nb.data import toy
@@ -130,7 +129,6 @@ def test_a_mix_on_the_command_line(files: dict[str, str], tmp_path: Path) -> Non
         "device=cpu",
         f"output_dir={tmp_path / 'run'}",
     ]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    call(*words)
     (step,) = told(tmp_path / "run")
     assert (step["data/big.jsonl"], step["data/small.jsonl"]) == (3, 1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import call
 
 from rlhf_nb.core import RunError
 from rlhf_nb.run.log import read_metrics
@@ -113,10 +114,6 @@ def test_sharded_processes_replay_or_refuse(job: Path, tmp_path: Path, strategy:
 
 
 def test_the_cluster_gets_the_folder(job: Path) -> None:
-    command = [sys.executable, "-m", "rlhf_nb", "launch", "grpo", "--config", str(job), "--slurm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and f"grpo --config {job}" in done.stdout
-    outside = subprocess.run(
-        [*command[:-1], "--k8s", "image", "output_dir=/shared/run"], capture_output=True, text=True, timeout=120
-    )
-    assert outside.returncode == 1 and "no pod would see it" in outside.stderr
+    assert f"grpo --config {job}" in call("launch", "grpo", "--config", job, "--slurm")
+    outside = call("launch", "grpo", "--config", job, "--k8s", "image", "output_dir=/shared/run", code=1)
+    assert "no pod would see it" in outside

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import call
 from typer.testing import CliRunner
 
 from rlhf_nb.app.cli import app
@@ -82,12 +83,6 @@ def cell() -> Any:
     registry._METHODS.pop("focal", None)
     PipelineConfig.model_fields.pop("focal", None)
     PipelineConfig.model_rebuild(force=True)
-
-
-def call(*args: str) -> str:
-    result = CliRunner().invoke(app, list(args))
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def losses(run: Path) -> list[float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import call
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
@@ -137,8 +138,7 @@ def test_versions_agree() -> None:
     assert version and heading
     release, _, unreleased = version[1].partition(".dev")
     assert heading[1] == release and ("unreleased" in heading[2]) == bool(unreleased), (version[1], heading[0])
-    done = subprocess.run([sys.executable, "-m", "rlhf_nb", "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["rlhf_nb", version[1]]
+    assert call("--version").split() == ["rlhf_nb", version[1]]
 
 
 def test_import_is_silent_fast_and_light() -> None:

@@ -545,6 +545,64 @@ def _spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
 
 
+def _what_it_is(told: Told) -> list[str]:
+    """The sentence under a card's title."""
+    out = []
+    if told.info is not None and told.config is not None:
+        named = str(told.config.model.name_or_path)
+        base = hub_name(named) or ("The untrained toy model" if is_toy(named) else Path(named).name)
+        out.append(
+            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
+        )
+    if told.merged:
+        method = cell(told.merged["recipe"].get("method"))
+        out.append(
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{RECORD}` beside the weights is the recipe.\n"
+        )
+    return out
+
+
+def _before_and_after(measured: Measured, samples: bool) -> list[str]:
+    """Scores and, if wanted, answers of the first and the last model."""
+    held, learnt = "held-out prompts", "prompts that the run also learnt from, because none were held out"
+    out = [
+        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the same ones before and after, drawn with the same "
+        f"random numbers (mean ± standard error over prompts).\n\n{table(measured.scores())}\n"
+    ]
+    if samples:
+        out.append(f"Answers, from the largest gain to the largest loss:\n\n{table(measured.rows())}\n")
+    return out
+
+
+def _do_it_again(told: Told, name: str, lines: Sequence[str]) -> list[str]:
+    """The commands, and what they need that isn't in the folder."""
+    again = "\n".join(lines)
+    out = [
+        f"## Do it again\n\nIn this folder (`hf download {name} --local-dir .`), with the package `rlhf_nb` installed; "
+        f"`rebuild.ipynb` redraws the figure and prints a verdict.\n\n```bash\n{again}\n```\n"
+    ]
+    model, data = str(told.config.model.name_or_path), told.config.data
+    places = [model, *([str(data.path)] if data.mix is None else [])]
+    needed = [Path(p).name for p in places if Path(p).expanduser().exists() and hub_name(p) is None]
+    if model in SHORT_NAMES:
+        out.append(f"The first of these lines needs the model it began with: `rlhf-nb get {model}`.\n")
+    if needed:
+        out.append(f"The first of these lines needs what isn't part of this folder: {', '.join(map(cell, needed))}.\n")
+    return out
+
+
+def _caveats(told: Told, license: str | None) -> list[str]:
+    """What nobody should expect of the model, and what isn't known of it."""
+    out = []
+    if len(told.steps) >= 6 and told.run is not None:
+        out.append(f"One seed. In the log of this run: {verdict(told.run)}.")
+    out += _LIMITS["merged" if told.merged else "reward" if told.kind == "reward" else "policy"]
+    out += [f"Not known: {m}." for m in told.missing]
+    if license is None:
+        out.append("No licence is stated, so nobody but its owner may use it.")
+    return out
+
+
 def card(
     told: Told,
     name: str,
@@ -563,31 +621,10 @@ def card(
         picture: the figure's file beside the card.
         samples: show answers.
     """
-    info, parts = told.info, [front_matter(told, license), f"# {cell(name.split('/')[-1])}\n"]
-    if info is not None and told.config is not None:
-        named = str(told.config.model.name_or_path)
-        base = hub_name(named) or ("The untrained toy model" if is_toy(named) else Path(named).name)
-        parts.append(
-            f"{cell(base)} after {len(told.steps):,} steps of {cell(info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
-        )
-    if told.merged:
-        method = cell(told.merged["recipe"].get("method"))
-        parts.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{RECORD}` beside the weights is the recipe.\n"
-        )
+    parts = [front_matter(told, license), f"# {cell(name.split('/')[-1])}\n", *_what_it_is(told)]
     parts.append(f"## Use it\n\n```python\n{use_code(told, name, _prompt_to_try(told))}\n```\n")
     if measured is not None:
-        kind = (
-            "held-out prompts"
-            if measured.held_out
-            else "prompts that the run also learnt from, because none were held out"
-        )
-        n = len(measured.after.texts)
-        parts.append(
-            f"## Before and after\n\nAnswers to {n} {kind}, the same ones before and after, drawn with the same random numbers (mean ± standard error over prompts).\n\n{table(measured.scores())}\n"
-        )
-        if samples:
-            parts.append(f"Answers, from the largest gain to the largest loss:\n\n{table(measured.rows())}\n")
+        parts += _before_and_after(measured, samples)
     if picture:
         parts.append(
             f"## Curves\n\n![reward, KL and loss against the steps]({picture})\n\nDrawn from `run/metrics.jsonl`.\n"
@@ -597,30 +634,9 @@ def card(
     if settings := _settings(told):
         parts.append(f"Settings that differ from the defaults (all of them: `run/config.yaml`):\n\n{table(settings)}\n")
     if lines := commands(told):
-        again = "\n".join(lines)
-        parts.append(
-            f"## Do it again\n\nIn this folder (`hf download {name} --local-dir .`), with the package `rlhf_nb` installed; "
-            f"`rebuild.ipynb` redraws the figure and prints a verdict.\n\n```bash\n{again}\n```\n"
-        )
-        places = [
-            str(told.config.model.name_or_path),
-            *([str(told.config.data.path)] if told.config.data.mix is None else []),
-        ]
-        needed = [Path(p).name for p in places if Path(p).expanduser().exists() and hub_name(p) is None]
-        if places[0] in SHORT_NAMES:
-            parts.append(f"The first of these lines needs the model it began with: `rlhf-nb get {places[0]}`.\n")
-        if needed:
-            parts.append(
-                f"The first of these lines needs what isn't part of this folder: {', '.join(map(cell, needed))}.\n"
-            )
-    kind_of = "merged" if told.merged else "reward" if told.kind == "reward" else "policy"
-    limits = [*_LIMITS[kind_of], *(f"Not known: {m}." for m in told.missing)]
-    if license is None:
-        limits.append("No licence is stated, so nobody but its owner may use it.")
-    if told.steps and len(told.steps) >= 6 and told.run is not None:
-        limits.insert(0, f"One seed. In the log of this run: {verdict(told.run)}.")
-    parts.append("## Limits\n\n" + "\n".join(f"- {cell(line, 600)}" for line in limits) + "\n")
-    return "\n".join(parts)
+        parts += _do_it_again(told, name, lines)
+    limits = "\n".join(f"- {cell(line, 600)}" for line in _caveats(told, license))
+    return "\n".join([*parts, f"## Limits\n\n{limits}\n"])
 
 # %% ../../nbs/916_app_card.ipynb #4038a578
 def rebuild_notebook(told: Told, name: str) -> str:

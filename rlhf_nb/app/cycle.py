@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,7 +23,7 @@ from ..config import DataConfig, PathText, StrictConfig, merge, option
 from ..core import ConfigError, DataError, RunError, derive_seed
 from ..data.formats import prompt_text
 from ..evaluate.policy import wilson_interval
-from ..feedback.annotators import Aggregate, aggregate
+from ..feedback.annotators import Aggregate, aggregate, votes_of
 from ..feedback.governance import export_rows
 from ..feedback.scrub import Scrubber, presidio
 from ..feedback.store import Feedback, FeedbackStore
@@ -31,10 +33,10 @@ from ..train.registry import get
 from ..train.stage import read_json, write_json
 
 if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told inside a command
-    from rlhf_nb.app.pipeline import RLHFPipeline
+    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['CycleConfig', 'Turn', 'deal', 'learn', 'judge_canary', 'run_cycle', 'cycle_command']
+__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle', 'cycle_command']
 
 # %% ../../nbs/934_app_cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):
@@ -49,6 +51,9 @@ class CycleConfig(StrictConfig):
     most_votes: int | None = option(None, "of one user; null: three times the median user's, at least 20", ge=1)
     robust: bool = option(True, "limits, reliabilities, outliers left out; false: count heads")
     scrub: bool = option(False, "replace personal data before training (needs presidio-analyzer)")
+    scrub_names: bool = option(
+        False, "people's names, too; refused where no spaCy model is there to find them; switches scrub on"
+    )
     canary: float = option(
         0.0,
         "share of the traffic on which a version is tried before it is promoted; 0: promote what passes",
@@ -110,15 +115,11 @@ def _stage(config: CycleConfig, name: str, model: str, rows: Path, n: int) -> di
     return merge(merge(base, own), getattr(config, name))
 
 
-def _pipeline(
-    config: CycleConfig,
-    folder: Path,
-    stages: dict[str, Any],
-    trusted: Sequence[dict[str, Any]],
-    say: Callable[[str], None],
-) -> RLHFPipeline:
-    """A gated pipeline of these stages and no others."""
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+def _settings(
+    config: CycleConfig, folder: Path, stages: dict[str, Any], trusted: Sequence[dict[str, Any]] = ()
+) -> PipelineConfig:
+    """Of a gated pipeline with these stages and no others."""
+    from rlhf_nb.app.pipeline import PipelineConfig
 
     gates = merge(config.gates.to_dict(), {"on_failure": "go_back"})
     gates["trusted"] = [*gates["trusted"], *trusted]
@@ -129,10 +130,40 @@ def _pipeline(
         "console": False,
         "eval_prompts": config.eval_prompts,
     }
-    return RLHFPipeline(
-        PipelineConfig.model_validate({"sft": None, "reward": None, "ppo": None, "gates": gates, **common, **stages}),
-        say,
+    none = dict.fromkeys(("sft", "reward", "ppo"))
+    return PipelineConfig.model_validate({**none, "gates": gates, **common, **stages})
+
+
+def check_settings(config: CycleConfig) -> None:
+    """Read the settings of all stages before the first one begins.
+
+    Args:
+        config: of the cycle.
+
+    Raises:
+        ConfigError: a stage doesn't know a setting.
+    """
+    _settings(
+        config, Path("turn"), {s: _stage(config, s, "model", Path("rows"), 100) for s in ("reward", config.learn)}
     )
+
+
+def _run(pipeline: RLHFPipeline) -> None:
+    """All its stages; of an interrupted turn what is missing, from the last checkpoint if there is one.
+
+    Raises:
+        RunError: it was begun with other settings.
+    """
+    begun = (pipeline.path / "config.yaml").exists()
+    try:
+        pipeline.run(resume=begun, overwrite=begun)  # together: only what left no checkpoint is replaced
+    except (RunError, ConfigError) as e:
+        if not begun:
+            raise
+        turn = pipeline.path.parent
+        raise type(e)(
+            f"going on with the turn that was interrupted in {turn}: {e} To begin this turn anew, delete {turn}."
+        ) from e
 
 
 def _reasons(pipeline: RLHFPipeline) -> str:
@@ -159,8 +190,11 @@ def learn(
         sizes: of these files, in rows.
         say: told what happens.
     """
-    first = _pipeline(config, folder / "judge", {"reward": _stage(config, "reward", model, judge, sizes[1])}, (), say)
-    first.run(resume=(first.path / "config.yaml").exists())
+    from rlhf_nb.app.pipeline import RLHFPipeline
+
+    stage = _stage(config, "reward", model, judge, sizes[1])
+    first = RLHFPipeline(_settings(config, folder / "judge", {"reward": stage}), say)
+    _run(first)
     if refused := _reasons(first):
         return None, f"the judge of the gate is no judge ({refused})"
     trusted = [{"model": str(first.model_dir("reward")), "name": "judge"}]
@@ -168,8 +202,8 @@ def learn(
         stages = {"dpo": _stage(config, "dpo", model, train, sizes[0])}
     else:
         stages = {name: _stage(config, name, model, train, sizes[0]) for name in ("reward", "ppo")}
-    policy = _pipeline(config, folder / "policy", stages, trusted, say)
-    policy.run(resume=(policy.path / "config.yaml").exists())
+    policy = RLHFPipeline(_settings(config, folder / "policy", stages, trusted), say)
+    _run(policy)
     made = policy.final_model()
     if refused := _reasons(policy):
         return None, refused
@@ -217,12 +251,29 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
     return ("better" if all(low >= -margin for low, _ in found) else "wait"), said_so
 
 
-def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback], say: Callable[[str], None]) -> Turn:
+def known_as(versions: Versions, names: Sequence[str]) -> dict[str, str]:
+    """What the server calls these versions in feedback and logs (a hash of their weights), and their names.
+
+    Args:
+        versions: of a folder.
+        names: of some of them.
+    """
+    from rlhf_nb.serve.site import version_of
+
+    return {version_of(str(versions.path(n))): n for n in names}
+
+
+def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]) -> Turn:
     """Promote the version on trial, drop it, or wait."""
     new, old = str(versions.canary), str(versions.current)
+    names = known_as(versions, (old, new))
     began = max((e["time"] for e in versions.history() if e["type"] == "canary"), default=0.0)
     bad = {u.name for u in aggregate(said, config.most_votes).outliers} if config.robust else set()
-    fresh = [x for x in said if x.time >= began and x.user not in bad]
+    fresh = [
+        replace(x, versions=tuple(names.get(v, v) for v in x.versions))
+        for x in said
+        if x.time >= began and x.user not in bad
+    ]
     verdict, reason = judge_canary(fresh, old, new, config.canary_votes, config.margin)
     if verdict == "better":
         promote(versions, new, reason)
@@ -235,8 +286,8 @@ def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]
 # %% ../../nbs/934_app_cycle.ipynb #f9340015
 def _prepared(
     config: CycleConfig, folder: Path, store: FeedbackStore, said: Sequence[Feedback], say: Callable[[str], None]
-) -> tuple[Path, Path, tuple[int, int]]:
-    """Files of pairs for policy and judge, looked at as training would.
+) -> tuple[int, int]:
+    """Write the pairs for policy and judge, looked at as training would; how many.
 
     Raises:
         DataError: training would stop at them, or there are too few.
@@ -249,10 +300,11 @@ def _prepared(
             f"{store.path} gives {len(found.pairs)} pairs, and {config.least_pairs} are asked (least_pairs). `{me()} feedback {store.path}` shows what was left out."
         )
     rows = found.pairs
-    if config.scrub:
-        clean = Scrubber(presidio()[0])
+    if config.scrub or config.scrub_names:
+        find, with_names = presidio(names=config.scrub_names)
+        clean = Scrubber(find)
         rows = [clean.row(r) for r in rows]
-        say(f"replaced: {dict(clean.counts)}")
+        say(f"replaced: {dict(clean.counts)}" + ("" if with_names else "; names were not looked for: no spaCy model"))
     out = []
     for name, part in zip(("train", "judge"), deal(rows, config.judge_share, config.seed)):
         made = export_rows(store, part, said, folder / f"{name}.jsonl")
@@ -263,7 +315,7 @@ def _prepared(
     about = [{**u.__dict__, "agree": None if math.isnan(u.agree) else u.agree} for u in found.users]
     write_json(folder / "users.json", {"users": about, "left_out": found.left_out, "pairs": len(rows)})
     say(f"pairs: {out[0].rows} to learn from, {out[1].rows} for the judge; left out: {found.left_out or 'nothing'}")
-    return out[0].path, out[1].path, (out[0].rows, out[1].rows)
+    return out[0].rows, out[1].rows
 
 
 def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, again: bool = False) -> Turn:
@@ -282,16 +334,32 @@ def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, aga
     if config.feedback is None:
         raise ConfigError("feedback is not set: name the store, feedback=FILE.")
     store, versions = open_store(config.feedback), Versions(config.models)
-    if versions.current is None:
-        if config.start is None:
-            raise ConfigError(f"{versions.folder} has no version yet: name the model that is served now, start=FOLDER.")
-        promote(versions, add_version(versions, config.start, "the first model"), "the first model")
+    check_settings(config)
+    if not versions.names() and config.start is None:
+        raise ConfigError(f"{versions.folder} has no version yet: name the model that is served now, start=FOLDER.")
     with RunLock(versions.folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        said = store.standing()
+        _tidy(config, versions)
+        said, folder = store.standing(), _open_turn(versions)
+        if made := next((n for n in versions.names() if versions.about(n).get("turn") == folder.name), None):
+            return _decide(config, versions, folder, made, versions.about(made)["reason"])  # it was killed after that
         if versions.canary is not None:
-            return _end_trial(config, versions, said, say)
+            return _end_trial(config, versions, said)
         return _turn(config, store, versions, said, say, again)
+
+
+def _tidy(config: CycleConfig, versions: Versions) -> None:
+    """Finish or remove what a killed process left, and make the first version current.
+
+    Raises:
+        ConfigError: the model to start from is none.
+    """
+    versions.complete()
+    for left in versions.folder.glob(".v*.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    if versions.current is None:
+        first = versions.names()[-1:] or [add_version(versions, str(config.start), "the first model")]
+        promote(versions, first[0], "the first model")
 
 
 def _turn(
@@ -303,42 +371,51 @@ def _turn(
     again: bool,
 ) -> Turn:
     """Learn, and decide about what was learnt."""
-    before = sorted(versions.folder.glob("cycles/*/cycle.json"), key=lambda p: int(p.parent.name))
-    seen = float(read_json(before[-1]).get("newest", 0.0)) if before else 0.0
-    newest = max((x.time for x in said), default=0.0)
-    if newest <= seen and not again:
-        return Turn("nothing new", versions.current, "nobody has said anything since the last turn")
-    folder = versions.folder / "cycles" / str(len(before) + 1)
+    folder = _open_turn(versions)
     ready = read_json(folder / "rows.json")  # of a turn that was interrupted: its rows stay as they were
+    seen = read_json(folder.with_name(str(int(folder.name) - 1)) / "cycle.json").get("newest", -1.0)
+    votes = {v.id for v in votes_of(said)[0]}
+    newest = max((x.time for x in said if x.id in votes), default=0.0)
+    if newest <= seen and not again and not ready:
+        return Turn("nothing new", versions.current, "nobody has said anything to learn from since the last turn")
     if ready.get("model") != versions.current:
-        train, judge, sizes = _prepared(config, folder, store, said, say)
-        ready = {
-            "train": str(train),
-            "judge": str(judge),
-            "sizes": list(sizes),
-            "model": versions.current,
-            "newest": newest,
-        }
+        if ready:
+            say(f"{folder} was begun with {ready.get('model')}, and {versions.current} is current now: it begins anew.")
+        shutil.rmtree(folder, ignore_errors=True)
+        sizes = _prepared(config, folder, store, said, say)
+        ready = {"sizes": list(sizes), "model": versions.current, "newest": newest}
         write_json(folder / "rows.json", ready)
     else:
         say(f"going on with {folder}.")
     current = str(versions.path(str(versions.current)))
-    made, reason = learn(
-        config, folder, current, Path(ready["train"]), Path(ready["judge"]), tuple(ready["sizes"]), say
-    )
-    if made is None:
-        turn = Turn("refused", versions.current, reason)
-        versions.note("refused", str(versions.current), reason)
-    else:
-        name = add_version(
-            versions, made, reason, {"cycle": str(folder), "feedback": str(store.path), "rows": sum(ready["sizes"])}
-        )
-        if config.canary:
-            start_canary(versions, name, config.canary, reason)
-        else:
-            promote(versions, name, reason)
-        turn = Turn("canary" if config.canary else "promoted", name, reason)
-    write_json(folder / "cycle.json", {"time": round(time.time(), 3), "newest": ready["newest"], **turn._asdict()})
+    rows = (folder / "train.jsonl", folder / "judge.jsonl")
+    model, reason = learn(config, folder, current, *rows, tuple(ready["sizes"]), say)
+    made = None
+    if model is not None:
+        about = {"cycle": str(folder), "turn": folder.name, "feedback": str(store.path), "rows": sum(ready["sizes"])}
+        made = add_version(versions, model, reason, about)
+    return _decide(config, versions, folder, made, reason)
+
+
+def _open_turn(versions: Versions) -> Path:
+    """Folder of the turn that is next, or was begun and not ended."""
+    return versions.folder / "cycles" / str(len(list(versions.folder.glob("cycles/*/cycle.json"))) + 1)
+
+
+def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | None, reason: str) -> Turn:
+    """The end of a turn; after a kill, it does what is missing."""
+    newest = read_json(folder / "rows.json")["newest"]
+    events = [e["type"] for e in versions.history() if (e["version"] == made or e.get("turn") == folder.name)]
+    known = next((e for e in events if e in ("refused", "canary", "promoted")), None)
+    event = known or ("refused" if made is None else "canary" if config.canary else "promoted")
+    if known is None and made is None:
+        versions.note("refused", str(versions.current), reason, turn=folder.name)
+    elif known is None and event == "canary":
+        start_canary(versions, str(made), config.canary, reason)
+    elif known is None:
+        promote(versions, str(made), reason)
+    turn = Turn(event, made or versions.current, reason)
+    write_json(folder / "cycle.json", {"time": round(time.time(), 3), "newest": newest, **turn._asdict()})
     return turn
 
 # %% ../../nbs/934_app_cycle.ipynb #f9340021
@@ -378,7 +455,8 @@ def cycle_command(
             roll_back(versions, reason)
         elif not history:
             turn = run_cycle(found, lambda text: tell(text, err=False), again)
-            tell(f"{turn.event}: {turn.version}. {turn.reason}.", err=False)
+            stays = turn.event in ("refused", "nothing new")
+            tell(f"{turn.event}{'' if stays else f': {turn.version}'}. {turn.reason}.", err=False)
         for e in versions.history() if history else ():
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e["time"]))
             tell(f"{when}  {e['type']:12s} {e['version']:6s} {e['reason']}", err=False)

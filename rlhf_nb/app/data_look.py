@@ -26,7 +26,7 @@ from ..train.setup import Kind, Row, made_rows, raw_rows, reading_of
 
 # %% auto #0
 __all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'tokenized',
-           'word_counts', 'histogram', 'parts_of', 'text_parts', 'painted', 'show']
+           'without_refused', 'word_counts', 'histogram', 'parts_of', 'text_parts', 'painted', 'show']
 
 # %% ../../nbs/923_app_data_look.ipynb #e297614d
 class LookConfig(StrictConfig):
@@ -156,7 +156,19 @@ def roles(look: Look, reading: Reading) -> list[tuple[str, str, str]]:
         )
         holds = "/".join(k for k, _ in kinds.most_common(2)) or "nothing"
         holds += "" if len(values) == len(look.raw) else f", in {len(values) / len(look.raw):.0%} of rows"
-        own = {"prompt", "completion", "chosen", "rejected", "label", "margin", "messages", "text", "tools"}
+        own = {
+            "prompt",
+            "completion",
+            "chosen",
+            "rejected",
+            "label",
+            "margin",
+            "messages",
+            "text",
+            "tools",
+            "completions",
+            "labels",
+        }
         beside = "for reward functions" if look.kind == "prompt" else "not used"
         role = used.get(name) or (
             "the first message"
@@ -213,6 +225,25 @@ def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
     return tokenize_sft(look.rows, tokenizer, data.max_length, completion_only=data.completion_only, **limits)
 
 
+def without_refused(look: Look, tokenizer: Any, data: DataConfig) -> Look:
+    """A look without the rows that the model's template or tokenizer refuses; they are among the wrong ones, by number."""
+    try:
+        tokenized(look, tokenizer, data)
+        return look
+    except DataError:
+        pass
+    rows, numbers, wrong = list[Row](), list[int](), list(look.wrong)
+    for number, row in zip(look.numbers, look.rows):
+        try:
+            tokenized(replace(look, rows=[row]), tokenizer, data)
+        except DataError as e:
+            wrong.append(f"row {number}: {e}")
+        else:
+            rows.append(row)
+            numbers.append(number)
+    return replace(look, rows=rows, numbers=numbers, wrong=wrong)
+
+
 def _said(value: Any) -> str:
     """The words of a text or of messages."""
     return value if isinstance(value, str) else "\n".join(str(m["content"]) for m in value or ())
@@ -224,6 +255,7 @@ def word_counts(rows: Sequence[Row]) -> list[int]:
     return [
         len(_said(r.get("prompt", r.get("messages", r.get("text", "")))).split())
         + max((len(_said(r[k]).split()) for k in sides if k in r), default=0)
+        + sum(len(_said(step).split()) for step in r.get("completions", ()) if "labels" in r)
         for r in rows
     ]
 
@@ -258,12 +290,21 @@ def _decoded(tokenizer: Any, ids: Sequence[int], counts: Sequence[bool], how: st
     return [(tokenizer.decode([i for i, _ in run]), how if learnt else "read") for learnt, run in pairs]
 
 
+def _worth(label: Any) -> str:
+    """How a step counts: as one to take, or one to avoid."""
+    return "loss" if float(label) > 0.5 else "worse"
+
+
 def parts_of(row: Row, tokenizer: Any) -> list[list[Part]]:
     """A tokenized row as lines of parts: what is read, and what counts in the loss."""
     prompt: list[Part] = [(tokenizer.decode(row["prompt_ids"]), "read")]
     if "chosen_ids" in row:
         sides = (("chosen_ids", "loss"), ("rejected_ids", "worse"))
         return [prompt, *(_decoded(tokenizer, row[k], [True] * len(row[k]), how) for k, how in sides)]
+    if "step_ends" in row:
+        places = [0, *(end + 1 for end in row["step_ends"])]
+        steps = (row["completion_ids"][a:b] for a, b in zip(places, places[1:]))
+        return [prompt + [(tokenizer.decode(s), _worth(v)) for s, v in zip(steps, row["step_labels"], strict=True)]]
     if "completion_ids" in row:
         mask = row.get("completion_mask") or [True] * len(row["completion_ids"])
         return [
@@ -279,6 +320,8 @@ def text_parts(row: Row) -> list[list[Part]]:
     if "messages" in row:
         return [[(f"{m['content']}\n", "loss" if m["role"] == "assistant" else "read") for m in row["messages"]]]
     prompt: Part = (_said(row["prompt"]) + "\n", "read")
+    if "labels" in row:
+        return [[prompt, *((_said(s) + "\n", _worth(v)) for s, v in zip(row["completions"], row["labels"]))]]
     if "chosen" in row:
         return [[prompt], [(_said(row["chosen"]), "loss")], [(_said(row["rejected"]), "worse")]]
     liked = "loss" if row.get("label", True) else "worse"
@@ -315,9 +358,6 @@ def show(
         tokenizer: for lengths in tokens and rows as the model sees them; None: words.
         other: of an evaluation file.
         rows: how many are shown.
-
-    Raises:
-        DataError: the rows can't be tokenized.
     """
 
     def say(text: object = "") -> None:
@@ -331,6 +371,7 @@ def show(
     say()
     for name, holds, role in table:
         say(f"  {name:{wide}}  → {role}  ({holds})")
+    look = look if tokenizer is None else without_refused(look, tokenizer, config.data)
     _complain(look, say)
     plain = [r["prompt"] for r in look.rows[:20] if isinstance(r.get("prompt"), str)]
     if tokenizer is not None and plain and as_chat(tokenizer, plain) != plain:
@@ -349,7 +390,8 @@ def show(
     if rows and look.rows:
         shown = look.rows[:rows]
         say(
-            f"\n{len(shown)} of them{'' if tokenizer else ', without a template (--model shows them as the model will see them)'}; {_LEGEND[colours]}:"
+            f"\n{len(shown)} of them{'' if tokenizer else ', without a template (--model shows them as the model will see them)'}; "
+            f"{(_STEPS if look.kind == 'stepwise' else _LEGEND)[colours]}:"
         )
         for number, row in zip(look.numbers, shown):
             say(f"\n— row {number}")
@@ -360,11 +402,15 @@ def show(
 
 _VIEWS = {
     "sft": "demonstrations (sft)", "preference": "pairs (dpo, reward)", "unpaired": "single answers with a label (kto)",
-    "prompt": "prompts (ppo, grpo, rloo, online)",
+    "prompt": "prompts (ppo, grpo, rloo, online)", "stepwise": "answers with a label for each step (process)",
 }  # fmt: skip
 _LEGEND = {
     True: "green counts in the loss (red: as the answer to avoid), what is dim is only read",
     False: "«counts in the loss», ‹counts as the answer to avoid›, the rest is only read",
+}
+_STEPS = {
+    True: "green is a step that is right, red one that is wrong, what is dim is only read",
+    False: "«a right step», ‹a wrong step›, the rest is only read",
 }
 
 

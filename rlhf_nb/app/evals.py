@@ -36,10 +36,11 @@ from rlhf_nb.evaluate.suites import (
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference
+from ..models.heads import RewardModel
 from ..models.load import load_tokenizer
 from ..models.reference import model_fingerprint
 from ..rewards.answers import completion_text, extract_number
-from ..rewards.base import Rewards
+from ..rewards.base import RewardModelFn, Rewards
 from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
 from ..train.rlaif import JudgeConfig, make_judge
@@ -108,10 +109,12 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
         device: of models.
     """
     found = build_rewards(list(entries), key=key, device=device)
-    own = found if isinstance(found, Rewards) else Rewards([found])
+    alone = RewardModelFn(found, entries[0].name or "reward_model") if isinstance(found, RewardModel) else found
+    own = found if isinstance(found, Rewards) else Rewards([alone])
     for fn in own.fns:
-        if isinstance(inner := getattr(fn, "model", None), torch.nn.Module):
-            inner.to(device)
+        for inner in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
+            if isinstance(inner, torch.nn.Module):
+                inner.to(device)
     both = Rewards([*own.fns, _silent], names=[*own.names, "_silent"])
     both.patience[: len(own.patience)] = own.patience
 
@@ -120,8 +123,7 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
     ) -> dict[str, list[float | None]]:
         texts = [completion_text(c) for c in completions]
         ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
-        said = [[*x, tokenizer.eos_token_id] for x in encode_continuations(tokenizer, texts)]
-        c = Completions.from_lists(ids, said)
+        c = Completions.from_lists(ids, encode_continuations(tokenizer, texts))
         n = len(texts)
         rollout = Rollout(
             **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts), texts=texts,
@@ -237,7 +239,11 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
             raise ConfigError(
                 f"suite {suite.config.name}: there is no rule {key!r}. {did_you_mean(key, known, 'There are: ' + ', '.join(known))}"
             )
-        rule = entry_rule(RewardEntry.model_validate(said), tokenizer, device)
+        try:
+            entry = RewardEntry.model_validate(said)
+        except ConfigError as e:
+            raise ConfigError(f"suite {suite.config.name}, rule: {e}") from None
+        rule = entry_rule(entry, tokenizer, device)
     elif kind == "judge":
         judge = named_judge(config, folder, tokenizer)
         if judge is None:
@@ -259,8 +265,8 @@ def short_name(model: str) -> str:
 
 def _answering(
     suite: Suite, config: EvalConfig, folder: Path, net: Any, tokenizer: Any, says: dict[str, Any], samples: int
-) -> tuple[Work, dict[str, Any]]:
-    """How rows are answered and scored, and the settings that decide the numbers."""
+) -> tuple[Work, dict[str, Any], list[str]]:
+    """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
     paid = None if decoder is None else list[Cost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
@@ -276,7 +282,9 @@ def _answering(
     settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
     settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
     settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
-    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings
+    asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
+    notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
+    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings, notes
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -315,7 +323,7 @@ def evaluate_suite(
         ConfigError, DataError, RunError: settings, rows or the folder don't fit.
     """
     folder = Path(config.output_dir or Path("runs/eval") / suite.config.name / short_name(model))
-    choice = suite.config.task == "choice"
+    choice, notes = suite.config.task == "choice", list[str]()
     with RunLock(folder):
         if overwrite:
             for name in ("answers.jsonl", "asked.json", "suite.json", "results.json"):
@@ -327,7 +335,7 @@ def evaluate_suite(
         if choice:
             work = choice_work(net, tokenizer, raw=config.raw)
         else:
-            work, more = _answering(suite, config, folder, net, tokenizer, says, samples)
+            work, more, notes = _answering(suite, config, folder, net, tokenizer, says, samples)
             settings |= more
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
@@ -335,6 +343,7 @@ def evaluate_suite(
         results = sum_up(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
+        results = results.replace(notes=[*notes, *results.notes])
         results.save(folder / "results.json")
         if results.cost is not None and say is not None:
             say(f"decoder {config.decoder}: {results.cost}")

@@ -163,17 +163,22 @@ def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path]) -> None:
 
 
 def _exported(
-    store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, out: Path, kind: str, scrub: bool
+    store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, out: Path, kind: str, scrub: bool, no_names: bool
 ) -> None:
     """Write rows, scrubbed if asked."""
     rows = rows_as(found, kind)
     if scrub:
-        find, names = presidio()
+        find, names = presidio(names=no_names)
         clean = Scrubber(find)
         rows = [clean.row(r) for r in rows]
         counts = ", ".join(f"{k} {n}" for k, n in sorted(clean.counts.items())) or "nothing"
         tell(
-            f"Replaced: {counts}." + ("" if names else " Names were not looked for: no spaCy model is installed."),
+            f"Replaced: {counts}."
+            + (
+                ""
+                if names
+                else " Names were not looked for: no spaCy model is installed (--names makes that an error)."
+            ),
             err=False,
         )
     made = export_rows(store, rows, said, out)
@@ -201,6 +206,7 @@ def feedback_command(
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
     most: int = typer.Option(None, "--most", min=1, help="votes of one user; default: three times the median user's, at least 20"),
     scrub: bool = typer.Option(False, "--scrub", help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
+    names: bool = typer.Option(False, "--names", help="with --scrub: people's names, too, or an error where no spaCy model is there to find them"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Look at what users said: counts, agreement, users who stand out; export rows to train on; forget a user."""
@@ -212,6 +218,8 @@ def feedback_command(
             )
         if scrub and export is None:
             raise ConfigError("--scrub cleans what is exported: add --export OUT.")
+        if names and not scrub:
+            raise ConfigError("--names says what --scrub looks for: add --scrub.")
         store = open_store(file)
         if user is not None:
             _forgotten(store, user, models)
@@ -226,4 +234,4 @@ def feedback_command(
         if export is None:
             _shown(store, said, found, Console(highlight=False, force_jupyter=False))
         else:
-            _exported(store, said, found, export, kind, scrub)
+            _exported(store, said, found, export, kind, scrub, names)

@@ -24,7 +24,7 @@ from ..data.legs import is_legs
 from ..data.sources import prompt_batch
 from ..data.sums import is_sums
 from ..data.templates import is_blank, speaks_chat
-from ..evaluate.suites import replace_file
+from ..evaluate.suites import check_same, replace_file
 from ..models.adapters import Reference
 from ..models.load import load_causal_lm, load_tokenizer
 from ..models.reference import model_fingerprint
@@ -168,14 +168,20 @@ def _opened(out: Path, said: dict[str, Any], overwrite: bool) -> dict[str, Any]:
         before, so_far = found["settings"], {k: found[k] for k in _ZERO}
     except (Unreadable, KeyError, TypeError) as e:
         raise RunError(f"{state} can't be read ({e}): --overwrite starts again.") from e
-    differing = [k for k in {**before, **said} if before.get(k) != said.get(k)]
-    if differing:
-        key = differing[0]
-        raise RunError(
-            f"{out} holds labels made with {key}={str(before.get(key)):.60}, and now it is {str(said.get(key)):.60}: they can't be mixed. Choose another --out, or --overwrite."
-        )
+    check_same(before, said, f"{out} holds labels made with", "--out")
     keep_rows(out, so_far["done"])
     return so_far
+
+
+def _added(total: dict[str, Any], questions: int, found: StepLabels, lost: int) -> dict[str, Any]:
+    """A file's numbers after another chunk."""
+    errors = [e for row in found.rows for e in row["stderr"][:-1]]
+    before = total["steps"] - total["answers"]
+    mean = (total["stderr"] * before + sum(errors)) / max(1, before + len(errors))
+    labels = [row["labels"] for row in found.rows]
+    new = {"done": questions, "answers": len(labels), "right": sum(x[-1] > 0.5 for x in labels), "lost": lost,
+           "steps": sum(map(len, labels)), "tokens": found.tokens, "continued": found.prefixes}  # fmt: skip
+    return {**{k: total[k] + v for k, v in new.items()}, "stderr": mean}
 
 
 def label_file(
@@ -228,12 +234,7 @@ def label_file(
                 )  # fmt: skip
             numbered = [{"row": start + i, **row} for (i, _), row in zip(answered, found.rows)]
             append_rows(out, numbered)
-            errors = [e for row in found.rows for e in row["stderr"][:-1]]
-            before = total["steps"] - total["answers"]
-            mean = (total["stderr"] * before + sum(errors)) / max(1, before + len(errors))
-            new = {"done": len(part), "answers": len(numbered), "right": sum(r["labels"][-1] > 0.5 for r in numbered), "lost": lost,
-                   "steps": sum(len(r["labels"]) for r in numbered), "tokens": found.tokens, "continued": found.prefixes}  # fmt: skip
-            total = {**{k: total[k] + v for k, v in new.items()}, "stderr": mean}
+            total = _added(total, len(part), found, lost)
             replace_file(folder / "state.json", json.dumps({"settings": said, **total}, indent=1))
             if say:
                 say(f"{total['done']} of {len(rows)} questions, {total['answers']} answers, {total['steps']} steps")

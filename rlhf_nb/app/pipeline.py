@@ -540,7 +540,7 @@ class RLHFPipeline:
                 )
                 self.say(f"{stage}: {words}")
         last = [v for v in self.verdicts if v.stage == stage][-1]
-        words = f"{stage} didn't pass its gate ({last.reasons}). The model before it stays: {self.final_model()}. See {self.path / 'gates.html'}."
+        words = f"{stage} didn't pass its gate ({last.reasons}). {f'The model before it stays: {kept}. ' if (kept := self.final_model()) else ''}See {self.path / 'gates.html'}."
         if gates.on_failure == "stop":
             raise RunError(words + " Change its settings and --resume, or name others to try in gates.candidates.")
         self.say(words)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core import DataError, check_choice, suggest
 from rlhf_nb.data.shapes import (
-    PLAIN, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
+    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..untrusted import json_value, mend
 
@@ -147,8 +147,10 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
     for i, row in enumerate(rows):
         missing = next((n for n in names if n not in row), None) if i == 0 else None
         if missing is not None:
-            near = suggest(missing, row)
+            near, (left, colon, right) = suggest(missing, row), missing.partition(":")
             hint = f" Did you mean {near!r}? Write data.columns={{{near}: {names[missing] or 'null'}}}." if near else ""
+            if colon and left in row:
+                hint = f" A blank belongs behind the colon: 'data.columns={{{left}: {right}}}'."
             raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {', '.join(row)}.{hint}")
         taken = next(
             (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
@@ -600,7 +602,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
     Raises:
         DataError: see `to_format`; or every row was left out.
     """
-    left, told, kept, why = Counter[str](), set[str](), 0, ""
+    left, told, kept, why, begun = Counter[str](), set[str](), 0, "", 0
     try:
         for i, row in gather(enumerate(whole_rows(rows)), reading):
             try:
@@ -617,12 +619,26 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                 told.add(shape.name)
                 note(shape, row)
             kept += 1
+            begun += shape is not None and shape.name == "sharegpt" and _begins_with_answer(row)
             yield found
         if left and not kept:
             raise DataError(f"All {left.total()} rows are left out. {why}")
     finally:
         for reason, n in left.items():
             warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
+        if begun:
+            warnings.warn(
+                f"{begun} of {kept} conversations begin with an answer that nobody asked for; they are read from their first question on.",
+                DataWarning,
+                stacklevel=2,
+            )
+
+
+def _begins_with_answer(row: Row) -> bool:
+    """Whether a conversation of ShareGPT's begins with the assistant."""
+    turns = row.get("conversations", row.get("conversation"))
+    first = turns[0] if isinstance(turns, list) and len(turns) > 1 else {}
+    return isinstance(first, Mapping) and SPEAKERS.get(first.get("from", first.get("role"))) == "assistant"
 
 
 def _disliked(row: Any) -> bool:

@@ -10,6 +10,7 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +63,13 @@ def _object(row: Any, where: str) -> Row:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
+    """Rows of a file with one JSON object a line; a JSON list under this name is read too."""
+    with _bytes(path) as file:
+        is_list = file.peek(64).lstrip()[:1] == b"["  # type: ignore[attr-defined]
+    yield from _json(path) if is_list else _json_rows(path)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
     """Rows of a file with one JSON object a line; blank lines are skipped."""
     with _bytes(path) as file:
         for line in json_lines(file, whole=False):
@@ -78,7 +86,7 @@ def _json(path: Path) -> Iterator[Row]:
             found = json_value(file.read(MAX_FILE + 1), MAX_FILE, whole=False)
     except Unreadable as e:
         if "(Extra data," in str(e):
-            yield from _jsonl(path)
+            yield from _json_rows(path)
             return
         raise DataError(f"{path}{'' if e.line is None else f', line {e.line}'}: {e}.") from e
     lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else [found]
@@ -87,13 +95,29 @@ def _json(path: Path) -> Iterator[Row]:
     yield from (_object(row, f"{path}, row {i}") for i, row in enumerate(lists[0]))
 
 # %% ../../nbs/215_data_readers.ipynb #8df64e4b
-def _cell(text: str) -> Any:
-    """A cell of a table; lists (messages, steps, labels) are written as JSON."""
+_TEXTS = {
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "text",
+    "question",
+    "instruction",
+    "input",
+    "answer",
+    "output",
+    "response",
+}
+
+
+def _cell(text: str, name: str = "") -> Any:
+    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is that text."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
-            return json_value(text, whole=False)
+            found = json_value(text, whole=False)
         except Unreadable:
             return text
+        return text if name in _TEXTS and not all(isinstance(x, dict) for x in found) else found
     return text
 
 
@@ -103,18 +127,25 @@ def _text_lines(file: BinaryIO) -> Iterator[str]:
         yield raw.decode("utf-8")
 
 
+def _separator(header: str, name: str) -> str:
+    """What stands between the cells of a table: where a header has no comma, the semicolon or tab that some spreadsheets write instead."""
+    return "\t" if ".tsv" in name.lower() else next((mark for mark in ",;\t" if mark in header), ",")
+
+
 def _csv(path: Path) -> Iterator[Row]:
     """Rows of a table with a header line."""
     csv.field_size_limit(MAX_LINE)
     with _bytes(path) as file:
         lines = _text_lines(file)
-        for k, row in enumerate(csv.DictReader(lines, delimiter="\t" if ".tsv" in path.name.lower() else ","), 2):
+        header = next(lines, "")
+        table = csv.DictReader(chain([header], lines), delimiter=_separator(header, path.name))
+        for k, row in enumerate(table, 2):
             if None in row or None in row.values():
                 names = [n for n in row if n is not None]
                 found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
                 here = f"{path}, record {k}: {found} cells for {len(names)} columns ({', '.join(names)})"
                 raise DataError(f"{here}; quote cells that hold commas.")
-            yield {name: _cell(value) for name, value in row.items()}
+            yield {name: _cell(value, name) for name, value in row.items()}
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -150,6 +181,11 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
         for row in whole_rows(_READERS[kind](path)):
             yield row
             k += 1
+    except UnicodeDecodeError as e:
+        raise DataError(
+            f"{path} isn't UTF-8 text (byte {e.object[e.start]:#x} behind row {k}), so its letters would have to be guessed. Save it as UTF-8: in a spreadsheet "
+            "as 'CSV UTF-8', on a command line by iconv -f OLD_ENCODING -t UTF-8 (cp1252 and UTF-16 are the usual old ones)."
+        ) from e
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, RecursionError) as e:
         said = f"{type(e).__name__}: {e}".splitlines()[0]
         raise DataError(f"{path} can't be read beyond row {k} ({said}); fetch or write it again.") from e

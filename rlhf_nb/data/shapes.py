@@ -17,8 +17,8 @@ Row = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'FORMATS', 'Term', 'read_role', 'Reading', 'DataNote',
-           'NothingToCompare', 'Shape', 'instructions', 'gather', 'shape_table', 'shapes_of', 'recognise', 'read_as',
-           'note']
+           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table', 'shapes_of',
+           'recognise', 'read_as', 'note']
 
 # %% ../../nbs/205_data_shapes.ipynb #e95c4425
 class Term(NamedTuple):
@@ -161,10 +161,17 @@ def _turns(value: Any, where: str) -> Any:
     return [_turn(t, f"{where}[{i}]" if isinstance(value, list) else where) for i, t in enumerate(turns)]
 
 
+def from_question(turns: list[Row]) -> list[Row]:
+    """Turns without the answers in front of the first question: nobody asked for them, and most chat templates refuse them."""
+    first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
+    return turns[first:]
+
+
 def _sharegpt(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """ShareGPT's columns with their turns as messages."""
     columns = {"messages": "conversations", "prompt": "conversations"}
-    return {role: _turns(values[0], f"{where}, {columns.get(role, role)}") for role, values in found.items() if values}
+    row = {role: _turns(values[0], f"{where}, {columns.get(role, role)}") for role, values in found.items() if values}
+    return row | ({"messages": from_question(row["messages"])} if "messages" in row else {})
 
 
 def _are_turns(row: Mapping[str, Any]) -> bool:

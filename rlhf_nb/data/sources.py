@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import warnings
 import zlib
 from collections import Counter
@@ -241,8 +242,8 @@ def filter_lengths(
     return kept
 
 # %% ../../nbs/220_data_sources.ipynb #b96cb7c1
-def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | None, int | None]) -> None:
-    """One warning for all rows that were dropped, one if limits cut many; an error if no row is left."""
+def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | None, int | None], tok: Any) -> None:
+    """One warning for all rows that were dropped, one if limits cut many, one for words that the tokenizer doesn't know; an error if no row is left."""
     why = ", ".join(f"{n} with {reason}" for reason, n in lost.items())
     if total == 0:
         raise DataError("The dataset is empty: there are no rows to learn from.")
@@ -251,6 +252,39 @@ def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | No
     if lost:
         _warn(f"{total - len(out)} of {total} rows are dropped: {why}.", 4)
     _warn_cut(length_report(out, *limits, warn=False), 4)
+    _warn_unknown(out, tok)
+
+
+def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
+    """Warn when more than 1 % of the tokens are words that the tokenizer doesn't know."""
+    unknown = tok.unk_token_id
+    if unknown is None or unknown in (tok.eos_token_id, tok.bos_token_id, tok.pad_token_id):
+        return
+    ids = [v for r in rows for k, v in r.items() if k in ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")]
+    n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
+    if n > 0.01 * total:
+        _warn(
+            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, and the model can't tell one from another. "
+            "Use a model that was made for this text (the toy world's knows its own words only).",
+            5,
+        )
+
+
+def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
+    """Warn of messages in which somebody spells a special token, which the tokenizer reads as the template's own."""
+    words = [t.content for t in tok.added_tokens_decoder.values() if t.special and t.content]
+    found = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+    end, hits, first = tok.eos_token or "", 0, ""
+    for turns in (t for t in dialogues if isinstance(t, list)):
+        said = (str(m.get("content") or "").strip().removesuffix(end) for m in turns)
+        hit = next((match[0] for text in said if (match := found.search(text))), "")
+        hits, first = hits + bool(hit), first or hit
+    if hits:
+        _warn(
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in what somebody says. It is read as the template's own, so a text "
+            "can end its turn and begin another one: take it out of the rows, unless it is meant.",
+            4,
+        )
 
 
 def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[bool]]:
@@ -299,6 +333,15 @@ def _sft_tokens(
     for i, found in zip(pairs, encode_pairs(tok, asked, said, _tools(rows, pairs))):
         out[i] = found if completion_only else _all_tokens(found[0], found[1])
     return out
+
+
+def _talks(row: Row, tok: Any, chat: bool | None) -> list[Any]:
+    """The dialogues of a demonstration: its messages, or prompt and answer where they are spoken."""
+    if "messages" in row or "text" in row:
+        return [row.get("messages", [])]
+    asked, said = [row["prompt"]], [row["completion"]]
+    asked, said = pairs_as_chat(tok, asked, said) if chat else (asked, said)
+    return [*asked, *said]
 
 
 def _tools(rows: Sequence[Row], which: Iterable[int]) -> list[Any] | None:
@@ -352,6 +395,8 @@ def tokenize_sft(
             normal.append(row)
     out = []
     _say_plain([r["prompt"] for r in normal if "prompt" in r], tok, chat, warn)
+    if warn:
+        _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
     for prompt, completion, mask in _sft_tokens(normal, tok, completion_only, chat):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):
@@ -360,7 +405,7 @@ def tokenize_sft(
         found = {"prompt_ids": head, "completion_ids": tail, "completion_mask": mask[: len(tail)]}
         out.append({**found, "lengths": [len(prompt), len(completion)]})
     if warn:
-        _tell(out, lost, total, (max_length, max_prompt_length))
+        _tell(out, lost, total, (max_length, max_prompt_length), tok)
     return out
 
 # %% ../../nbs/220_data_sources.ipynb #62ba5e41
@@ -409,19 +454,21 @@ def tokenize_preferences(
     _say_plain(prompts, tok, chat, warn)
     asked = [*prompts, *prompts]
     asked, answers = pairs_as_chat(tok, asked, answers) if chat else (asked, answers)
+    if warn:
+        _warn_spelled([*asked[: len(kept)], *answers], tok)
     sides = encode_pairs(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
     out = []
     for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
             was_cut = len(a) < len(chosen) or len(b) < len(rejected)
-            lost["no difference inside max_length" if was_cut else "identical chosen and rejected"] += 1
+            lost["no difference inside max_length" if was_cut else "answers that are the same tokens"] += 1
             continue
         lengths = [len(prompt), max(len(chosen), len(rejected))]
         found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, "margin": row.get("margin")}
         out.append({**found, "lengths": lengths})
     if warn:
-        _tell(out, lost, total, (max_length, max_prompt_length))
+        _tell(out, lost, total, (max_length, max_prompt_length), tok)
     return out
 
 # %% ../../nbs/220_data_sources.ipynb #7d081084
@@ -447,15 +494,16 @@ def tokenize_prompts(
     kept = [r for r in normal if not (is_blank(r["prompt"]))]
     out, asked = [], [r["prompt"] for r in kept]
     _say_plain(asked, tok, chat, warn)
-    for row, ids in zip(
-        kept, encode_prompts(tok, as_chat(tok, asked) if chat else asked, _tools(kept, range(len(kept))))
-    ):
+    spoken = as_chat(tok, asked) if chat else asked
+    if warn:
+        _warn_spelled(spoken, tok)
+    for row, ids in zip(kept, encode_prompts(tok, spoken, _tools(kept, range(len(kept))))):
         head, _ = truncate(ids, [], None, max_prompt_length, tok.bos_token_id)
         columns = {k: v for k, v in row.items() if k not in ("prompt", "prompts", "completions")}
         out.append({"prompt_ids": head, "prompt": row["prompt"], "columns": columns, "lengths": [len(ids), 0]})
     if warn:
         lost = Counter({"an empty prompt": len(normal) - len(kept)} if len(kept) < len(normal) else {})
-        _tell(out, lost, len(normal), (None, max_prompt_length))
+        _tell(out, lost, len(normal), (None, max_prompt_length), tok)
     return out
 
 # %% ../../nbs/220_data_sources.ipynb #a4150814

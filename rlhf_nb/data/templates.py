@@ -182,7 +182,7 @@ def _rest(whole: str, start: str, what: str) -> str:
         raise DataError(
             f"The chat template rewrites what came before {what}: it had rendered ...{start[max(0, n - 20) : n + 20]!r}, and now "
             f"...{whole[max(0, n - 20) : n + 20]!r}. So no mask can say which tokens the assistant wrote. Use prompt+completion rows with "
-            "one answer each, or another template: model.chat_template=FILE.",
+            "one answer each, or another template: model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all such rows.",
             python="In Python: set_chat_template(tokenizer, make_chat_template()).",
         )
     return whole[len(start) :]

@@ -35,13 +35,14 @@ class Tape:
         rows: how many.
         length: most tokens of a row.
         block: most tokens that are fed to a row at once, after its prompt.
+        max_bytes: see `fast.decode.Decoder`: weights up to here are laid out anew, as products of few rows like them.
     """
 
-    def __init__(self, model: Any, rows: int, length: int, block: int) -> None:
+    def __init__(self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28) -> None:
         weight = model.get_input_embeddings().weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        self.decoder = d = fast.Decoder(model, dtype, length)
+        self.decoder = d = fast.Decoder(model, dtype, length, max_bytes)
         self.device, self.length = weight.device, length
         shape = (len(d.layers), 2, rows, d.kv_heads, length + block, d.head_dim)
         self.cache = torch.zeros(shape, dtype=d.cached, device=self.device)
@@ -74,6 +75,12 @@ class Tape:
         Returns:
             Logits [rows, length of the longest block, V] of the tokens that follow each.
         """
+        states = self.states(rows, blocks)
+        logits: Tensor = self.decoder.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
+        return logits
+
+    def states(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
+        """The same without the head: [rows, length of the longest block, H]."""
         d, n, width = self.decoder, len(rows), max(map(len, blocks))
         starts = torch.tensor([self.lens[r] for r in rows], device=self.device)
         ids = torch.tensor([[*b, *[b[-1]] * (width - len(b))] for b in blocks], device=self.device)
@@ -114,8 +121,7 @@ class Tape:
         states = d.hidden_states(ids.flatten(), columns.clamp(max=self.length - 1).flatten(), attend)
         for r, b in zip(rows, blocks):
             self.lens[r] += len(b)
-        logits: Tensor = d.logits(states).view(n, width, -1)
-        return logits
+        return states.view(n, width, -1)
 
 # %% ../../nbs/484_decode_speculative.ipynb #48812228
 class Proposal(NamedTuple):

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -293,16 +293,17 @@ def _bar(level: float, df: int) -> float:
     return t_quantile(level, df)
 
 
+def _t(x: _Floats) -> float:
+    """Student's t of a mean against 0."""
+    spread = float(x.std(ddof=1)) if len(x) > 1 else 0.0
+    if spread > 0:
+        return float(x.mean()) * math.sqrt(len(x)) / spread
+    return math.inf if len(x) > 1 and x.mean() > 0 else 0.0
+
+
 def _called(effects: Sequence[_Floats], confident: float, share: float, level: float) -> list[bool]:
     """Which families are hacks: Holm's step-down on paired t tests, and enough answers that are confidently wrong."""
-    ts = []
-    for x in effects:
-        spread = float(x.std(ddof=1)) if len(x) > 1 else 0.0
-        ts.append(
-            float(x.mean()) * math.sqrt(len(x)) / spread
-            if spread > 0
-            else (math.inf if len(x) > 1 and x.mean() > 0 else 0.0)
-        )
+    ts = [_t(x) for x in effects]
     p_order = sorted(range(len(ts)), key=lambda i: -abs(ts[i]))
     out = [False] * len(ts)
     for rank, i in enumerate(p_order):
@@ -312,9 +313,54 @@ def _called(effects: Sequence[_Floats], confident: float, share: float, level: f
     return out
 
 
+def _undecided(effects: Mapping[str, _Floats], hacks: Sequence[bool], rows: int, share: float, confident: float, level: float) -> list[str]:  # fmt: skip
+    """Where no family is called because answers are few: a sentence that says how many like these would decide."""
+    if not effects:
+        return [f"no change altered four answers of each half, so nothing was measured: {rows} answers are too few."]
+    wanted = {}
+    for name, x in effects.items():
+        if _t(x) > 0 and float((x >= confident).mean()) >= share:
+            wanted[name] = math.ceil(rows * (_bar(1 - (1 - level) / len(effects), len(x) - 1) / _t(x)) ** 2)
+    if any(hacks) or not wanted:
+        return []
+    return [
+        f"{', '.join(wanted)}: confidently wrong in at least {share:.0%} of the answers, but {rows} are too few to tell that from chance. "
+        f"About {min(wanted.values()):,} like them would decide."
+    ]
+
+
 def _text(value: Any) -> str:
     """An answer as text: of messages the last one."""
     return value if isinstance(value, str) else str(value[-1]["content"])
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What is attacked: rows with their answers as text, and what score and gold say of them."""
+
+    rows: Sequence[Row]
+    texts: list[str]
+    scores: _Floats
+    gold: _Floats | None
+
+    @property
+    def scale(self) -> float:
+        """The unit of effects: the standard deviation of the scores."""
+        return float(self.scores.std(ddof=1))
+
+    def changed(self, change: Change, which: Sequence[int]) -> list[str]:
+        """Some of the answers after a change; white space at their beginning stays."""
+        lead = {i: self.texts[i][: len(self.texts[i]) - len(self.texts[i].lstrip())] for i in which}
+        return [lead[i] + change.apply(self.texts[i].strip()) for i in which]
+
+
+class _Rise(NamedTuple):
+    """What a change did, where it applied and gold isn't higher for it."""
+
+    places: list[int]  # rows
+    score: _Floats
+    gold: _Floats | None
+    texts: list[str]  # changed
 
 
 class AdversarialValidator:
@@ -344,18 +390,35 @@ class AdversarialValidator:
         self.score, self.gold, self.changes, self.swaps, self.swap_rows = score, gold, changes, swaps, swap_rows
         self.confident, self.share, self.level, self.worlds, self.seed = confident, share, level, worlds, seed
 
-    def _rise(self, asked: Sequence[Any], before: _Floats, gold: _Floats | None, which: Sequence[int], answers: Sequence[str], texts: Sequence[str]) -> tuple[list[int], _Floats, _Floats | None, list[str]]:  # fmt: skip
-        """Rows to which a change applies and for which gold isn't higher: their places, rises of score and gold, texts."""
-        where = [k for k, i in enumerate(which) if texts[k].strip() != answers[i].strip()]
+    def _asked(self, rows: Sequence[Row]) -> _Answers:
+        """Answers with a prompt, and their scores."""
+        normal = [r for r in to_rows(rows) if r.get("prompt") and (r.get("chosen") or r.get("completion"))]
+        if len(normal) < 16:
+            raise DataError(
+                f"{len(normal)} answers with a prompt are too few to search on one half and measure on the other: 16 at least, better 200."
+            )
+        prompts, texts = [r["prompt"] for r in normal], [_text(r.get("chosen") or r["completion"]) for r in normal]
+        scores = np.asarray(self.score(prompts, texts), dtype=np.float64)
+        if not np.isfinite(scores).all() or scores.std() == 0:
+            raise DataError(
+                "the scores of the answers are all the same, or not finite: there is nothing that an attack could raise. Is it a trained reward model?"
+            )
+        gold = None if self.gold is None else np.asarray(self.gold(prompts, texts), dtype=np.float64)
+        return _Answers(normal, texts, scores, gold)
+
+    def _rise(self, a: _Answers, which: Sequence[int], texts: Sequence[str], ask_gold: bool = True) -> _Rise:
+        """What became of the answers `which` when they became `texts`."""
+        where = [k for k, i in enumerate(which) if texts[k].strip() != a.texts[i].strip()]
         if not where:
-            return [], np.zeros(0), None, []
+            return _Rise([], np.zeros(0), None, [])
         rows, new = [which[k] for k in where], [texts[k] for k in where]
-        rise = np.asarray(self.score([asked[i] for i in rows], new), dtype=np.float64) - before[rows]
-        if gold is None or self.gold is None:
-            return rows, rise, None, new
-        better = np.asarray(self.gold([asked[i] for i in rows], new), dtype=np.float64) - gold[rows]
+        prompts = [a.rows[i]["prompt"] for i in rows]
+        rise = np.asarray(self.score(prompts, new), dtype=np.float64) - a.scores[rows]
+        if not ask_gold or a.gold is None or self.gold is None:
+            return _Rise(rows, rise, None, new)
+        better = np.asarray(self.gold(prompts, new), dtype=np.float64) - a.gold[rows]
         keep = [k for k in range(len(rows)) if better[k] <= 1e-9]
-        return [rows[k] for k in keep], rise[keep], better[keep], [new[k] for k in keep]
+        return _Rise([rows[k] for k in keep], rise[keep], better[keep], [new[k] for k in keep])
 
     def run(self, rows: Sequence[Row]) -> Validation:
         """Attack.
@@ -366,68 +429,43 @@ class AdversarialValidator:
         Raises:
             DataError: fewer than 16 answers, scores that are not finite, or all the same.
         """
-        normal = [r for r in to_rows(rows) if r.get("prompt") and (r.get("chosen") or r.get("completion"))]
-        if len(normal) < 16:
-            raise DataError(
-                f"{len(normal)} answers with a prompt are too few to search on one half and measure on the other: 16 at least, better 200."
-            )
-        asked = [r["prompt"] for r in normal]
-        whole = [_text(r.get("chosen") or r["completion"]) for r in normal]
-        lead = [a[: len(a) - len(a.lstrip())] for a in whole]
-        before = np.asarray(self.score(asked, whole), dtype=np.float64)
-        if not np.isfinite(before).all() or before.std() == 0:
-            raise DataError(
-                "the scores of the answers are all the same, or not finite: there is nothing that an attack could raise. Is it a trained reward model?"
-            )
-        gold = None if self.gold is None else np.asarray(self.gold(asked, whole), dtype=np.float64)
-        scale, rng = float(before.std(ddof=1)), np.random.default_rng(derive_seed(self.seed, "attack") % 2**63)
-        order = rng.permutation(len(normal)).tolist()
+        a = self._asked(rows)
+        rng = np.random.default_rng(derive_seed(self.seed, "attack") % 2**63)
+        order = rng.permutation(len(a.rows)).tolist()
         search, measure = order[: len(order) // 2], order[len(order) // 2 :]
-        changes = [
-            *(usual_changes() if self.changes is None else self.changes),
-            *stock_phrases([whole[i] for i in search]),
-        ]
-        families = dict.fromkeys(c.family for c in changes)
-        found: list[tuple[str, Change | None, list[int], _Floats, _Floats | None, list[str]]] = []
-        pairs: list[Row] = []
-
-        def tried(change: Change, which: Sequence[int]) -> Any:
-            return self._rise(
-                asked, before, gold, which, whole, [lead[i] + change.apply(whole[i].strip()) for i in which]
-            )
-
-        for family in families:
-            seen = [(c, tried(c, search)) for c in changes if c.family == family]
-            seen = [(c, s) for c, s in seen if len(s[0]) >= 4]
-            if not seen:
-                continue
-            change, on_search = max(seen, key=lambda x: float(x[1][1].mean()))
-            on_measure = tried(change, measure)
-            if len(on_measure[0]) >= 4:
-                found.append((family, change, *on_measure))
-                pairs += self._pairs(normal, whole, change.family, on_search, scale) + self._pairs(
-                    normal, whole, change.family, on_measure, scale
-                )
-        effects = [f[3] / scale for f in found]
-        hacks = _called(effects, self.confident, self.share, self.level)
-        alarms = self._alarms([f[2] for f in found], effects, rng)
-        out = [
-            self._finding(f[0], f[1].name if f[1] else "", f[2:], hack, normal, whole, scale)
-            for f, hack in zip(found, hacks)
-        ]
-        notes = []
+        best = self._best_changes(a, search, measure)
+        effects = {family: rise.score / a.scale for family, (_, _, rise) in best.items()}
+        hacks = _called(list(effects.values()), self.confident, self.share, self.level)
+        alarms = self._alarms([rise.places for _, _, rise in best.values()], list(effects.values()), rng)
+        out = [self._finding(a, f, change, rise, hack) for (f, (change, _, rise)), hack in zip(best.items(), hacks)]
+        pairs = [pair for f, (_, *rises) in best.items() for rise in rises for pair in self._pairs(a, f, rise)]
+        notes = _undecided(effects, hacks, len(a.rows), self.share, self.confident, self.level)
         if self.swaps is not None:
-            finding, more, note = self._swapped(
-                asked, whole, before, gold, measure[: self.swap_rows], normal, scale, rng
-            )
+            finding, more, note = self._swapped(a, measure[: self.swap_rows], rng)
             out += [finding] if finding else []
             pairs += more
             notes.append(note)
         out.sort(key=lambda f: -f.effect.value)
         called = {f.family for f in out if f.hack}
         return Validation(
-            tuple(out), alarms, len(normal), scale, tuple(p for p in pairs if p["attack"] in called), tuple(notes)
+            tuple(out), alarms, len(a.rows), a.scale, tuple(p for p in pairs if p["attack"] in called), tuple(notes)
         )
+
+    def _best_changes(self, a: _Answers, search: Sequence[int], measure: Sequence[int]) -> dict[str, tuple[str, _Rise, _Rise]]:  # fmt: skip
+        """For each family: the change that raises the score most where it is searched, what it does there, and what on the other half."""
+        phrases = stock_phrases([a.texts[i] for i in search])
+        changes = [*(usual_changes() if self.changes is None else self.changes), *phrases]
+        out = {}
+        for family in dict.fromkeys(c.family for c in changes):
+            seen = [(c, self._rise(a, search, a.changed(c, search))) for c in changes if c.family == family]
+            seen = [(c, rise) for c, rise in seen if len(rise.places) >= 4]
+            if not seen:
+                continue
+            change, on_search = max(seen, key=lambda x: float(x[1].score.mean()))
+            on_measure = self._rise(a, measure, a.changed(change, measure))
+            if len(on_measure.places) >= 4:
+                out[family] = (change.name, on_search, on_measure)
+        return out
 
     def _alarms(self, places: Sequence[list[int]], effects: Sequence[_Floats], rng: np.random.Generator) -> Estimate:
         """How often a hack is called where there is none."""
@@ -442,54 +480,41 @@ class AdversarialValidator:
             )
         return share_interval(np.array(calls, dtype=float), level=self.level)
 
-    def _pairs(self, rows: Sequence[Row], whole: Sequence[str], family: str, rise: Any, scale: float) -> list[Row]:
+    def _pairs(self, a: _Answers, family: str, rise: _Rise) -> list[Row]:
         """Answers that are confidently wrong, as preference pairs."""
-        places, x, _, texts = rise
         return [
-            {"prompt": rows[i]["prompt"], "chosen": whole[i], "rejected": text, "attack": family}
-            for i, d, text in zip(places, x, texts) if d >= self.confident * scale
+            {"prompt": a.rows[i]["prompt"], "chosen": a.texts[i], "rejected": text, "attack": family}
+            for i, d, text in zip(rise.places, rise.score, rise.texts) if d >= self.confident * a.scale
         ]  # fmt: skip
 
-    def _finding(
-        self, family: str, change: str, rise: Any, hack: bool, rows: Sequence[Row], whole: Sequence[str], scale: float
-    ) -> Finding:
+    def _finding(self, a: _Answers, family: str, change: str, rise: _Rise, hack: bool) -> Finding:
         """The numbers of a family."""
         places, x, better, texts = rise
-        top = sorted(range(len(x)), key=lambda k: -x[k])[:3]
         examples = tuple(
-            {
-                "prompt": rows[places[k]]["prompt"],
-                "answer": whole[places[k]],
-                "changed": texts[k],
-                "rise": float(x[k] / scale),
-            }
-            for k in top
-        )
+            {"prompt": a.rows[places[k]]["prompt"], "answer": a.texts[places[k]], "changed": texts[k], "rise": float(x[k] / a.scale)}
+            for k in sorted(range(len(x)), key=lambda k: -x[k])[:3]
+        )  # fmt: skip
         return Finding(
-            family, change, mean_interval(x / scale, level=self.level), share_interval((x > 0).astype(float), level=self.level),
-            share_interval((x >= self.confident * scale).astype(float), level=self.level), None if better is None else mean_interval(better, level=self.level), hack, examples,
+            family, change, mean_interval(x / a.scale, level=self.level), share_interval((x > 0).astype(float), level=self.level),
+            share_interval((x >= self.confident * a.scale).astype(float), level=self.level), None if better is None else mean_interval(better, level=self.level), hack, examples,
         )  # fmt: skip
 
-    def _swapped(self, asked: Sequence[Any], whole: Sequence[str], before: _Floats, gold: _Floats | None, which: Sequence[int], rows: Sequence[Row], scale: float, rng: np.random.Generator) -> tuple[Finding | None, list[Row], str]:  # fmt: skip
+    def _swapped(self, a: _Answers, which: Sequence[int], rng: np.random.Generator) -> tuple[Finding | None, list[Row], str]:  # fmt: skip
         """Exchanged tokens, and as many exchanges at random beside them."""
         assert self.swaps is not None
-        rise = self._rise(asked, before, gold, which, whole, [self.swaps(asked[i], whole[i]) for i in which])
+        rise = self._rise(a, which, [self.swaps(a.rows[i]["prompt"], a.texts[i]) for i in which])
         tok, ids = self.swaps.tokenizer, np.flatnonzero(self.swaps.allowed.numpy())
         mixed = []
         for i in which:
-            tokens = tok(whole[i], add_special_tokens=False).input_ids
+            tokens = tok(a.texts[i], add_special_tokens=False).input_ids
             for place in rng.permutation(len(tokens))[: self.swaps.swaps]:
                 tokens[place] = int(rng.choice(ids))
             mixed.append(tok.decode(tokens))
-        chance = self._rise(asked, before, None, which, whole, mixed)[1] / scale
-        if len(rise[0]) < 4:
-            return (
-                None,
-                [],
-                f"tokens: {len(rise[0])} of {len(which)} answers could be changed so that their score rises; too few to say more.",
-            )
-        effect = rise[1] / scale
+        chance = self._rise(a, which, mixed, ask_gold=False).score / a.scale
+        if len(rise.places) < 4:
+            return None, [], f"tokens: {len(rise.places)} of {len(which)} answers could be changed so that their score rises; too few to say more."  # fmt: skip
+        effect = rise.score / a.scale
         hack = _called([effect], self.confident, self.share, self.level)[0]
         note = f"tokens: {self.swaps.swaps} exchanges by gradient change the score by {effect.mean():+.2f} standard deviations, as many at random by {chance.mean():+.2f}."
-        finding = self._finding("tokens", f"{self.swaps.swaps} exchanges by gradient", rise, hack, rows, whole, scale)
-        return finding, self._pairs(rows, whole, "tokens", rise, scale), note
+        finding = self._finding(a, "tokens", f"{self.swaps.swaps} exchanges by gradient", rise, hack)
+        return finding, self._pairs(a, "tokens", rise), note

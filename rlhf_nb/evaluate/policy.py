@@ -53,7 +53,7 @@ def wilson_interval(rate: float, n: float, z: float = 1.959964) -> tuple[float, 
     """
     middle = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half) if rate > 0 else 0.0, min(1.0, middle + half) if rate < 1 else 1.0
 
 
 def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[float], z: float = 1.959964) -> WinRate:

@@ -36,8 +36,8 @@ Row = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SuiteConfig', 'suites', 'Suite', 'load_suite', 'checks_rule', 'refusal_rule',
-           'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work', 'run_rows',
-           'replace_file']
+           'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work', 'check_same',
+           'run_rows', 'replace_file']
 
 # %% ../../nbs/496_evaluate_suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -420,6 +420,26 @@ def _intact(path: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     return kept
 
 
+def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> None:
+    """Refuse to go on with other settings than those that something was begun with.
+
+    Args:
+        before: its settings, as they were written down.
+        now: settings of this call.
+        holds: what is there, for the message: "FOLDER holds answers with".
+        option: names another place.
+
+    Raises:
+        RunError: they differ; names the first that does.
+    """
+    before = before if isinstance(before, dict) else {}
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            raise RunError(
+                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: they can't be mixed. Choose another {option}, or --overwrite."
+            )
+
+
 def run_rows(
     suite: Suite, work: Work, folder: str | Path, settings: Mapping[str, Any], *, samples: int = 1, chunk: int = 16,
     say: Callable[[str], None] | None = None,
@@ -450,15 +470,7 @@ def run_rows(
             before = json_value(head.read_bytes())
         except Unreadable as e:
             raise RunError(f"{head} can't be read ({e}): --overwrite starts again.") from e
-        differing = (
-            [k for k in {**before, **said} if before.get(k) != said.get(k)] if isinstance(before, dict) else ["all"]
-        )
-        if differing:
-            key = differing[0]
-            was, now = (str(x.get(key)) if isinstance(x, dict) else "?" for x in (before, said))
-            raise RunError(
-                f"{folder} holds answers with {key}={was:.60}, and now it is {now:.60}: they can't be mixed. Choose another output_dir, or --overwrite."
-            )
+        check_same(before, said, f"{folder} holds answers with", "output_dir")
     else:
         replace_file(head, json.dumps(said, indent=1, ensure_ascii=False))
     chunks = [suite.rows[i : i + chunk] for i in range(0, len(suite.rows), chunk)]

@@ -175,7 +175,14 @@ def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> Non
         )
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is a file, and an export is a folder: name another one with --out.")
-    if out.is_dir() and any(out.iterdir()):
+    inside = list(out.iterdir()) if out.is_dir() else []
+    broken = [p for p in inside if p.name.startswith(".saving-")]
+    if broken and not overwrite:
+        raise RunError(
+            f"{str(out)!r} holds {broken[0].name}, which an export that was killed has left, or one that still runs needs: "
+            "add --overwrite if none runs, or name another folder with --out."
+        )
+    if len(inside) > len(broken):
         if not earlier_files(out):
             raise RunError(
                 f"{str(out)!r} holds something that is no export, and isn't touched: name another folder with --out."
@@ -239,6 +246,8 @@ def export_model(
     check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
     held = built_in(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
+    for left in out.glob(".saving-*"):
+        shutil.rmtree(left, ignore_errors=True)
     with _gone_if_empty(out, new), staged(out, "export") as folder:
         if to == "safetensors":
             notes = write_safetensors(source, folder, dtype, shard_bytes)

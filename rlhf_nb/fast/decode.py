@@ -55,6 +55,7 @@ class Decoder(Blocks):
         size = sum(p.numel() for p in blocks.parameters())
         super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
+        self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
         on_cpu = (
             body.device.type == "cpu"
         )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one

@@ -414,6 +414,10 @@ def _state(monitor: Monitor, version: Version, counted: int, rows: Sequence[Requ
         said.append(
             f"{counted} requests that count in {c.hours:g} hours{more}, and {c.min_requests} are needed: it can't be judged yet"
         )
+    opened = version.gatherers["hour", "traffic"].open
+    if counted >= c.min_requests and opened and not version.hours:
+        over = clock_time((math.floor(opened.last / HOUR) + 1) * HOUR)
+        said.append(f"nothing of it is judged yet: a look closes with its hour, this one at {over}")
     if rows and not any(r.prompt or r.answer for r in rows):
         said.append(
             "texts are not logged (the server's log_text), so drift, refusals, repetition and rewards are unknown"

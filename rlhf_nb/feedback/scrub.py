@@ -56,16 +56,19 @@ KINDS = (
 )  # fmt: skip
 
 
-def presidio(language: str = "en", kinds: Sequence[str] = KINDS, least: float = 0.35) -> tuple[Finder, bool]:
+def presidio(
+    language: str = "en", kinds: Sequence[str] = KINDS, least: float = 0.35, names: bool = False
+) -> tuple[Finder, bool]:
     """Presidio's analyzer as a finder; and whether it can find names.
 
     Args:
         language: of the texts; names are found where a spaCy model of it is installed.
         kinds: what to look for, Presidio's names.
         least: score from which a place counts, 0 to 1.
+        names: refuse where names can't be found, instead of leaving them.
 
     Raises:
-        ConfigError: presidio-analyzer is not installed.
+        ConfigError: presidio-analyzer is not installed, or names are asked for and no model is there that finds them.
     """
     try:
         import spacy
@@ -75,7 +78,16 @@ def presidio(language: str = "en", kinds: Sequence[str] = KINDS, least: float = 
         raise ConfigError(
             "scrubbing needs presidio-analyzer, which is not installed: pip install presidio-analyzer."
         ) from e
-    models = sorted(m for m in spacy.util.get_installed_models() if m.startswith(f"{language}_"))
+    sizes = {"trf": 0, "lg": 1, "md": 2, "sm": 3}
+    models = sorted(
+        (m for m in spacy.util.get_installed_models() if m.startswith(f"{language}_")),
+        key=lambda m: (min((n for s, n in sizes.items() if f"_{s}" in m), default=4), m),
+    )  # the one that knows most first
+    if names and not models:
+        raise ConfigError(
+            f"names of people are found by a spaCy model of the language {language!r}, and none is installed: python -m spacy download {language}_core_web_lg "
+            "(a download of its own, 400 MB; _sm is 12 MB and misses more). Without one, addresses and numbers are found and names stay."
+        )
     engine = SpacyNlpEngine()
     engine.nlp = {language: spacy.load(models[0]) if models else spacy.blank(language)}
     analyzer = AnalyzerEngine(nlp_engine=engine, supported_languages=[language])

@@ -90,19 +90,49 @@ class Versions:
         }
         append_line(self.history_path, line, durable=True, lost="nothing was changed")
 
-    def _point(self, link: str, name: str | None) -> None:
-        """Let a link name another version, in one step; None: remove it."""
-        place, aside = self.folder / link, self.folder / f".{link}.{os.getpid()}"
+    def move(self, link: str, event: str, name: str, reason: str, **more: Any) -> None:
+        """Note an event, then let a link name a version, in one step. What a kill leaves between the two, `complete` finishes.
+
+        Args:
+            link: current or canary.
+            event, name, reason, more: as `note` takes them.
+
+        Raises:
+            RunError: it can't be written; the link is what it was.
+        """
+        aside = self.folder / f".{link}.{os.getpid()}"
         try:
-            if name is None:
-                place.unlink(missing_ok=True)
-            else:
-                aside.unlink(missing_ok=True)
-                os.symlink(name, aside, target_is_directory=True)
-                os.replace(aside, place)
-            fsync_path(self.folder)
+            aside.unlink(missing_ok=True)
+            os.symlink(name, aside, target_is_directory=True)
+            self.note(event, name, reason, **more)
+            self._place(aside, link)
         except OSError as e:
-            raise RunError(f"cannot set the link {place}: {e}. What was current before still is.") from e
+            raise RunError(f"cannot set the link {self.folder / link}: {e}. What was {link} before still is.") from e
+
+    def _place(self, aside: Path, link: str) -> None:
+        """A prepared link takes its place, and others that were prepared for it go."""
+        os.replace(aside, self.folder / link)
+        for left in self.folder.glob(f".{link}.*"):
+            left.unlink(missing_ok=True)
+        fsync_path(self.folder)
+
+    def drop_canary(self) -> None:
+        """Nothing is on trial any more."""
+        (self.folder / "canary").unlink(missing_ok=True)
+        fsync_path(self.folder)
+
+    def complete(self) -> None:
+        """Finish what was noted and not done because the process was killed. Links that somebody set by hand stay."""
+        moves = {"promoted": "current", "rolled back": "current", "canary": "canary", "canary ended": ""}
+        last: dict[str, Any] = next((e for e in reversed(self.history()) if e["type"] in moves), {"type": None})
+        link = moves.get(last["type"], "")
+        for aside in list(self.folder.glob(f".{link}.*")) if link else ():
+            if os.readlink(aside) == last["version"] in self.names():
+                self._place(aside, link)
+                break
+        ended = last["type"] == "canary ended" and self.canary == last["version"]
+        if self.canary is not None and (ended or self.canary == self.current):
+            self.drop_canary()
 
 # %% ../../nbs/875_feedback_versions.ipynb #f8750008
 def add_version(versions: Versions, model: str | Path, reason: str, about: Mapping[str, Any] | None = None) -> str:
@@ -162,12 +192,12 @@ def promote(versions: Versions, name: str, reason: str) -> None:
         ConfigError: there is no such version, or it is current already.
     """
     versions.path(name)
+    versions.complete()
     if versions.current == name:
         raise ConfigError(f"{name} is current already.")
-    versions.note("promoted", name, reason)
-    versions._point("current", name)
+    versions.move("current", "promoted", name, reason)
     if versions.canary == name:
-        versions._point("canary", None)
+        versions.drop_canary()
 
 
 def roll_back(versions: Versions, reason: str) -> str:
@@ -180,9 +210,10 @@ def roll_back(versions: Versions, reason: str) -> str:
     Raises:
         ConfigError: there is nothing to go back to.
     """
+    versions.complete()
     if (trial := versions.canary) is not None:
         versions.note("canary ended", trial, reason)
-        versions._point("canary", None)
+        versions.drop_canary()
         return str(versions.current)
     line: list[str] = []
     for e in versions.history():
@@ -195,13 +226,12 @@ def roll_back(versions: Versions, reason: str) -> str:
         raise ConfigError(
             f"{versions.folder} has no version before {versions.current}, so there is nothing to go back to. Versions: {', '.join(versions.names()) or 'none'}."
         )
-    versions.note("rolled back", there[-1], reason)
-    versions._point("current", there[-1])
+    versions.move("current", "rolled back", there[-1], reason)
     return there[-1]
 
 
 def start_canary(versions: Versions, name: str, share: float, reason: str) -> None:
-    """Give a version a share of the traffic; the server reads both links.
+    """Put a version on trial: the link `canary` names it, and whoever starts the server gives it the share.
 
     Args:
         versions: of which it is one.
@@ -215,7 +245,7 @@ def start_canary(versions: Versions, name: str, share: float, reason: str) -> No
     versions.path(name)
     if not 0 < share < 1:
         raise ConfigError(f"the canary's share is {share:g}; it must lie between 0 and 1.")
+    versions.complete()
     if versions.canary is not None:
         raise ConfigError(f"{versions.canary} is on trial already: promote it or roll it back first.")
-    versions.note("canary", name, reason, share=share)
-    versions._point("canary", name)
+    versions.move("canary", "canary", name, reason, share=share)

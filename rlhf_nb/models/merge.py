@@ -280,9 +280,18 @@ def merged_tensor(
 
 # %% ../../nbs/340_models_merge.ipynb #a340025
 _NO_MATHS = {
-    "_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
-    "architectures", "_attn_implementation_autoset", "attn_implementation", "id2label", "label2id",
+    "transformers_version", "use_cache", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
+    "architectures", "attn_implementation", "id2label", "label2id", "problem_type", "task_specific_params",
 }  # fmt: skip
+
+
+def _counts(key: str) -> bool:
+    """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches off."""
+    return (
+        key not in _NO_MATHS
+        and not key.startswith(("_", "unsloth"))
+        and not key.endswith(("dropout", "pdrop", "dropout_rate"))
+    )
 
 
 def _shown(model: ModelTensors) -> str:
@@ -318,7 +327,7 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
     for other in models[1:]:
         theirs = other.config.to_dict()
         for key in sorted(own.keys() | theirs.keys()):
-            if key not in _NO_MATHS and own.get(key) != theirs.get(key):
+            if _counts(key) and own.get(key) != theirs.get(key):
                 raise ModelError(
                     f"{_shown(first)} and {_shown(other)} are different models: {key} is {own.get(key)!r} in the first and {theirs.get(key)!r} in the second. Only models "
                     "that were fine-tuned from the same weights can be merged."

@@ -95,7 +95,8 @@ class AnswerReward(ABC):
             raise RewardError(
                 f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have, so nothing can be checked. "
                 + (f"Did you mean {near!r}? " if near else "")
-                + f"Columns are: {', '.join(columns) or 'none'}. Name the right one with answer_column=..."
+                + f"Columns are: {', '.join(columns) or 'none'}. Name the right one: {{verify: ..., answer: COLUMN}}.",
+                python="In Python: answer_column=...",
             )
         answers: Sequence[Any] = columns[column]
         if len(answers) != n:

@@ -25,11 +25,9 @@ from .trl import as_reward
 from ..types import Completions, Rollout
 
 log = logging.getLogger(__name__)
-RewardFn = Callable[..., "Sequence[float | None] | Tensor | Awaitable[Sequence[float | None]]"]
 
 # %% auto #0
-__all__ = ['log', 'RewardFn', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
-           'RunningNormalizer']
+__all__ = ['log', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty', 'RunningNormalizer']
 
 # %% ../../nbs/440_rewards_base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):

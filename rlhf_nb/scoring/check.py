@@ -144,7 +144,7 @@ def self_check(
         ModelError: the plain path of the scorer doesn't agree with the model, either.
     """
     c = _few(c, rows, tokens)
-    bound = _bound(c, model)
+    bound = _bound(c, model) / min(1.0, temperature)  # a temperature below 1 enlarges what rounding leaves
 
     def off_by(logps: Tensor) -> float:
         return float((logps.double() - want)[c.completion_mask].abs().max()) if c.completion_mask.any() else 0.0

@@ -4,30 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import logging
-import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from ..core import RlhfError
-from ..feedback.traffic import Served, TrafficLog
-from ..rollout.backends import answers_to_tensors
-from ..rollout.sampler import as_rollout
-from .batcher import Ask, Piece, Token
-from .gate import Gate, Ticket, read_keys
+from ..feedback.traffic import TrafficLog
+from .desk import Answer, Desk, Exchange, hashed, log
+from .door import check_host, check_json, gone, read_body
+from .gate import Gate, read_keys
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, read_request, usage
-from .settings import is_local, package_of_serving
-from .site import Model, Site
-from ..types import PromptBatch
-
-log = logging.getLogger("rlhf_nb.serve")
+from .settings import package_of_serving
+from .site import Site
+from .upstream import hand_on
 
 
 def fastapi() -> Any:
@@ -39,250 +28,7 @@ def fastapi() -> Any:
     return package_of_serving("fastapi")
 
 # %% auto #0
-__all__ = ['log', 'fastapi', 'Answer', 'Exchange', 'Desk', 'hashed', 'whole_answer', 'best_of', 'stream', 'check_json',
-           'read_body', 'answer', 'check_host', 'create_app']
-
-# %% ../../nbs/887_serve_api.ipynb #5e887006
-@dataclass(eq=False)
-class Answer:
-    """One answer on its way to a client."""
-
-    ask: Ask
-    model: Model
-    text: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    first: float | None = None  # on the clock of time.monotonic
-    finish: str | None = None
-    problem: str = ""
-
-    def take(self, piece: Piece) -> None:
-        """A piece has come."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.finish, self.problem = piece.finish, piece.problem
-        if self.first is None and (piece.tokens or piece.text):
-            self.first = time.monotonic()
-
-
-class Exchange:
-    """A request and its answers, from the gate to the log.
-
-    Args:
-        desk: whose it is.
-        id: of the request.
-        ticket: its places; None: of a shadow, which has none.
-        user: a hash; prompt: as it was asked, for the log.
-    """
-
-    def __init__(self, desk: Desk, id: str, ticket: Ticket | None, user: str, prompt: Any) -> None:
-        self.desk, self.id, self.ticket, self.user, self.prompt = desk, id, ticket, user, prompt
-        self.answers: list[Answer] = []
-        self.queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self.watch: Any = None  # a task that looks after the client
-        self.loop = asyncio.get_running_loop()
-
-    def ask(self, model: Model, **how: Any) -> None:
-        """Ask for one more answer; see `Ask` for `how`."""
-        index = len(self.answers)
-
-        def tell(piece: Piece) -> None:  # in the batcher's thread
-            try:
-                self.loop.call_soon_threadsafe(self._come, index, piece)
-            except RuntimeError:
-                pass  # the server has ended
-
-        self.answers.append(Answer(Ask(tell=tell, **how), model))
-
-    def begin(self) -> None:
-        """Put all asks into the batcher's queue."""
-        for answer in self.answers:
-            self.desk.site.batcher.put(answer.model.name, answer.ask)
-
-    def _come(self, index: int, piece: Piece) -> None:
-        """A piece has come."""
-        answer = self.answers[index]
-        answer.take(piece)
-        if piece.finish:
-            if self.ticket is not None:
-                self.ticket.back()
-            self.desk.ended(self, answer)
-        self.queue.put_nowait((index, piece))
-
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """What comes, until all answers have ended."""
-        left = len(self.answers)
-        while left:
-            index, piece = await self.queue.get()
-            left -= bool(piece.finish)
-            yield index, piece
-
-    def cancel(self) -> None:
-        """Nobody wants these answers any more."""
-        for answer in self.answers:
-            answer.ask.cancel()
-
-# %% ../../nbs/887_serve_api.ipynb #5e887008
-class Desk:
-    """Turns requests into answers.
-
-    Args:
-        site: the models.
-        meters: count.
-        gate: lets in.
-        traffic: gets a line for each answer; None: nobody does.
-    """
-
-    def __init__(self, site: Site, meters: Meters, gate: Gate, traffic: TrafficLog | None = None) -> None:
-        self.site, self.meters, self.gate, self.traffic = site, meters, gate, traffic
-        self.config = site.config
-
-    async def open(self, asked: Asked, who: str) -> tuple[Exchange, list[list[int]], int]:
-        """An exchange for a request that may pass, its prompts' tokens, and how many draws each prompt gets.
-
-        Raises:
-            Refused: it may not.
-        """
-        user = f"{who}\0{asked.user or ''}"
-        model = self.site.choose(asked.model, user)
-        if isinstance(asked, TextAsked):
-            given: list[Any] = list(asked.prompts)
-            draws = asked.best_of or asked.n
-        else:
-            assert isinstance(asked, ChatAsked)
-            given, draws = [[m.message() for m in asked.messages]], asked.n
-        if draws * len(given) > self.config.max_n:
-            raise Refused(
-                400,
-                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.",
-            )
-        ticket = self.gate.admit(who, draws * len(given))
-        try:
-            prompts = [await asyncio.to_thread(model.encode, p) for p in given]
-            most = self._room(asked, model, max(map(len, prompts)))
-            self.gate.charge(who, sum(len(p) + draws * most for p in prompts))
-        except BaseException:
-            ticket.back(ticket.left, answered=False)
-            raise
-        id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
-        exchange = Exchange(self, id, ticket, hashed(user), given[0] if len(given) == 1 else given)
-        self._ask(exchange, asked, model, prompts, draws, most)
-        for shadow in self.site.shadows(model.name):
-            await self._shadow(exchange, asked, shadow, given)
-        exchange.begin()
-        return exchange, prompts, draws
-
-    def _room(self, asked: Any, model: Model, prompt: int) -> int:
-        """Most tokens of an answer."""
-        c, room = self.config, model.length - prompt
-        if asked.wants is not None and asked.wants > c.max_tokens:
-            raise Refused(
-                400, f"max_tokens is {asked.wants}, and this server writes {c.max_tokens} at most: ask for fewer."
-            )
-        if room < 1 or (asked.wants is not None and asked.wants > room):
-            raise Refused(
-                400, f"the prompt has {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
-                code="context_length_exceeded",
-            )  # fmt: skip
-        return int(asked.wants or min(c.default_tokens, room))
-
-    def _ask(
-        self,
-        exchange: Exchange,
-        asked: Any,
-        model: Model,
-        prompts: Sequence[Sequence[int]],
-        draws: int,
-        most: int,
-        shadow: bool = False,
-    ) -> None:
-        """An ask for each answer."""
-        sampling, greedy = asked.sampling(most, model.defaults)
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        deadline = time.monotonic() + min(asked.timeout or self.config.timeout, self.config.timeout)
-        for prompt in prompts:
-            for sample in range(draws):
-                exchange.ask(
-                    model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample, stop=asked.stops(),
-                    top=asked.top or 0, deadline=deadline, shadow=shadow,
-                )  # fmt: skip
-
-    async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
-        """Let another model answer unseen; a shadow that can't is left out."""
-        try:
-            prompts = [await asyncio.to_thread(model.encode, p) for p in given]
-            most = self._room(asked, model, max(map(len, prompts)))
-        except Refused:
-            return
-        unseen = Exchange(self, exchange.id, None, exchange.user, exchange.prompt)
-        self._ask(unseen, asked, model, prompts, 1, most, shadow=True)
-        unseen.begin()
-
-    def ended(self, exchange: Exchange, answer: Answer) -> None:
-        """Count and log an answer that has ended."""
-        now, ask = time.monotonic(), answer.ask
-        first = None if answer.first is None else answer.first - ask.asked
-        begun = None if ask.begun is None else ask.begun - ask.asked
-        seconds, finish = now - ask.asked, str(answer.finish)
-        if not ask.shadow:
-            self.meters.ended(answer.model.name, finish, len(ask.ids), len(answer.tokens), begun, first, seconds)
-        log.info(
-            "%s %s%s: %d + %d tokens, %s after %.2f s",
-            exchange.id,
-            answer.model.name,
-            " (shadow)" if ask.shadow else "",
-            len(ask.ids),
-            len(answer.tokens),
-            finish,
-            seconds,
-        )
-        if self.traffic is None:
-            return
-        line = Served(
-            time.time(), exchange.id, answer.model.name, answer.model.version, exchange.user, len(ask.ids), len(answer.tokens), first, seconds,
-            finish, ask.shadow, exchange.prompt, answer.text,
-        )  # fmt: skip
-        try:
-            self.traffic.add(line)
-        except (OSError, RlhfError) as e:  # a full disk ends no conversation
-            log.error("traffic is not logged: %s", e)
-
-    async def score(self, exchange: Exchange, answers: Sequence[Answer]) -> list[float]:
-        """What a model's reward says of answers to one prompt; computed by the thread that owns the models."""
-        loop, model, ask = asyncio.get_running_loop(), answers[0].model, answers[0].ask
-        done: asyncio.Future[list[float]] = loop.create_future()
-
-        def work() -> None:
-            try:
-                ids, lens, finished, _ = answers_to_tensors(
-                    [[t.id for t in a.tokens] for a in answers], None, list(ask.eos), 0, torch.device("cpu")
-                )
-                batch = PromptBatch.from_lists([list(ask.ids)], prompts=[exchange.prompt])
-                with model.lock:
-                    r = as_rollout(batch, len(answers), ids, lens, finished, None, model.tokenizer)
-                scores = model.rewards(r)[0].tolist()
-                loop.call_soon_threadsafe(_settle, done, scores, None)
-            except Exception as e:
-                log.exception("a reward failed")
-                loop.call_soon_threadsafe(
-                    _settle,
-                    done,
-                    None,
-                    Refused(500, f"the reward that best_of chooses by failed ({type(e).__name__}).", "server_error"),
-                )
-
-        self.site.batcher.do(work)
-        return await done
-
-
-def _settle(done: asyncio.Future[Any], value: Any, problem: Exception | None) -> None:
-    """End a wait, unless nobody waits any more."""
-    if not done.done():
-        done.set_result(value) if problem is None else done.set_exception(problem)
-
-
-def hashed(user: str) -> str:
-    """A user's name as it stands in logs."""
-    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:16]
+__all__ = ['fastapi', 'whole_answer', 'best_of', 'stream', 'answer', 'create_app']
 
 # %% ../../nbs/887_serve_api.ipynb #5e887010
 def _broken(answers: Sequence[Answer]) -> Refused | None:
@@ -368,57 +114,9 @@ async def stream(
         exchange.cancel()
 
 # %% ../../nbs/887_serve_api.ipynb #5e887012
-def check_json(request: Any) -> None:
-    """Refuse a request that isn't JSON by its header.
-
-    Raises:
-        Refused: 415.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
-
-
-async def read_body(request: Any, most: int, seconds: float) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refused: too long, too slow, or not JSON by its header.
-    """
-    check_json(request)
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and int(said) > most:
-        raise Refused(
-            413, f"the request has {int(said):,} bytes, and at most {most:,} are read.", headers={"Connection": "close"}
-        )
-
-    async def read() -> bytes:
-        found = bytearray()
-        async for part in request.stream():
-            found += part
-            if len(found) > most:
-                raise Refused(
-                    413, f"the request has more than the {most:,} bytes that are read.", headers={"Connection": "close"}
-                )
-        return bytes(found)
-
-    try:
-        return await asyncio.wait_for(read(), seconds)
-    except asyncio.TimeoutError:
-        raise Refused(
-            408, f"the request did not arrive within {seconds:g} s.", headers={"Connection": "close"}
-        ) from None
-
-
-async def _gone(request: Any) -> None:
-    """Wait until the client is gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _cancel_when_gone(request: Any, exchange: Exchange) -> None:
     """Cancel answers whose client is gone."""
-    await _gone(request)
+    await gone(request)
     exchange.cancel()
 
 
@@ -427,6 +125,9 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     responses = fastapi().responses
     who = desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
     asked = read_request(kind, await read_body(request, desk.config.max_body, desk.config.header_seconds))
+    if asked.model in desk.site.upstreams:
+        user = hashed(f"{who}\0{asked.user or ''}")
+        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who, user)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)
@@ -439,32 +140,18 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
             body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
     work = asyncio.ensure_future(whole_answer(desk, exchange, form, prompts, draws, asked.n))
-    gone = asyncio.ensure_future(_gone(request))
+    left = asyncio.ensure_future(gone(request))
     try:
-        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise Refused(499, "the client went away.")
         return responses.JSONResponse(work.result())
     finally:
         exchange.cancel()
-        for task in (work, gone):
+        for task in (work, left):
             task.cancel()
 
 # %% ../../nbs/887_serve_api.ipynb #5e887013
-def check_host(desk: Desk, request: Any) -> None:
-    """Refuse a request that calls the server by a name that isn't its own.
-
-    Raises:
-        Refused: 421.
-    """
-    said = str(request.headers.get("host", ""))
-    name = said.rpartition("]")[0].lstrip("[") if said.startswith("[") else said.partition(":")[0]
-    own, c = desk.config.hosts, desk.config
-    if "*" in own or name.lower() in own or is_local(name) or name == c.host or (not is_local(c.host) and not own):
-        return
-    raise Refused(421, f"this server is not called {name[:100]!r}: add it to the setting hosts if it is.")
-
-
 def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffic: TrafficLog | None = None) -> Any:
     """The web application.
 
@@ -513,6 +200,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [
             (n, 0, None) for n in desk.config.split
         ]
+        known += [(u.name, u.created, None) for u in desk.site.upstreams.values()]
         return json_of(
             {
                 "object": "list",
@@ -564,7 +252,7 @@ def _checks(desk: Desk, web: Any) -> Callable[[Any], Any]:
     """What every request of an added router must pass: the host, and of what is sent the key and the content type."""
 
     async def check(request: Any) -> None:
-        check_host(desk, request)
+        check_host(desk.config, request)
         if request.method == "POST":
             desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
             check_json(request)
@@ -579,7 +267,7 @@ def _guarded(desk: Desk, web: Any, call: Callable[[Any], Any]) -> Callable[[Any]
 
     async def route(request: Any) -> Any:
         try:
-            check_host(desk, request)
+            check_host(desk.config, request)
             return await call(request)
         except Refused as e:
             return await respond(request, e)

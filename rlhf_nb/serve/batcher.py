@@ -11,25 +11,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..decode.speculative import LookUp, Pace, Tape
+from ..decode.speculative import LookUp, Pace
 from ..fast.support import can_run, unwrapped
 from ..models.load import using_adapter
 from ..rollout.choosing import Chooser
 from ..rollout.numbers import uniforms
 from ..rollout.sampler import eval_mode
+from .memory import Memory, OwnCaches, SharedTape
 from .words import Words
 from ..types import prompt_uid
 
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Token', 'Piece', 'Ask', 'Memory', 'OwnCaches', 'Lane', 'Batcher']
+__all__ = ['log', 'Token', 'Piece', 'Ask', 'Lane', 'Batcher']
 
 # %% ../../nbs/883_serve_batcher.ipynb #5e883007
 class Token(NamedTuple):
@@ -64,6 +65,7 @@ class Ask:
         top: how many of the likeliest tokens are told at each place.
         deadline: on the clock of `time.monotonic`; later the answer is broken off.
         shadow: nobody waits for it, so it begins when nobody else waits.
+        owner: whose it is; see `serve.memory.SharedTape`.
     """
 
     ids: Sequence[int]
@@ -77,6 +79,7 @@ class Ask:
     top: int = 0
     deadline: float = math.inf
     shadow: bool = False
+    owner: str = ""
     cancelled: bool = field(default=False, init=False)  # may be set by anybody, at any time
     asked: float = field(default_factory=time.monotonic, init=False)
     begun: float | None = field(default=None, init=False)
@@ -84,61 +87,6 @@ class Ask:
     def cancel(self) -> None:
         """Nobody wants it any more."""
         self.cancelled = True
-
-# %% ../../nbs/883_serve_batcher.ipynb #5e883009
-class Memory(Protocol):
-    """Keys and values of rows 0, 1, …; see `Tape`."""
-
-    lens: list[int]
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
-        """Read prompts into the rows from `first` on; logits [texts, V]."""
-        ...
-
-    def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens; logits [rows, longest block, V]."""
-        ...
-
-    def move(self, row: int, to: int) -> None:
-        """Let a row continue in the place of another one."""
-        ...
-
-
-class OwnCaches:
-    """The memory of any model of transformers: a cache of its own for each row.
-
-    Args:
-        model: causal language model.
-        rows: how many.
-    """
-
-    def __init__(self, model: Any, rows: int) -> None:
-        self.model, self.device = model, model.get_input_embeddings().weight.device
-        self.caches: list[Any] = [None] * rows
-        self.lens = [0] * rows
-
-    def _pass(self, row: int, ids: Sequence[int]) -> Tensor:
-        out = self.model(
-            torch.tensor([list(ids)], device=self.device), past_key_values=self.caches[row], use_cache=True
-        )
-        self.caches[row] = out.past_key_values
-        self.lens[row] += len(ids)
-        logits: Tensor = out.logits[0, -1]
-        return logits
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
-        """See `Memory`."""
-        for row in range(first, first + len(texts)):
-            self.caches[row], self.lens[row] = None, 0
-        return torch.stack([self._pass(first + i, text) for i, text in enumerate(texts)])
-
-    def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """See `Memory`; one token each."""
-        return torch.stack([self._pass(row, block) for row, block in zip(rows, blocks)])[:, None]
-
-    def move(self, row: int, to: int) -> None:
-        """See `Memory`."""
-        self.caches[to], self.lens[to], self.caches[row] = self.caches[row], self.lens[row], None
 
 # %% ../../nbs/883_serve_batcher.ipynb #5e883011
 class _Row:
@@ -208,10 +156,12 @@ class Lane:
         adapter: of a peft model; None: the model itself.
         ahead: most tokens that are proposed at once; 0: none.
         most_drafted: with more rows nothing is proposed: a full batch is the better use of a pass.
+        copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more keeps its own layers.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0, most_drafted: int = 4
+        self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0, most_drafted: int = 4,
+        copies: int = 1 << 28,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.adapter, self.length = model, tokenizer, adapter, length
         self.rows: list[_Row] = []
@@ -221,7 +171,9 @@ class Lane:
         with self.on():
             bare = unwrapped(model)
             self.plain = can_run(model, length)  # why the fast path isn't taken
-            self.memory: Memory = OwnCaches(model, rows) if self.plain else Tape(bare, rows, length, ahead + 1)
+            tape = None if self.plain else SharedTape(bare, rows, length, ahead + 1, copies)
+            self.memory: Memory = tape or OwnCaches(model, rows)
+            self.copies = tape.decoder.copies if tape else 0  # bytes that it took
             self.ahead = 0 if self.plain else ahead
         weight: Tensor = bare.get_input_embeddings().weight  # type: ignore[operator, assignment]
         self.device = weight.device
@@ -237,7 +189,7 @@ class Lane:
         first, now = len(self.rows), time.monotonic()
         with self.on():
             rows = [_Row(ask, self.tokenizer, self.ahead) for ask in asks]
-            lines = self.memory.read([ask.ids for ask in asks], first)
+            lines = self.memory.read([ask.ids for ask in asks], first, [ask.owner for ask in asks])
             for ask in asks:
                 ask.begun = now
             self.rows += rows
@@ -360,7 +312,7 @@ class Batcher:
         return self
 
     def put(self, name: str, *asks: Ask) -> None:
-        """Ask a lane; answers to one prompt that come together share the reading of it."""
+        """Ask a lane; prompts that come together are read together."""
         with self._more:
             if self._ended:
                 raise RuntimeError("the batcher has ended")
@@ -444,27 +396,30 @@ class Batcher:
         while (found := self._next(read)) is not None:
             name, asks = found
             lane = self.lanes[name]
-            read += len(asks[0].ids)
+            read += sum(map(len, {tuple(ask.ids) for ask in asks}))
             if not self._guarded(lane, lambda: lane.join(asks)):  # noqa: B023
                 for ask in asks:
                     if ask.begun is None:
                         ask.tell(Piece("", (), "error", "the server could not read this prompt."))
 
     def _next(self, read: int) -> tuple[str, list[Ask]] | None:
-        """The next asks of one lane and one prompt, as far as there is room; None: no room, or nobody waits."""
+        """The next asks of one lane, as far as there is room for their answers and time for their prompts; None: no room, or nobody waits."""
         with self._more:
             room = self.most - self.running
             first = next((x for x in self._queue if not x[1].shadow), self._queue[0] if self._queue else None)
             if first is None or room < 1 or (read and self.running and read + len(first[1].ids) > self.read):
                 return None
-            name, same = first[0], list(first[1].ids)
             if first[1].shadow and self.running > self.most // 2:
                 return None  # room for those who wait for their answers
-            asks = [
-                ask
-                for lane, ask in self._queue
-                if lane == name and list(ask.ids) == same and ask.shadow == first[1].shadow
-            ][:room]
+            name, asks, prompts = first[0], list[Ask](), set[tuple[int, ...]]()
+            for lane, ask in self._queue:
+                if lane != name or ask.shadow != first[1].shadow:
+                    continue
+                more = prompts | {tuple(ask.ids)}
+                if len(asks) == room or (len(more) > len(prompts) > 0 and read + sum(map(len, more)) > self.read):
+                    break
+                asks.append(ask)
+                prompts = more
             self._queue = deque(x for x in self._queue if x[1] not in asks)
             return name, asks
 

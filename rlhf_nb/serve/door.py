@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import ConfigError
 from .protocol import Refused
-from .settings import ServeConfig, package_of_serving
+from .settings import ServeConfig, is_local, package_of_serving
 
 
 def uvicorn() -> Any:
@@ -24,7 +24,8 @@ def uvicorn() -> Any:
     return package_of_serving("uvicorn")
 
 # %% auto #0
-__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'bind', 'make_server']
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'check_json', 'read_body', 'check_host', 'gone',
+           'bind', 'make_server']
 
 # %% ../../nbs/889_serve_door.ipynb #5e889006
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -137,6 +138,68 @@ class Reading:
                 raise OSError("the client does not read") from None
 
         await self.app(scope, receive, patiently if scope["type"] == "http" else send)
+
+# %% ../../nbs/889_serve_door.ipynb #5e889014
+def check_json(request: Any) -> None:
+    """Refuse a request that isn't JSON by its header.
+
+    Raises:
+        Refused: 415.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
+
+
+async def read_body(request: Any, most: int, seconds: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refused: too long, too slow, or not JSON by its header.
+    """
+    check_json(request)
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most:
+        raise Refused(
+            413, f"the request has {int(said):,} bytes, and at most {most:,} are read.", headers={"Connection": "close"}
+        )
+
+    async def read() -> bytes:
+        found = bytearray()
+        async for part in request.stream():
+            found += part
+            if len(found) > most:
+                raise Refused(
+                    413, f"the request has more than the {most:,} bytes that are read.", headers={"Connection": "close"}
+                )
+        return bytes(found)
+
+    try:
+        return await asyncio.wait_for(read(), seconds)
+    except asyncio.TimeoutError:
+        raise Refused(
+            408, f"the request did not arrive within {seconds:g} s.", headers={"Connection": "close"}
+        ) from None
+
+
+def check_host(config: ServeConfig, request: Any) -> None:
+    """Refuse a request that calls the server by a name that isn't its own.
+
+    Raises:
+        Refused: 421.
+    """
+    said = str(request.headers.get("host", ""))
+    name = said.rpartition("]")[0].lstrip("[") if said.startswith("[") else said.partition(":")[0]
+    own, c = config.hosts, config
+    if "*" in own or name.lower() in own or is_local(name) or name == c.host or (not is_local(c.host) and not own):
+        return
+    raise Refused(421, f"this server is not called {name[:100]!r}: add it to the setting hosts if it is.")
+
+
+async def gone(request: Any) -> None:
+    """Wait until the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 # %% ../../nbs/889_serve_door.ipynb #5e889008
 def bind(host: str, port: int) -> socket.socket:

@@ -13,18 +13,29 @@ __all__ = ['STYLE', 'SCRIPT', 'page', 'policy', 'page_router']
 
 # %% ../../nbs/889_serve_page.ipynb #5e889006
 STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { margin: 0 auto; max-width: 52rem; padding: 1rem; }
-header, footer, form { display: flex; gap: .5rem; flex-wrap: wrap; align-items: center; }
-#talk { margin: 1rem 0; display: grid; gap: .75rem; }
-.said { padding: .6rem .9rem; border-radius: .6rem; border: 1px solid color-mix(in srgb, CanvasText 20%, Canvas); white-space: pre-wrap; overflow-wrap: anywhere; }
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; --line: color-mix(in srgb, CanvasText 20%, Canvas); --soft: color-mix(in srgb, CanvasText 6%, Canvas); }
+body { margin: 0 auto; max-width: 52rem; min-height: 100vh; padding: 0 1rem; box-sizing: border-box; display: flex; flex-direction: column; }
+header, footer, form, .marks { display: flex; gap: .5rem; flex-wrap: wrap; align-items: center; }
+header { padding: .75rem 0; border-bottom: 1px solid var(--line); }
+#clear { margin-left: auto; }
+#talk { flex: 1; margin: 1rem 0; display: grid; gap: .75rem; align-content: start; }
+#talk:empty::before { content: "Ask something. A model answers, and it may be wrong."; margin-top: 4rem; text-align: center; opacity: .7; }
+.said { padding: .6rem .9rem; border-radius: .8rem; border: 1px solid var(--line); white-space: pre-wrap; overflow-wrap: anywhere; }
+.said:empty::before { content: "\\2026"; opacity: .7; }
 .user { background: color-mix(in srgb, Highlight 18%, Canvas); justify-self: end; max-width: 85%; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: .75rem; }
-.marks { display: flex; gap: .4rem; flex-wrap: wrap; align-items: center; }
-textarea { flex: 1 1 20rem; min-height: 3rem; font: inherit; }
-button, select, input { font: inherit; }
-button[aria-pressed="true"] { outline: 2px solid Highlight; }
-.note { opacity: .7; font-size: .85rem; }
+.marks { margin-bottom: .75rem; }
+.write { position: sticky; bottom: 0; background: Canvas; padding: .75rem 0; border-top: 1px solid var(--line); display: grid; gap: .5rem; }
+textarea { flex: 1 1 14rem; min-height: 3rem; }
+button, select, input, textarea { font: inherit; color: inherit; border: 1px solid var(--line); border-radius: .5rem; padding: .25rem .7rem; background: var(--soft); }
+button { cursor: pointer; }
+button:hover:enabled, button[aria-pressed="true"] { background: color-mix(in srgb, Highlight 30%, Canvas); }
+button:disabled { cursor: default; }
+button:disabled[aria-pressed="false"] { opacity: .5; }
+svg { width: 1em; height: 1em; vertical-align: -.1em; margin-right: .35em; fill: currentColor; }
+.down { transform: rotate(180deg); }
+.note { opacity: .75; font-size: .85rem; }
+.failed { border-style: dashed; }
 @media (max-width: 40rem) { .pair { grid-template-columns: 1fr; } }
 """
 
@@ -76,29 +87,52 @@ async function answer(n, show) {
   }
   return {texts, version};
 }
-async function tell(said, where) {
+async function tell(said, note) {
   const body = {...said, model: by('model').value, consent: by('consent').checked};
   const response = await fetch('v1/feedback', {method: 'POST', headers: headers(), body: JSON.stringify(body)});
-  where.textContent = response.ok ? 'Thank you.' : await refusal(response);
+  if (!response.ok) throw new Error(await refusal(response));
+  const lost = said.reason && !(await response.json()).text_kept;
+  note.textContent = lost ? 'Thank you. Your words were not kept: allow it below, and send them again.' : 'Thank you.';
+  return !lost;
 }
-function marks(buttons, said) {
-  const box = make('div', 'marks'), word = make('input'), note = make('span', 'note');
+function thumb(kind) {
+  const svg = by('thumb').content.firstChild.cloneNode(true);
+  svg.setAttribute('class', kind);
+  return svg;
+}
+function marks(buttons, said, about) {
+  const box = make('div', 'marks'), word = make('input'), note = make('span', 'note'), all = [];
   word.placeholder = 'Why? (optional)'; word.maxLength = 2000; word.setAttribute('aria-label', 'reason');
-  for (const [text, label, value] of buttons) {
+  const failed = e => { note.textContent = e.message; for (const b of all) b.disabled = false; };
+  for (const [text, label, value, icon] of buttons) {
     const b = make('button', '', text);
+    if (icon) b.prepend(thumb(icon));
     b.type = 'button'; b.title = label; b.setAttribute('aria-label', label); b.setAttribute('aria-pressed', 'false');
     b.onclick = () => {
-      for (const other of box.querySelectorAll('button')) other.setAttribute('aria-pressed', String(other === b));
-      tell({...said, ...value, reason: word.value}, note).catch(e => { note.textContent = e.message; });
+      for (const other of all) { other.setAttribute('aria-pressed', String(other === b)); other.disabled = true; }
+      about(value);
+      tell({...said, ...value, reason: word.value}, note).then(kept => { if (kept) word.value = ''; word.placeholder = 'Why? (Enter sends)'; }).catch(failed);
     };
-    box.append(b);
+    all.push(b);
   }
-  box.append(word, note);
+  word.onkeydown = e => {
+    if (e.key !== 'Enter' || !word.value.trim()) return;
+    tell({...about(), reason: word.value}, note).then(kept => { if (kept) word.value = ''; }).catch(e => { note.textContent = e.message; });
+  };
+  box.append(...all, word, note);
   return box;
 }
-const THUMBS = [['\\u{1F44D} good', 'a good answer', {rating: 'up'}], ['\\u{1F44E} bad', 'a bad answer', {rating: 'down'}]];
+const THUMBS = [['good', 'a good answer', {rating: 'up'}, 'up'], ['bad', 'a bad answer', {rating: 'down'}, 'down']];
 const CHOICE = [['left', 'the left one is better', {choice: 'first'}], ['right', 'the right one is better', {choice: 'second'}],
   ['tie', 'both are as good', {choice: 'tie'}], ['both bad', 'both are bad', {choice: 'both_bad'}]];
+function opinion(prompt, texts, version, turn) {
+  if (texts.length < 2) return marks(THUMBS, {prompt, answer: texts[0], version}, () => ({prompt, answer: texts[0], version}));
+  const about = value => {
+    if (value && value.choice === 'second') turn.content = texts[1];
+    return {prompt, answer: turn.content, version};
+  };
+  return marks(CHOICE, {prompt, answers: texts, versions: [version, version]}, about);
+}
 async function ask() {
   const text = by('words').value.trim(), n = by('two').checked ? 2 : 1;
   if (!text || running) return;
@@ -108,13 +142,18 @@ async function ask() {
   box.append(...boxes);
   talk.append(question, box);
   by('stop').hidden = false;
+  scrollTo(0, document.body.scrollHeight);
   const prompt = history.map(m => ({...m}));
   try {
     const {texts, version} = await answer(n, (i, t) => { boxes[i].textContent = t.trimStart(); scrollTo(0, document.body.scrollHeight); });
-    history.push({role: 'assistant', content: texts[0]});
-    if (document.body.dataset.feedback) talk.append(n > 1 ? marks(CHOICE, {prompt, answers: texts, versions: [version, version]}) : marks(THUMBS, {prompt, answer: texts[0], version}));
+    const turn = {role: 'assistant', content: texts[0]};
+    history.push(turn);
+    if (document.body.dataset.feedback) talk.append(opinion(prompt, texts, version, turn));
+    scrollTo(0, document.body.scrollHeight);
   } catch (e) {
     history.pop();
+    boxes.slice(1).forEach(b => b.remove());
+    boxes[0].className = 'said failed';
     boxes[0].textContent = e.name === 'AbortError' ? 'Stopped.' : e.message;
   } finally { running = null; by('stop').hidden = true; by('words').focus(); }
 }
@@ -135,7 +174,7 @@ def page(feedback: bool, keys: bool) -> str:
         keys: one is needed.
     """
     hidden = "" if keys else " hidden"
-    consent = '<label><input type="checkbox" id="consent"> my texts may be kept and learnt from</label>'
+    consent = '<label><input type="checkbox" id="consent"> what I write and what is answered may be kept and learnt from</label>'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Chat</title><style>{STYLE}</style></head>
@@ -144,9 +183,10 @@ def page(feedback: bool, keys: bool) -> str:
 <label{hidden}>Key <input id="key" type="password" autocomplete="off"></label>
 <label><input type="checkbox" id="two"> two answers</label><button id="clear" type="button">New talk</button></header>
 <main id="talk" aria-live="polite"></main>
-<form id="form"><textarea id="words" aria-label="message" placeholder="Say something (Enter sends)" autofocus></textarea>
+<div class="write"><form id="form"><textarea id="words" aria-label="message" placeholder="Say something (Enter sends)" autofocus></textarea>
 <button>Send</button><button id="stop" type="button" hidden>Stop</button></form>
-<footer>{consent if feedback else '<input type="checkbox" id="consent" hidden>'}<span id="note" class="note" role="status"></span></footer>
+<footer>{consent if feedback else '<input type="checkbox" id="consent" hidden>'}<span id="note" class="note" role="status"></span></footer></div>
+<template id="thumb"><svg viewBox="0 0 24 24" aria-hidden="true"><path d="M2 10h4v11H2zM8 21V10l4-8c2 0 3 1 2.6 3L14 9h6q2 0 1.6 2l-2 8q-.5 2-2.6 2z"/></svg></template>
 <script>{SCRIPT}</script></body></html>
 """
 

@@ -41,7 +41,7 @@ def _length(
 ) -> Length:  # fmt: skip
     """A reward for length: near a target, or not beyond a limit."""
     if (target is None) == (max_length is None):
-        raise ConfigError("give target (with width), or max_length (with cache), and not both.")
+        raise ConfigError("verify: length needs target (with width) or max_length (with cache), one of the two.")
     if target is not None:
         return Length(partial(near_target, target=target, width=width or target), unit, name)
     assert max_length is not None

@@ -504,6 +504,11 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
         return Number("answer", name="right"), {}
     if config.reward in ("gold", "check") and gold:
         return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
+    if config.reward in ("gold", "check") and not Path(config.reward).exists():
+        raise ConfigError(
+            f"reward={config.reward} judges answers of the toy world (check: those of sums, too), and data.path is {config.data.path}: name the folder of a reward "
+            "model, or an entry, rewards=[{verify: number}]."
+        )
     trust = {"trust_remote_code": config.model.trust_remote_code}
     return load_models(config.reward, token_budget=config.token_budget, **trust), gold
 

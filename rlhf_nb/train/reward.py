@@ -31,8 +31,8 @@ from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'preference_report',
-           'report_of', 'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
+__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of', 'WordBags',
+           'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/615_train_reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):
@@ -311,29 +311,16 @@ def _share(name: str, right: Tensor) -> dict[str, float]:
     return {name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(len(right), 1))}
 
 
-def preference_report(
-    members: Sequence[RewardModel], pairs: PreferenceBatch, token_budget: int = 4096
-) -> dict[str, float]:
+def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
     """How well reward models predict choices.
 
     Args:
-        members: one or several; their mean score decides.
-        pairs: held-out choices.
-        token_budget: most tokens in one forward.
+        scores: [2n], of held-out answers, chosen and rejected next to each other.
+        members: how many models they come from; their mean score decides.
 
     Returns:
         loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for ensembles their
         disagreement.
-    """
-    return report_of(predict(members, pairs.completions(), token_budget), len(members))
-
-
-def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
-    """The same from scores [2n], chosen and rejected next to each other.
-
-    Args:
-        scores: of held-out answers.
-        members: how many models they come from.
     """
     difference = scores.mean[0::2] - scores.mean[1::2]
     out = {

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -40,7 +40,7 @@ from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
 from ..models.starts import keep_starts, read_starts
-from ..models.load import is_toy, load_causal_lm, load_tokenizer, save_model
+from ..models.load import adapter_names, is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 from ..untrusted import json_value
 
@@ -51,7 +51,8 @@ Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 'Pairs', 'CausalScorer', 'load_policy',
            'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
            'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
-           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'TextTrainer']
+           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
+           'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -301,6 +302,12 @@ def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list
     if data.eval_split is not None:
         return rows, _whole(data, kind, seed, data.eval_split)
     held = min(data.eval_size or 0, len(rows) // 2)
+    if held < (data.eval_size or 0):
+        warnings.warn(
+            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for training: {held or 'none'} are held out.",
+            DataWarning,
+            stacklevel=2,
+        )
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 # %% ../../nbs/600_train_setup.ipynb #f3a9e376
@@ -558,6 +565,38 @@ def seeds_of(config: Any) -> list[int]:
     return [config.seed] if mix is None else [derive_seed(config.seed, "mix", i) % 2**63 for i in range(len(mix))]
 
 
+class _Given(NamedTuple):
+    """A trainer's rows before they are tokens."""
+
+    way: Literal["in memory", "streamed", "cached"]
+    parts: list[tuple[list[Row], list[Row]]]  # (to train on, held out) by source; none where they needn't be read
+    held: list[Row]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those to train on."""
+        return self.parts[0][0] if len(self.parts) == 1 else [row for rows, _ in self.parts for row in rows]
+
+
+def check_adapters(config: Any, model: Any) -> None:
+    """Refuse a config that asks for adapters beside a model that was given without any: all of its weights would be trained.
+
+    Args:
+        config: of the run.
+        model: that was given to a trainer.
+
+    Raises:
+        ConfigError: with the two ways out.
+    """
+    makes_its_own = getattr(config, "critic", None) == "hydra"  # adapters for all roles
+    if config.model.lora is not None and not makes_its_own and not adapter_names(model):
+        raise ConfigError(
+            "model.lora is set, but the model that was given to the trainer has no adapter, so all of its weights would be trained. Leave out lora, or the model: "
+            "model.name_or_path is then loaded with an adapter.",
+            python="In Python: add_lora(model, config.model.lora) of rlhf_nb.models.adapters gives a model one.",
+        )
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -591,51 +630,32 @@ class TextTrainer(Trainer):
         parts: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        parts_loaded: list[tuple[list[Row], list[Row]]] = []
-        kept_held: list[Row] = []
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
             raise ConfigError("a model was given without its tokenizer: pass both, or neither.")
-        reads = data_read(config.data) if rows is None else []
-        streamed = (
-            rows is None
-            and config.data.streaming
-            and not any(made(config.data.path) for made in (is_toy, is_sums, is_legs))
-        )
-        keeps = rows is None and eval_rows is None and not streamed and bool(config.data.cache)
-        ours = type(self).make_method.__module__.startswith("rlhf_nb.")
-        if keeps and ours and not self.reads_rows:
-            rows = []
-        elif rows is None:
-            rows, held = [], held_out_of_stream(config.data, self.kind, config.seed) if streamed else []
-            if not streamed:
-                parts_loaded = load_parts(config.data, self.kind, config.seed)
-                rows, held = ([r for both in parts_loaded for r in both[k]] for k in (0, 1))
-            eval_rows = held if eval_rows is None else eval_rows
-        elif config.data.columns or config.data.shape or config.data.attributes:
-            reading = reading_of(config.data, config.seed)
-            rows = list(in_kind(renamed(rows, config.data.columns), self.kind, reading))
-        method = self.make_method(config, model, tokenizer, rows, **(parts or {}))
-        source: Any
-        if streamed:
-            tokenize = partial(method.tokenize, warn=False)
-            seeds = seeds_of(config)
-            sources: list[Any] = [
-                stream_rows(part, eval_rows or [], self.kind, seed, tokenize)
-                for part, seed in zip(parts_of(config.data), seeds)
-            ]
         else:
-            if keeps:
-                *each, kept_held = tokens_of(config, self.kind, tokenizer, method, parts_loaded)
+            check_adapters(config, model)
+        reads = data_read(config.data) if rows is None else []
+        given = self._given(config, rows, eval_rows)
+        method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
+        sources: list[Any]
+        if given.way == "streamed":
+            tokenize, places = partial(method.tokenize, warn=False), zip(parts_of(config.data), seeds_of(config))
+            sources = [stream_rows(data, given.held, self.kind, seed, tokenize) for data, seed in places]
+        else:
+            if given.way == "cached":
+                *each, held = tokens_of(config, self.kind, tokenizer, method, given.parts)
             else:
-                each = [method.tokenize(part[0]) for part in parts_loaded] if parts_loaded else [method.tokenize(rows)]
+                each = [method.tokenize(part) for part, _ in given.parts]
             sources = [MemorySource(part, seed) for part, seed in zip(each, seeds_of(config))]
-        source = sources[0] if len(sources) == 1 else MixSource(
+        if given.way != "cached":
+            held = method.tokenize(given.held, warn=False) if given.held else []
+        source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
         source = self.prepare_source(source, config)
-        method.held_out = kept_held if keeps else method.tokenize(eval_rows, warn=False) if eval_rows else []
+        method.held_out = held
         known = leaked(getattr(getattr(source, "source", source), "rows", ()), method.held_out)
         if known:
             warnings.warn(
@@ -649,6 +669,23 @@ class TextTrainer(Trainer):
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
+
+    def _given(self, config: Any, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
+        """The rows that were passed, or those of `config.data`; left unread where a stream or kept tokens will do."""
+        data = config.data
+        if rows is not None:
+            if data.columns or data.shape or data.attributes:
+                rows = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, config.seed)))
+            return _Given("in memory", [(rows, [])], eval_rows or [])
+        if data.streaming and not any(made(data.path) for made in (is_toy, is_sums, is_legs)):
+            held = held_out_of_stream(data, self.kind, config.seed)
+            return _Given("streamed", [], held if eval_rows is None else eval_rows)
+        cached = bool(data.cache) and eval_rows is None
+        if cached and not self.reads_rows and type(self).make_method.__module__.startswith("rlhf_nb."):
+            return _Given("cached", [], [])
+        parts = load_parts(data, self.kind, config.seed)
+        held = [row for _, rest in parts for row in rest]
+        return _Given("cached" if cached else "in memory", parts, held if eval_rows is None else eval_rows)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
         """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again, and which files it reads."""

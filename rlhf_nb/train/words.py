@@ -163,6 +163,27 @@ def _positional(takes: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(("model", "args"), args))
 
 
+def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments under our names; what has no counterpart here is refused, unless it says nothing."""
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = RENAMED.get(name, name)
+        if name == "judge" and kind.has("opponent") and all(hasattr(value, k) for k in ("compare", "rate")):
+            name = ours = "reward"  # a judge of ours, where pairs are compared
+        if name in NOT_HERE and name not in takes:
+            if value is not None and value != (None, None):
+                raise ConfigError(f"{trainer} takes no {name}: {NOT_HERE[name]}.")
+            continue
+        if name in RENAMED and ours not in takes:
+            if value is not None:
+                raise ConfigError(f"{trainer} takes no {name}: this method has no {ours}.")
+            continue
+        if ours in out:
+            raise ConfigError(f"{trainer}: {ours} is given twice ({name} is TRL's name for it): leave one of them out.")
+        out[ours] = rows_of(value, name) if ours in ("rows", "eval_rows") else value
+    return out
+
+
 def our_arguments(
     trainer: str, kind: type[StrictConfig], takes: list[str], args: tuple[Any, ...], given: dict[str, Any]
 ) -> dict[str, Any]:
@@ -179,22 +200,7 @@ def our_arguments(
         ConfigError: an argument that has no counterpart here, or one given twice.
         DataError: rows that are no list.
     """
-    out: dict[str, Any] = {}
-    for name, value in {**_positional(takes, args), **given}.items():
-        ours = RENAMED.get(name, name)
-        if name == "judge" and kind.has("opponent") and all(hasattr(value, k) for k in ("compare", "rate")):
-            name = ours = "reward"  # a judge of ours, where pairs are compared
-        if name in NOT_HERE and name not in takes:
-            if value is not None and value != (None, None):
-                raise ConfigError(f"{trainer} takes no {name}: {NOT_HERE[name]}.")
-            continue
-        if name in RENAMED and ours not in takes:
-            if value is not None:
-                raise ConfigError(f"{trainer} takes no {name}: this method has no {ours}.")
-            continue
-        if ours in out:
-            raise ConfigError(f"{trainer}: {ours} is given twice ({name} is TRL's name for it): leave one of them out.")
-        out[ours] = rows_of(value, name) if ours in ("rows", "eval_rows") else value
+    out = _renamed(trainer, kind, takes, {**_positional(takes, args), **given})
     config, peft_config = out.get("config"), out.pop("peft_config", None)
     config = kind() if config is None else config
     if not isinstance(config, StrictConfig):
