@@ -158,6 +158,9 @@ _Model = typer.Option(None, "--model", hidden=True)
 _Adapter = typer.Option(None, "--adapter", metavar="NAME=FOLDER", help="a LoRA adapter on one of the models")
 _Split = typer.Option(None, "--split", metavar="NAME=A:0.9,B:0.1", help="divide users of a name between models")
 _Shadow = typer.Option(None, "--shadow", metavar="A=B:0.1", help="B answers a share of what A is asked, unseen")
+_Upstream = typer.Option(
+    None, "--upstream", metavar="NAME=URL", help="a model that another server computes, vLLM's for one"
+)
 _Set = typer.Option(None, "--set", metavar="KEY=VALUE", help="any setting (docs/serving.md), such as max_concurrent=32")
 
 
@@ -172,6 +175,7 @@ def serve_command(
     new_key: str = typer.Option(
         None, "--new-key", metavar="NAME", help="print a new key and its line for that file, and end"
     ),
+    upstream: list[str] = _Upstream,
     split: list[str] = _Split,
     shadow: list[str] = _Shadow,
     page: bool = typer.Option(False, "--page", help="a chat page at /"),
@@ -195,10 +199,10 @@ def serve_command(
         logging.basicConfig(level="WARNING", format="%(message)s")
         logging.getLogger("rlhf_nb.serve").setLevel("INFO")
         settings = read_settings(
-            config, [*(models or []), *(model or [])], more, adapters=_named(adapter, "--adapter"), host=host, port=port, keys=keys,
+            config, [*(models or []), *(model or [])], more, adapters=_named(adapter, "--adapter"), upstreams=_named(upstream, "--upstream"), host=host, port=port, keys=keys,
             split=_shares(split, "--split"), shadow=_shares(shadow, "--shadow"), traffic=traffic, log_text=log_text, page=page, feedback=feedback,
         )  # fmt: skip
-        if not settings.models:
+        if not (settings.models or settings.upstreams):
             raise ConfigError(
                 f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
             )

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..feedback.traffic import TrafficLog
-from .desk import Answer, Desk, Exchange, log
+from .desk import Answer, Desk, Exchange, hashed, log
 from .door import check_host, check_json, gone, read_body
 from .gate import Gate, read_keys
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, read_request, usage
 from .settings import package_of_serving
 from .site import Site
+from .upstream import hand_on
 
 
 def fastapi() -> Any:
@@ -124,6 +125,9 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     responses = fastapi().responses
     who = desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
     asked = read_request(kind, await read_body(request, desk.config.max_body, desk.config.header_seconds))
+    if asked.model in desk.site.upstreams:
+        user = hashed(f"{who}\0{asked.user or ''}")
+        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who, user)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)
@@ -196,6 +200,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [
             (n, 0, None) for n in desk.config.split
         ]
+        known += [(u.name, u.created, None) for u in desk.site.upstreams.values()]
         return json_of(
             {
                 "object": "list",

@@ -224,14 +224,17 @@ class Desk:
             finish,
             seconds,
         )
-        if self.traffic is None:
-            return
         line = Served(
             time.time(), exchange.id, answer.model.name, answer.model.version, exchange.user, len(ask.ids), len(answer.tokens), first, seconds,
             finish, ask.shadow, exchange.prompt, answer.text,
         )  # fmt: skip
+        self.write(line)
+
+    def write(self, line: Served) -> None:
+        """Put a line into the traffic log, if there is one."""
         try:
-            self.traffic.add(line)
+            if self.traffic is not None:
+                self.traffic.add(line)
         except (OSError, RlhfError) as e:  # a full disk ends no conversation
             log.error("traffic is not logged: %s", e)
 

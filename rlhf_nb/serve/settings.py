@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 
 from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
+from ..judges.endpoint import check_address, check_key_name
 
 
 def package_of_serving(name: str) -> Any:
@@ -47,6 +49,13 @@ class ServeConfig(StrictConfig):
     adapters: dict[str, str] = Field(
         default_factory=dict,
         description="folder of a LoRA adapter, by the name clients use; its model must be served, too",
+    )
+    upstreams: dict[str, str] = Field(
+        default_factory=dict,
+        description="address of a server that computes a model, such as vLLM's (http://127.0.0.1:8001/v1), by the name clients use",
+    )
+    upstream_keys: dict[str, str] = Field(
+        default_factory=dict, description="NAME of the environment variable with the key that an upstream wants"
     )
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's needs keys")
     port: int = option(8000, "0: any that is free", ge=0, le=65535)
@@ -99,14 +108,20 @@ class ServeConfig(StrictConfig):
     def _fits(self) -> ServeConfig:
         """Names are names, and what they refer to is there."""
         served = [*self.models, *self.adapters]
-        for name in [*served, *self.split]:
+        for name in [*served, *self.split, *self.upstreams]:
             if not _NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} can't be a model's name: letters, digits and . _ - : / @ + only, 100 at most."
                 )
-        twice = [n for n in (*self.adapters, *self.split) if (*served, *self.split).count(n) > 1]
+        named = (*served, *self.split, *self.upstreams)
+        twice = [n for n in (*self.adapters, *self.split, *self.upstreams) if named.count(n) > 1]
         if twice:
             raise ValueError(f"the name {twice[0]!r} is given twice: a client could not say which one it means.")
+        for name, url in self.upstreams.items():
+            _said(f"upstreams.{name}", check_address, url, "http://127.0.0.1:8001/v1")
+        _known("upstream_keys", self.upstream_keys, list(self.upstreams))
+        for name, variable in self.upstream_keys.items():
+            _said(f"upstream_keys.{name}", check_key_name, variable)
         for key, group in (("ahead", self.ahead), ("rewards", self.rewards), ("shadow", self.shadow)):
             _known(key, group, served)
         for key, groups in (("split", self.split), ("shadow", self.shadow)):
@@ -123,6 +138,14 @@ class ServeConfig(StrictConfig):
                 "or public=true if everybody may ask."
             )
         return self
+
+
+def _said(key: str, check: Callable[..., Any], *given: str) -> None:
+    """A check whose sentence names the setting."""
+    try:
+        check(*given)
+    except ValueError as e:
+        raise ValueError(f"{key}: {e}") from None
 
 
 def _known(key: str, names: Any, served: list[str]) -> None:

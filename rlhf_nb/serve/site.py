@@ -20,11 +20,13 @@ from ..data.formats import Message
 from ..data.hub import sha256_of
 from ..data.templates import encode_chat, encode_prompts
 from ..models.files import base_of_adapter, find_model, is_made, load_or_explain
+from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
 from .batcher import Batcher, Lane
 from .protocol import Refused
 from .settings import ServeConfig
+from .upstream import Upstream, find_upstream
 
 # %% auto #0
 __all__ = ['SMALL', 'Model', 'version_of', 'Site', 'sticky', 'load_site']
@@ -96,16 +98,19 @@ class Site:
         config: of the server.
         models: by name.
         batcher: which has a lane for each of them, by the same name.
+        upstreams: models that other servers compute, by name.
     """
 
-    def __init__(self, config: ServeConfig, models: Mapping[str, Model], batcher: Batcher) -> None:
-        self.config, self.models, self.batcher = config, dict(models), batcher
+    def __init__(
+        self, config: ServeConfig, models: Mapping[str, Model], batcher: Batcher, upstreams: Mapping[str, Upstream] | None = None
+    ) -> None:  # fmt: skip
+        self.config, self.models, self.batcher, self.upstreams = config, dict(models), batcher, dict(upstreams or {})
         self._random = random.Random(0)
 
     @property
     def names(self) -> list[str]:
         """All that a client may ask for."""
-        return [*self.models, *self.config.split]
+        return [*self.models, *self.config.split, *self.upstreams]
 
     def choose(self, name: str, user: str) -> Model:
         """The model behind a name, for a user.
@@ -185,7 +190,7 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
     Raises:
         ConfigError, ModelError: what can't be served, and why.
     """
-    if not config.models:
+    if not (config.models or config.upstreams):
         raise ConfigError(
             "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
         )
@@ -212,7 +217,11 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
                 copies=max(left, SMALL) if precision.device.type == "cpu" else SMALL,
             )
             left -= lanes[each].copies
-    return Site(config, models, Batcher(lanes, config.max_concurrent))
+    upstreams = {
+        name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
+        for name, url in config.upstreams.items()
+    }
+    return Site(config, models, Batcher(lanes, config.max_concurrent), upstreams)
 
 
 def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
