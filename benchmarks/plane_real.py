@@ -61,6 +61,11 @@ LAYERS, PAIRS = (
 SHARP = 2.0  # how much a unit of gold matters to those who compare: P(better one chosen) = σ(SHARP · gap)
 
 
+def written(text: str) -> str:
+    """An answer as reward models see it: an empty one has no token to be scored at, and is a dash."""
+    return text if text.strip() else "-"
+
+
 def _tokens(lab: Any, tokenizer: Any, name: str) -> tuple[list[list[int]], Any]:
     """Prompts with answers as tokens, and the answers' gold [prompts, answers to each]."""
     import torch
@@ -72,7 +77,7 @@ def _tokens(lab: Any, tokenizer: Any, name: str) -> tuple[list[list[int]], Any]:
         raise SystemExit("answers come first: real --only draw heads")
     drawn, rows = found[name], requests(lab.seed, name == "held", lab.tiny)
     n = drawn["n"]
-    said = [[{"role": "assistant", "content": t if t.strip() else "-"}] for t in drawn["texts"]]
+    said = [[{"role": "assistant", "content": written(t)}] for t in drawn["texts"]]
     asked = [{"prompt": rows[i // n]["prompt"], "completion": a} for i, a in enumerate(said)]
     ids = [r["prompt_ids"] + r["completion_ids"] for r in tokenize_sft(asked, tokenizer, warn=False)]
     marks = [worth_of(drawn["topics"][i // n], t) for i, t in enumerate(drawn["texts"])]
@@ -147,7 +152,7 @@ def _keep_pairs(lab: Any, marks: Any) -> None:
     for i in range(0, len(flat), 2):
         good, bad = (i, i + 1) if flat[i] >= flat[i + 1] else (i + 1, i)
         said = {
-            k: [{"role": "assistant", "content": drawn["texts"][j].strip() or "-"}]
+            k: [{"role": "assistant", "content": written(drawn["texts"][j])}]
             for k, j in (("chosen", good), ("rejected", bad))
         }
         lines.append(json.dumps({"prompt": asked[i // n]["prompt"], **said}))
@@ -169,7 +174,8 @@ def proxy_of(lab: Any, layers: int, pairs: int) -> Any:
     found = result(lab.out, "heads", lab.seed)
     if found is None:
         raise SystemExit("reward models come first: real --only draw heads")
-    return scorer_of(str(home(lab) / f"rm-{layers}-{pairs}"))[0]
+    score = scorer_of(str(home(lab) / f"rm-{layers}-{pairs}"))[0]
+    return lambda prompts, completions, **columns: score(prompts, [written(c) for c in completions])
 
 
 def grpo(lab: Any, layers: int, pairs: int) -> dict[str, Any]:
@@ -202,7 +208,7 @@ def dpo(lab: Any, layers: int, pairs: int) -> dict[str, Any]:
 
     _, marks = _tokens(lab, lab.base()[1], "train")
     drawn, asked = (result(lab.out, "draw", lab.seed) or {})["train"], requests(lab.seed, False, lab.tiny)
-    said = lambda i: [{"role": "assistant", "content": drawn["texts"][i].strip() or "-"}]
+    said = lambda i: [{"role": "assistant", "content": written(drawn["texts"][i])}]
     rows = [
         {"prompt": asked[a // drawn["n"]]["prompt"], "chosen": said(a), "rejected": said(b)}
         for a, b in compared(lab, marks)[:pairs]

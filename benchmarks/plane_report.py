@@ -108,7 +108,7 @@ def table(curves: list[Curve]) -> str:
 
 
 def panel(axis: Any, curves: list[Curve], names: list[str], title: str) -> None:
-    """Gold solid with its fit, proxy dashed, over √KL; a triangle where the fit has its peak."""
+    """Gold's points with their fit where it bends, proxy dashed, over √KL; a triangle where the fit has its peak."""
     for c, name, color in zip(curves, names, COLORS):
         for d, gold, proxy in zip(c.d, c.gold, c.proxy):
             order = np.argsort(d)
@@ -116,6 +116,11 @@ def panel(axis: Any, curves: list[Curve], names: list[str], title: str) -> None:
             axis.plot(d, gold, ".", color=color, ms=2.5, alpha=0.4)
         fit = c.fit()
         if fit is None:
+            continue
+        if not math.isfinite(fit.peak):  # the form says nothing of what doesn't bend
+            for i, (d, gold) in enumerate(zip(c.d, c.gold)):
+                order = np.argsort(d)
+                axis.plot(d[order], c.even(gold)[order], color=color, lw=1.2, label=name if i == 0 else None)
             continue
         x = np.linspace(0, fit.reached, 100)
         axis.plot(x, fit.value(x), color=color, lw=1.8, label=name)

@@ -329,6 +329,16 @@ def _context() -> Any:
     return _CONTEXT
 
 
+def leave_off(trainer: Any, steps: int = 2) -> None:
+    """Some steps and a checkpoint, then the run is as if its process were gone: a second trainer may resume it."""
+    trainer.start()
+    for _ in range(steps):
+        trainer.train_step()
+    trainer.save()
+    trainer.writer.wait()
+    trainer.lock.release()
+
+
 def spawn(case: str, run_dir: Path) -> Any:
     process = _context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
     process.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import threading
 import time
@@ -18,7 +17,6 @@ from process_cases import make
 from rlhf_nb.core import RewardError
 from rlhf_nb.judges.judge import FunctionJudge, JudgeReward
 from rlhf_nb.rewards.base import Rewards
-from rlhf_nb.run import strategies
 from rlhf_nb.types import Completions, Rollout
 
 
@@ -152,15 +150,6 @@ def test_a_run_that_stops_for_its_reward_loses_nothing(fault: BaseException, tmp
     assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").glob("step-*")) == ["step-0000000003"]
     after = run(tmp_path / "broken", toy.gold_reward, resume=True)
     assert all(torch.equal(after[n], p) for n, p in straight.items())
-
-
-def test_the_first_zero_run_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert re.search(r"compiles .* once on this machine .* minutes", strategies.compiles_first(True))
-    assert strategies.compiles_first(False) == ""
-    (tmp_path / "py_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
-    (tmp_path / "py_cpu" / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
-    assert strategies.compiles_first(True) == ""
 
 
 def trains_slowly(seconds: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_harness import leave_off
 
 import rlhf_nb.train.reward as reward
 from rlhf_nb import RewardConfig, RewardTrainer
@@ -39,12 +40,7 @@ def test_goes_on_bit_by_bit_and_fits_once(
     straight.fit()
     same = [torch.equal(a, b) for a, b in zip(body, straight.members[0].decoder.parameters(), strict=True)]
     assert all(same) == (not more.get("train_body", True))
-    first.start()
-    for _ in range(2):
-        first.train_step()
-    first.save()
-    first.writer.wait()
-    first.lock.release()
+    leave_off(first)
 
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("fitted again")

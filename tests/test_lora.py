@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_harness import leave_off
 from transformers import AutoModelForCausalLM
 
 from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
@@ -81,12 +82,7 @@ def test_supervised_and_preference_training_and_exact_resume(kind: str, folder: 
     first = SFTTrainer(
         SFTConfig.preset("toy", **settings(folder, tmp_path / "b", lora, steps=4)), rows=toy.sft_rows(32)
     )
-    first.start()
-    for _ in range(2):
-        first.train_step()
-    first.save()
-    first.writer.wait()
-    first.lock.release()
+    leave_off(first)
     again = SFTTrainer(
         SFTConfig.preset("toy", **settings(folder, tmp_path / "b", lora, steps=4)), rows=toy.sft_rows(32)
     )
@@ -117,12 +113,7 @@ def test_a_moved_base_goes_on_without_a_second_decomposition(
 
     straight, first = trainer("straight"), trainer("killed")
     straight.fit()
-    first.start()
-    for _ in range(2):
-        first.train_step()
-    first.save()
-    first.writer.wait()
-    first.lock.release()
+    leave_off(first)
 
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("decomposed again")

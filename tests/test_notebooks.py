@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 TUTORIALS = [p for p in ALL if p.parent.name == "tutorials"]
+LONG = ("feedback_to_next_version",)  # half a minute of training; what it calls is tested by 934 and test_cycle.py
 
 FORKS = """
 import json, os, signal, sys
@@ -82,7 +83,9 @@ def test_module_notebook(path: Path, tmp_path: Path, forks: subprocess.Popen[str
     run_forked(forks, path, NBS, tmp_path / "told.txt")
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in TUTORIALS], ids=lambda p: p.stem
+)
 def test_tutorial(path: Path, tmp_path: Path) -> None:
     for attempt in (1, 2):  # a kernel may fail to start on a loaded machine: one retry
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_harness import leave_off
 from torch import nn
 
 from rlhf_nb import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
@@ -28,22 +29,12 @@ def sft(out: Path, **optimizer: Any) -> SFTTrainer:
     return SFTTrainer(config, toy.build_model(0, "tiny"), toy.build_tokenizer(), rows=toy.sft_rows(64))
 
 
-def half(trainer: Any) -> None:
-    """Two steps and a checkpoint, then the process is gone."""
-    trainer.start()
-    for _ in range(2):
-        trainer.train_step()
-    trainer.save()
-    trainer.writer.wait()
-    trainer.lock.release()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_learns_and_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     straight = sft(tmp_path / "a", name=name, betas=[0.9, 0.95])
     history = straight.fit()
     assert history[-1]["loss"] < history[0]["loss"]
-    half(sft(tmp_path / "b", name=name, betas=[0.9, 0.95]))
+    leave_off(sft(tmp_path / "b", name=name, betas=[0.9, 0.95]))
     again = sft(tmp_path / "b", name=name, betas=[0.9, 0.95])
     assert again.fit(resume=True)[-1]["loss"] == history[-1]["loss"]
     ours, theirs = (t.method.model.state_dict() for t in (again, straight))
@@ -51,7 +42,7 @@ def test_learns_and_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    half(sft(tmp_path, name="sgd"))
+    leave_off(sft(tmp_path, name="sgd"))
     with pytest.raises(CheckpointError, match="set optimizer.name=sgd"):
         sft(tmp_path, name="adamw").fit(resume=True)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from resume_harness import leave_off
 
 from rlhf_nb import OnlineDPOConfig, OnlineDPOTrainer
 from rlhf_nb.core import ConfigError
@@ -35,12 +36,7 @@ def test_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     straight = trainer(kind, tmp_path / "a")
     history = straight.fit()
     first = trainer(kind, tmp_path / "b")
-    first.start()
-    for _ in range(3):
-        first.train_step()
-    first.save()
-    first.writer.wait()
-    first.lock.release()
+    leave_off(first, 3)
     again = trainer(kind, tmp_path / "b")
     assert again.fit(resume=True)[-1]["loss"] == history[-1]["loss"]
     ours, theirs = (t.method.model.state_dict() for t in (again, straight))

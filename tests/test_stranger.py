@@ -18,6 +18,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
+from rlhf_nb.decode.named import DecoderConfig
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rollout.sampler import may_share
@@ -211,3 +212,19 @@ def test_an_evaluation_says_what_it_leaves_out_of_the_models_settings(tmp_path: 
         "repetition_penalty=1.3" in note
         for note in json.loads((tmp_path / "out" / "results.json").read_text())["notes"]
     )
+
+
+def test_what_can_be_said_before_anything_is_computed_is_said_then(tmp_path: Path) -> None:
+    """A column that isn't there, before a suite is asked; an empty pattern; a policy where a reward model belongs."""
+    words = ["eval", "toy", "--suite", "sums", "slice=country", f"output_dir={tmp_path / 'out'}"]
+    done = CliRunner().invoke(app, words)
+    assert (
+        done.exit_code == 1
+        and "has no such column" in done.output
+        and not (tmp_path / "out" / "answers.jsonl").exists()
+    )
+    with pytest.raises(ConfigError, match="needs a form"):
+        DecoderConfig.model_validate({"kind": "constrained", "regex": ""})
+    toy.build_model(0, "tiny").save_pretrained(tmp_path / "policy")
+    with pytest.raises(ModelError, match="it is a LlamaForCausalLM"):
+        RewardModel.load(tmp_path / "policy")

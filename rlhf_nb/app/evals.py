@@ -337,9 +337,11 @@ def evaluate_suite(
         else:
             work, more, notes = _answering(suite, config, folder, net, tokenizer, says, samples)
             settings |= more
+        slices = _slices_of(
+            suite, config, net, tokenizer
+        )  # first: a column that isn't there is said before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
-        slices = _slices_of(suite, config, net, tokenizer)
         results = sum_up(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )

@@ -150,7 +150,7 @@ class DecoderConfig(StrictConfig):
             )
         if self.diversity and self.kind != "best_of_n":
             raise ValueError(f"diversity is for best_of_n, and kind is {self.kind}: leave it out.")
-        if self.kind == "constrained" and not self.formed:
+        if self.kind == "constrained" and (not self.formed or self.regex == ""):
             raise ValueError(
                 "decoder constrained needs a form: constrained:PATTERN, or json_schema=FILE.json, or grammar=FILE.lark (on a command line --set json_schema=FILE.json)."
             )

@@ -556,7 +556,8 @@ def load_scalar(
     else:
         if config.num_labels != 1:
             raise ModelError(
-                f"{where!r} is no reward or value model: a score is one number, and its config says num_labels={config.num_labels}."
+                f"{where!r} is no reward or value model, whose score is one number: it is a {', '.join(config.architectures or ['model'])} with {config.num_labels} "
+                "labels. Name the folder that rlhf-nb reward wrote."
             )
         decoder, head, constant = _load_parts(where, about, options)
         model = cls(decoder, head, **extra)

@@ -29,8 +29,8 @@ from rlhf_nb.run.strategy import (
 _log = logging.getLogger("rlhf_nb.run.strategies")
 
 # %% auto #0
-__all__ = ['deepspeed_config', 'compiles_first', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero',
-           'blocks_of', 'Sharded', 'connect']
+__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero', 'blocks_of',
+           'Sharded', 'connect']
 
 # %% ../../nbs/530_run_strategies.ipynb #abc349f5
 def deepspeed_config(
@@ -76,16 +76,6 @@ _OURS = (
 )  # fmt: skip
 
 # %% ../../nbs/530_run_strategies.ipynb #cb313df9
-def compiles_first(on_cpu: bool) -> str:
-    """A warning where DeepSpeed will compile before it begins: the first time on a machine, on CPUs; "" otherwise."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not on_cpu or any(built.glob("**/deepspeed_shm_comm/*.so")):
-        return ""
-    return f"DeepSpeed compiles its messaging for CPUs now, once on this machine ({built}): for some minutes nothing else is to be seen"
-
-
 def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """An Accelerator that connects ranks for DeepSpeed, and the settings that somebody gave."""
     own = os.environ.get("RLHF_NB_STRATEGY", "")
@@ -98,8 +88,6 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
     for key, value in alone.items():
         os.environ.setdefault(key, value)  # one process alone: weights in main memory
     on_cpu = device.type == "cpu"
-    if (said := compiles_first(on_cpu)) and os.environ.get("RANK", "0") == "0" and "RLHF_NB_LAUNCH" not in os.environ:
-        print(said, flush=True)  # `launch` says it itself
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -108,6 +96,10 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if on_cpu:  # or DeepSpeed compiles, for minutes on a new machine, messaging that only its inference uses
+            import deepspeed
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu else None)
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

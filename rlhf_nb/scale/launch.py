@@ -33,7 +33,6 @@ from ..run.engine import STRATEGIES
 from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
 from ..run.state import to_resume_from
-from ..run.strategies import compiles_first
 from .live import Live
 from ..train.registry import add_method, of
 from ..train.stage import read_json, run_stage, write_json
@@ -542,8 +541,6 @@ def launch(
     command = [sys.executable, "-m", *agent, "-m", "rlhf_nb.scale.launch", str(folder)]
     env, told = _environment(folder.absolute(), strategy, cpu, zero), say or (lambda _: None)
     told(f"{num_processes} processes ({strategy}) begin; what they print is in {folder / 'out.txt'}")
-    if strategy.startswith("zero") and (text := compiles_first(cpu)):
-        told(text)
     own = machine == 0 and not run.holds_run()
     how = {"resume": resume, "overwrite": resume and overwrite}
     live = Live(run.path, told, say is print and sys.stdout.isatty())
