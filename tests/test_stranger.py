@@ -164,6 +164,9 @@ def test_what_a_tokenizer_makes_of_foreign_words_is_said(tmp_path: Path) -> None
     file = lines(tmp_path / "few.jsonl", [{"prompt": f"Q{i}", "completion": "A"} for i in range(5)])
     with pytest.warns(DataWarning, match="eval_size is 9, but .* has 5 rows, .*: 2 are held out"):
         assert [len(part) for part in load_rows(DataConfig(path=file, eval_size=9), "sft")] == [3, 2]
+    again = lines(tmp_path / "again.jsonl", [{"prompt": f"Q{i % 3}", "completion": str(i)} for i in range(12)])
+    with pytest.warns(DataWarning, match="4 of 4 held-out rows of .* have prompts that are trained on, too"):
+        load_rows(DataConfig(path=again, eval_size=4), "sft")
 
 
 def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) -> None:

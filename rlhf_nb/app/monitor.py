@@ -282,7 +282,7 @@ _Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for exam
 
 
 _Log = typer.Argument(..., help="the server's traffic log (rlhf-nb serve traffic=FILE)")
-_Feedback = typer.Option(None, "--feedback", help="file or folder of what users say (rlhf-nb serve feedback=FILE)")
+_Feedback = typer.Option(None, "--feedback", help="file or folder of what users say (rlhf-nb serve --feedback FILE)")
 _Json = typer.Option(None, "--json", help="write what was found to this file, each time")
 _Prometheus = typer.Option(None, "--prometheus", help="write it for Prometheus' textfile collector (NAME.prom)")
 _Page = typer.Option(None, "--html", help="write it as a page")

@@ -300,7 +300,8 @@ def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list
     rows = _whole(data, kind, seed, data.split)
     rows = deduplicate(rows) if data.dedup else rows
     if data.eval_split is not None:
-        return rows, _whole(data, kind, seed, data.eval_split)
+        held_out = _whole(data, kind, seed, data.eval_split)
+        return _tell_shared_prompts(rows, held_out, data)
     held = min(data.eval_size or 0, len(rows) // 2)
     if held < (data.eval_size or 0):
         warnings.warn(
@@ -308,7 +309,25 @@ def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list
             DataWarning,
             stacklevel=2,
         )
-    return rows[: len(rows) - held], rows[len(rows) - held :]
+    return _tell_shared_prompts(rows[: len(rows) - held], rows[len(rows) - held :], data)
+
+
+def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> tuple[list[Row], list[Row]]:
+    """The same rows; a warning where prompts of held-out ones are trained on, too."""
+    asked = {row_key(r, ["prompt"]) for r in rows if "prompt" in r} if held else set()
+    shared = sum("prompt" in r and row_key(r, ["prompt"]) in asked for r in held)
+    if shared:
+        cure = (
+            "take them out of one of the splits"
+            if data.eval_split is not None
+            else "the last rows are held out: put rows of one prompt next to each other, or name an eval_split"
+        )
+        warnings.warn(
+            f"{shared} of {len(held)} held-out rows of {data.path} have prompts that are trained on, too: what is measured on them is partly memory; {cure}.",
+            DataWarning,
+            stacklevel=3,
+        )
+    return rows, held
 
 # %% ../../nbs/600_train_setup.ipynb #f3a9e376
 def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]:
