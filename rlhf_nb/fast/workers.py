@@ -22,7 +22,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'workers_of_size', 'spread', 'replica_of', 'balance', 'Replicas',
+__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
            'draws_numbers']
 
 # %% ../../nbs/155_fast_workers.ipynb #7bb3b47c
@@ -117,6 +117,19 @@ def spread(run: Callable[[_Item], _Result], items: Sequence[_Item], workers: int
     for other in others:
         other.result()
     return results
+
+# %% ../../nbs/155_fast_workers.ipynb #b1c07ea6
+def apart(make: Callable[[], _Result]) -> _Result:
+    """make(), in a thread that then ends and takes its team of OpenMP's threads with it: for work before another thread computes.
+
+    Args:
+        make: is run with the caller's context variables.
+
+    Raises:
+        Whatever `make` raises.
+    """
+    with ThreadPoolExecutor(1, "rlhf_nb apart") as thread:
+        return thread.submit(copy_context().run, make).result()
 
 # %% ../../nbs/155_fast_workers.ipynb #75f22f9a
 def replica_of(module: nn.Module) -> nn.Module:

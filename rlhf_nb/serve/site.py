@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..fast.workers import apart
 from ..config import ModelConfig
 from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import Message
@@ -194,6 +195,16 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         raise ConfigError(
             "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
         )
+    models, lanes = apart(lambda: _load(config, says or {}))  # the batcher's thread is the one that computes
+    upstreams = {
+        name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
+        for name, url in config.upstreams.items()
+    }
+    return Site(config, models, Batcher(lanes, config.max_concurrent), upstreams)
+
+
+def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Model], dict[str, Lane]]:
+    """Models with their lanes."""
     precision, homes = decide_precision(config.device, config.precision), _adapter_homes(config)
     models, lanes = dict[str, Model](), dict[str, Lane]()
     left = int(config.copies * 2**30)  # bytes for weights that are laid out anew
@@ -203,7 +214,7 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         net: Any = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
         own = {n: config.adapters[n] for n, home in homes.items() if home == name}
         net = _with_adapters(net, own)
-        told = dict((says or {}).get(name, {}))
+        told = dict(says.get(name, {}))
         for each, folder in {name: place, **own}.items():
             models[each] = _model(config, each, folder, net, tokenizer, told, None if each == name else name)
             adapter = each if each in own else None
@@ -217,11 +228,7 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
                 copies=max(left, SMALL) if precision.device.type == "cpu" else SMALL,
             )
             left -= lanes[each].copies
-    upstreams = {
-        name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
-        for name, url in config.upstreams.items()
-    }
-    return Site(config, models, Batcher(lanes, config.max_concurrent), upstreams)
+    return models, lanes
 
 
 def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
