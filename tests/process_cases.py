@@ -180,11 +180,10 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     for name, (config, trainer, settings, parts) in todo.items():
         run = trainer(config.preset("toy", **common(output_dir=str(root / name), **settings)), *toy_model(), **parts)
         if name in ("dpo", "kto", "grpo"):  # a policy that is no longer its reference
-            import torch
-
-            with torch.no_grad():
-                for p in run.method.model.parameters():
-                    p.mul_(1.05)
+            with run.engine.generation_mode():
+                named = run.engine.unwrap(run.method.module).named_parameters()
+                moved = {n: 1.05 * p.detach() for n, p in named if p.requires_grad}
+            run.engine.strategy.restore(moved, {})
         out[name] = run.evaluate()
     return out
 
@@ -277,8 +276,6 @@ def main(cases: str, root: Path, over: dict[str, Any]) -> None:
         cases = ""
     for case in filter(None, cases.split(",")):
         rank_main(case, root / case if "," in cases else root, resume, **over)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -92,6 +92,13 @@ def test_zero3_is_one_process(tmp_path: Path) -> None:
     compare(tmp_path / "one", tmp_path / "two")
 
 
+def test_a_tracker_leaves_ranks_connected(tmp_path: Path) -> None:
+    """What the tracker does at the end of a run must not part ranks that have more to do."""
+    pytest.importorskip("tensorboard")
+    run_ranks("sft", tmp_path, 2, steps=2, trackers=["tensorboard"])
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
 def same_evaluations(one: Path, other: Path) -> None:
     """All ranks say what one process says, with seven held-out rows and with one."""
     alone = json.loads((one / "evaluations-0.json").read_text())

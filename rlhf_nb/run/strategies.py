@@ -124,7 +124,7 @@ _ZERO_3 = (
     "_overflow_clean_up", "parameter_offload", "grad_position", "get_param_id", "fp32_partitioned_groups_flat", "persistent_parameters",
     "fp16_groups", "_reassign_or_swap_out_partitioned_parameters",
 )  # fmt: skip
-_OFFLOAD = ("forward_hooks", "backward_hooks", "module", "_register_deepspeed_module")
+_OFFLOAD = ("fwd_pre_hook", "forward_hooks", "backward_hooks", "module", "_register_deepspeed_module")
 _MODULE = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
 
 
@@ -388,13 +388,15 @@ class Zero(SharedOut):
         with deepspeed.zero.GatheredParameters([] if on_host else params):
             for p in offload.module.parameters():
                 p.ds_active_sub_modules.clear()
-            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            start = offload.module._forward_pre_hooks[offload.fwd_pre_hook.id]  # compares what ranks did: a rank alone would wait
+            for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
                 hook.remove()
             offload.forward_hooks, offload.backward_hooks = [], []
             try:
                 with self._in_main_memory(params) if on_host else nullcontext():
                     yield on_host
             finally:
+                offload.fwd_pre_hook = offload.module.register_forward_pre_hook(start)
                 offload._register_deepspeed_module(offload.module)
 
     @contextmanager

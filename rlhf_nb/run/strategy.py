@@ -3,9 +3,12 @@
 # %% ../../nbs/515_run_strategy.ipynb #c5150004
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -21,7 +24,7 @@ from ..scoring.head import gradients_in_place
 
 # %% auto #0
 __all__ = ['Rates', 'COMPRESSIONS', 'lr_factor', 'build_optimizer', 'Together', 'global_norm', 'nonfinite_parameter',
-           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'Shard', 'Strategy',
+           'trained_tensors', 'check_names', 'load_tensors', 'frozen_fingerprint', 'part_at_exit', 'Shard', 'Strategy',
            'like_parameter', 'clip_by', 'states_by_name', 'compress', 'connect_plain']
 
 # %% ../../nbs/515_run_strategy.ipynb #b2644e4b
@@ -261,6 +264,18 @@ def frozen_fingerprint(module: nn.Module) -> str:
             digest.update(f"{name}{tuple(p.shape)}".encode() + picked.cpu().numpy().tobytes())
     return digest.hexdigest()[:16] if some else ""
 
+# %% ../../nbs/515_run_strategy.ipynb #5150e817
+@lru_cache(1)
+def part_at_exit() -> None:
+    """See to it that ranks part before the interpreter ends: threads of a connection that outlive it abort the process, at random."""
+
+    def part() -> None:
+        gc.collect()  # a wrapper that nobody holds any more still holds the connection
+        if torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None:  # after an error ranks may not meet
+            torch.distributed.destroy_process_group()
+
+    atexit.register(part)
+
 # %% ../../nbs/515_run_strategy.ipynb #16b1f779
 class Shard(NamedTuple):
     """What one rank keeps of a trained parameter."""
@@ -289,6 +304,8 @@ class Strategy:
         self.device, self.accelerator, self.scaler = device, accelerator, scaler
         self.rank: int = accelerator.process_index if accelerator else 0
         self.world: int = accelerator.num_processes if accelerator else 1
+        if accelerator is not None:
+            part_at_exit()
         self.module: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.clip: float | None = None
