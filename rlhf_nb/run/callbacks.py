@@ -435,6 +435,8 @@ class Trackers(Callback):
 
     def on_end(self, run: RunView) -> Flags | None:
         if self.accelerator is not None:
-            for tracker in self.accelerator.trackers:  # not end_training(): that also parts the ranks, which this run may not be the last to use
+            for tracker in (
+                self.accelerator.trackers
+            ):  # not end_training(): that also parts the ranks, which this run may not be the last to use
                 tracker.finish()
         return None

@@ -271,7 +271,9 @@ def part_at_exit() -> None:
 
     def part() -> None:
         gc.collect()  # a wrapper that nobody holds any more still holds the connection
-        if torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None:  # after an error ranks may not meet
+        if (
+            torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None
+        ):  # after an error ranks may not meet
             torch.distributed.destroy_process_group()
 
     atexit.register(part)
