@@ -250,11 +250,15 @@ class Trainer:
         size = sum(p.numel() for p in method.module.parameters())
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
-        if config.mini_batch_size % self.engine.world_size or config.rollout_batch_size % self.engine.world_size:
-            raise ConfigError(
-                f"mini_batch_size {config.mini_batch_size} and rollout_batch_size {config.rollout_batch_size} are global, so both "
-                f"must be multiples of the number of processes, {self.engine.world_size}"
-            )
+        ranks = self.engine.world_size
+        for name in ("mini_batch_size", "rollout_batch_size"):
+            rows = getattr(config, name)
+            if rows % ranks:
+                less = rows - rows % ranks
+                raise ConfigError(
+                    f"{name} {rows} counts the rows of all processes together, and {ranks} processes can't share it evenly: "
+                    f"set it to {f'{less} or ' if less else ''}{less + ranks}"
+                )
         self.total_steps = _planned_steps(source, config)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
