@@ -547,7 +547,7 @@ class Sent(TorchFunctionMode):
         self.device, self.sent = device, 0
 
     def _send(self, x: Any) -> Any:
-        return x.to(self.device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() else x
+        return x.to(self.device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -556,7 +556,7 @@ class Sent(TorchFunctionMode):
             self.sent += 1
             return made if kwargs.get("device") is not None or not isinstance(made, torch.Tensor) else self._send(made)
         if getattr(func, "__name__", "") not in self.STAY:
-            seen = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()}
+            seen = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
             args, kwargs = tree_map(self._send, (args, kwargs)) if len(seen) > 1 else (args, kwargs)
         return func(*args, **kwargs)
 

@@ -43,6 +43,7 @@ def record(run: Callable[[], None], device: torch.device) -> Any:
             run()
     except RuntimeError as e:
         torch.cuda.set_stream(stream)  # a recording that fails leaves the thread on its own
+        _streams.__dict__.pop(device, None)  # the allocator may still think that one records
         log.warning("decoding without a CUDA graph: %s", e)
         return None
     finally:
