@@ -1,5 +1,6 @@
 """What a stranger brings along: odd files, odd formats, settings that don't fit what is given."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -17,13 +18,15 @@ from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
+from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
+from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.setup import load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions
@@ -231,3 +234,95 @@ def test_what_can_be_said_before_anything_is_computed_is_said_then(tmp_path: Pat
     toy.build_model(0, "tiny").save_pretrained(tmp_path / "policy")
     with pytest.raises(ModelError, match="it is a LlamaForCausalLM"):
         RewardModel.load(tmp_path / "policy")
+
+
+CHAT = set_chat_template(toy.build_tokenizer())
+
+
+def turn(role: str, words: str) -> dict[str, str]:
+    """A message."""
+    return {"role": role, "content": words}
+
+
+def dialogues() -> list[dict[str, Any]]:
+    """Pairs whose chosen side is an answer, a question and a second answer; the last one's ends in a question."""
+    first, more, last = turn("user", "Where do owls live?"), turn("user", "What do owls eat?"), turn("user", "Where?")
+    long = [turn("assistant", "In the forest."), more, turn("assistant", "Owls eat mice.")]
+    return [
+        {"prompt": [first], "chosen": long, "rejected": [turn("assistant", "In the sea.")]},
+        {"prompt": [more], "chosen": [turn("assistant", "Owls eat mice.")], "rejected": [*long, last]},
+    ]
+
+
+def said(model: Any, row: dict[str, Any], side: str) -> torch.Tensor:
+    """Naively, turn by turn: log-probs of what the assistant says."""
+    found = []
+    for k, message in enumerate(row[side]):
+        if message["role"] == "assistant":
+            head, tail = encode_pair(CHAT, row["prompt"] + row[side][:k], [message])
+            logps = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1].log_softmax(-1)
+            found.append(logps[range(len(tail)), tail].detach())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("reference", ["frozen", "cached"])
+def test_what_the_user_says_in_between_is_no_answer(reference: str, tmp_path: Path) -> None:
+    """Of answers of several turns only the assistant's tokens are summed, divided by, weighed and kept in the reference's cache."""
+    torch.manual_seed(0)
+    model, base, rows = toy.build_model(0, "tiny"), toy.build_model(1, "tiny"), dialogues()
+    shape: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "console": False, "reference_cache": str(tmp_path)}
+    config = DPOConfig.preset("toy", **shape, reference=reference, loss="sigmoid", nll_coef=0.5)
+    trainer = DPOTrainer(config, model, CHAT, rows, reference=base)
+    method = trainer.method
+    batch = method.collect(method.collate(trainer.source.rows), 0)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        pair, _ = method.pair_logps(batch)
+    for i, row in enumerate(rows):
+        for side in ("chosen", "rejected"):
+            each, theirs = said(model, row, side), said(base, row, side)
+            assert float(getattr(pair, side)[i]) == pytest.approx(float(each.sum()), abs=1e-4)
+            assert float(getattr(pair, f"ref_{side}")[i]) == pytest.approx(float(theirs.sum()), abs=1e-4)
+            assert int(getattr(pair, f"{side}_lens")[i]) == len(each)
+    assert int(method.denominators(batch)["nll"]) == sum(len(said(model, row, "chosen")) for row in rows)
+    if reference == "frozen":
+        config = DPOConfig.preset("toy", **shape, ld_alpha=0.5, wpo=True)
+        method = DPOTrainer(config, model, CHAT, rows, reference=base).method
+        with torch.no_grad():
+            found, weights = method.pair_logps(method.collect(batch, 0))
+        long, short = said(model, rows[0], "chosen"), said(model, rows[0], "rejected")
+        want = long[: len(short)].sum() + 0.5 * long[len(short) :].sum()
+        assert float(found.chosen[0]) == pytest.approx(float(want), abs=1e-4) and weights is not None
+        plain = [{**r, "chosen": r["chosen"][:1], "rejected": r["rejected"][:1]} for r in rows]
+        alone = method.pair_logps(method.collect(method.collate(method.tokenize(plain)), 0))[1]
+        assert float(weights[0]) != pytest.approx(float(alone[0]), rel=1e-3)
+
+
+def test_thumbs_for_a_dialogue_count_the_assistant(tmp_path: Path) -> None:
+    """KTO sums what the assistant says, of its own answer and of the stranger's."""
+    model, rows = toy.build_model(0, "tiny"), dialogues()
+    config = KTOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False)
+    labelled = [
+        {"prompt": r["prompt"], "completion": r[side], "label": label}
+        for r in rows
+        for side, label in (("chosen", True), ("rejected", False))
+    ]
+    method = KTOTrainer(config, model, CHAT, labelled).method
+    batch = method.collate(method.tokenize(labelled))
+    sums = method.module(batch.plain()).logps.sum(1)
+    want = sorted(float(said(model, r, side).sum()) for r in rows for side in ("chosen", "rejected"))
+    assert sorted(sums.tolist()) == pytest.approx(want, abs=1e-4)
+    counts = set(batch.completion_mask.sum(1).tolist())
+    assert set(batch.other_mask.sum(1).tolist()) <= counts and max(counts) < int(batch.completion_lens.max())
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_pairs_of_dialogues() -> None:
+    """Where no mask can say what the assistant wrote, the rows are refused; single answers are taken."""
+    strict = copy.deepcopy(CHAT)  # shows the last answer only, as templates do that leave out what was thought
+    strict.chat_template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['role'] }}: {{ m['content'] }} {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(DataError, match="no mask can say which tokens the assistant wrote"):
+        tokenize_preferences(dialogues()[:1], strict)
+    single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}
+    assert tokenize_preferences([single], strict)[0]["chosen_mask"] is None

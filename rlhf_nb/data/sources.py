@@ -355,6 +355,11 @@ def _no_bos(text: str, tok: Any) -> str:
     return text.removeprefix(tok.bos_token) if tok.bos_token else text
 
 
+def _counting(mask: list[bool]) -> list[bool] | None:
+    """A loss mask; None where every token counts, as in all answers of one turn."""
+    return None if all(mask) else mask
+
+
 def _silent(row: Row) -> bool:
     """Whether a demonstration has nothing to learn from."""
     if "text" in row:
@@ -429,7 +434,8 @@ def tokenize_preferences(
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
 
     Returns:
-        Rows with prompt_ids, chosen_ids, rejected_ids, margin (None where there is none), and lengths [prompt, longer completion] before cutting.
+        Rows with prompt_ids, chosen_ids, rejected_ids, chosen_mask and rejected_mask (of answers of several turns: what the assistant said;
+        None: every token counts), margin (None where there is none), and lengths [prompt, longer completion] before cutting.
 
     Raises:
         DataError: no rows, or a row of another format (named by its number); none left.
@@ -458,14 +464,15 @@ def tokenize_preferences(
         _warn_spelled([*asked[: len(kept)], *answers], tok)
     sides = encode_pairs(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
     out = []
-    for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
+    for row, (prompt, chosen, ours), (_, rejected, theirs) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
             was_cut = len(a) < len(chosen) or len(b) < len(rejected)
             lost["no difference inside max_length" if was_cut else "answers that are the same tokens"] += 1
             continue
         lengths = [len(prompt), max(len(chosen), len(rejected))]
-        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, "margin": row.get("margin")}
+        masks = {"chosen_mask": _counting(ours[: len(a)]), "rejected_mask": _counting(theirs[: len(b)])}
+        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, **masks, "margin": row.get("margin")}
         out.append({**found, "lengths": lengths})
     if warn:
         _tell(out, lost, total, (max_length, max_prompt_length), tok)
@@ -514,7 +521,7 @@ def collate_completions(rows: Sequence[Row], pad_id: int) -> Completions:
 
 
 def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
-    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none.
+    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none. Without masks every token counts.
 
     Raises:
         DataError: only some rows have a margin.
@@ -526,7 +533,8 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
             f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: no difference) or none."
         )
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None)
+    masks = [r.get("chosen_mask") for r in rows], [r.get("rejected_mask") for r in rows]
+    return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None, masks)
 
 
 def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
