@@ -119,7 +119,10 @@ class DataConfig(StrictConfig):
     revision: str | None = option(None, "of a hub dataset: branch, tag or commit; null: the main branch")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
-    eval_size: int | None = option(None, "rows of split held out; null: none", ge=1)
+    eval_size: int | None = option(None, "rows of split held out, drawn by lot; null: none", ge=1)
+    eval_draw: int | Literal["end"] | None = option(
+        None, "seed of that draw; null: the run's; end: no draw, the last rows"
+    )
     max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
@@ -165,6 +168,10 @@ class DataConfig(StrictConfig):
             raise ValueError(
                 f"eval_split is {self.eval_split!r} and eval_size is {self.eval_size}: evaluation rows come from one "
                 "of the two. Set the other to null."
+            )
+        if self.streaming and self.eval_draw is not None:
+            raise ValueError(
+                f"eval_draw is {self.eval_draw!r}, but a stream's end isn't known, so its first eval_size rows are held out, as they come. Leave eval_draw out, or set streaming=false."
             )
         return self
 

@@ -11,12 +11,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from rlhf_nb.app.card import _config_of
 from rlhf_nb.app.cli import app
 from rlhf_nb.app.evals import scorer
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
@@ -27,7 +29,8 @@ from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
-from rlhf_nb.train.setup import load_rows
+from rlhf_nb.train.registry import get
+from rlhf_nb.train.setup import held_out_of_stream, load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions
 
@@ -169,7 +172,48 @@ def test_what_a_tokenizer_makes_of_foreign_words_is_said(tmp_path: Path) -> None
         assert [len(part) for part in load_rows(DataConfig(path=file, eval_size=9), "sft")] == [3, 2]
     again = lines(tmp_path / "again.jsonl", [{"prompt": f"Q{i % 3}", "completion": str(i)} for i in range(12)])
     with pytest.warns(DataWarning, match="4 of 4 held-out rows of .* have prompts that are trained on, too"):
-        load_rows(DataConfig(path=again, eval_size=4), "sft")
+        load_rows(DataConfig(path=again, eval_size=4, eval_draw="end"), "sft")
+
+
+def test_held_out_rows_are_drawn_and_what_shares_a_prompt_stays_together(tmp_path: Path) -> None:
+    """A file sorted by topic gives held-out rows of all topics, the same ones to every method and at every start; another seed draws others."""
+    rows = [
+        {"prompt": f"{topic} {i}?", "chosen": f"yes {k}", "rejected": f"no {k}"}
+        for topic in ("owls", "cats") for i in range(30) for k in range(2)
+    ]  # fmt: skip
+    data = DataConfig(path=lines(tmp_path / "sorted.jsonl", rows), eval_size=24)
+
+    def prompts(kind: Any, **settings: Any) -> set[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DataWarning)
+            kept, held = load_rows(data.replace(**settings), kind)
+        assert len(held) == settings.get("eval_size", 24) and not {r["prompt"] for r in kept} & {
+            r["prompt"] for r in held
+        }
+        return {r["prompt"] for r in held}
+
+    held = prompts("preference")
+    assert {p.split()[0] for p in held} == {"owls", "cats"} and held == prompts("preference") == prompts("sft")
+    assert held == prompts("unpaired", eval_size=48)  # two answers of each pair
+    assert held != prompts("preference", eval_draw=1) == prompts("sft", eval_draw=1)
+    assert {r["prompt"] for r in load_rows(data, "preference", seed=1)[1]} == prompts("preference", eval_draw=1)
+    assert [r["prompt"] for r in load_rows(data.replace(eval_draw="end"), "preference")[1]] == [
+        r["prompt"] for r in rows[-24:]
+    ]
+    one = lines(tmp_path / "one.jsonl", [{"prompt": "Why?", "completion": str(i)} for i in range(8)])
+    with pytest.warns(
+        DataWarning, match="4 rows were to be held out, and none are: rows that begin with the same prompt"
+    ):
+        assert load_rows(DataConfig(path=one, eval_size=4), "sft")[1] == []
+    with pytest.warns(DataNote, match="the first 4 of the stream"):
+        assert len(held_out_of_stream(DataConfig(path=one, eval_size=4, streaming=True), "sft")) == 4
+    (tmp_path / "config.yaml").write_text(DPOConfig(data=data).to_yaml())
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw is None
+    old = [x for x in (tmp_path / "config.yaml").read_text().splitlines() if "eval_draw" not in x]
+    (tmp_path / "config.yaml").write_text("\n".join(old))  # as an earlier version wrote it
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw == "end"
+    mixed = data.replace(path=None, mix=[{"path": data.path}, {"path": one}], eval_size=24)
+    assert len(load_rows(mixed.replace(eval_draw="end"), "sft")[1]) == 24
 
 
 def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from rlhf_nb.data.templates import (
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
-__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
-           'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
-           'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
+__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport',
+           'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
+           'collate_completions', 'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource',
+           'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
@@ -77,6 +78,38 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
     if warn and len(kept) < total:
         _warn(f"{total - len(kept)} of {total} rows occur more than once; each is kept once.")
     return kept
+
+# %% ../../nbs/220_data_sources.ipynb #22000a02
+def asked(row: Row) -> bytes:
+    """What rows share that begin alike: the prompt, of dialogues what is said before the first answer. A row without either is alone."""
+    start = row.get("prompt", row.get("messages"))
+    if isinstance(start, list):
+        start = list(takewhile(lambda m: m["role"] != "assistant", start))
+    return row_key({"prompt": start} if start else row)
+
+
+def hold_out(rows: Sequence[Row], n: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to learn from, and held-out ones, drawn by lot; rows that begin alike stay together.
+
+    A lot depends on the seed and on how a row begins, and not on its place, on its answers or on other rows.
+
+    Args:
+        rows: in normal form.
+        n: rows held out at most; fewer where no rows that belong together fit any more.
+        seed: same seed, same lots.
+
+    Returns:
+        (rows to learn from in their order, held-out ones in the order of their lots).
+    """
+    groups: dict[bytes, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(asked(row), []).append(i)
+    held: list[int] = []
+    for key in sorted(groups, key=lambda key: derive_seed(seed, "held out", key.hex())):
+        if len(held) + len(groups[key]) <= n:
+            held += groups[key]
+    away = set(held)
+    return [row for i, row in enumerate(rows) if i not in away], [rows[i] for i in held]
 
 # %% ../../nbs/220_data_sources.ipynb #21ddb2a7
 def _keep_end(ids: list[int], n: int, bos: int | None) -> list[int]:
@@ -575,7 +608,8 @@ def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:
     if state["rows"] != len(rows) or state["fingerprint"] != _fingerprint(rows):
         had = "as many" if state["rows"] == len(rows) else f"{state['rows']}"
         raise DataError(
-            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one."
+            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one. "
+            "Where data.eval_size holds rows out, the seed says which; before version 0.2 these were the last ones, which data.eval_draw=end holds out."
         )
 
 # %% ../../nbs/220_data_sources.ipynb #a55a496c
