@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from rlhf_nb.app.card import _config_of
 from rlhf_nb.app.cli import app
+from rlhf_nb.app.doctor import check_model
 from rlhf_nb.app.evals import scorer
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
@@ -370,3 +371,24 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_pairs_of_dialogue
         tokenize_preferences(dialogues()[:1], strict)
     single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}
     assert tokenize_preferences([single], strict)[0]["chosen_mask"] is None
+
+
+def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> None:
+    """SFT learns with it; preference training doesn't, and says so, at its start and in the doctor's look."""
+    lora = {"lora": {"r": 2, "dropout": 0.5}}
+    shape: dict[str, Any] = {"output_dir": str(tmp_path), "console": False, "model": {"name_or_path": "toy"} | lora}
+    with pytest.warns(UserWarning, match=r"model\.lora\.dropout is 0\.5, and this method learns without"):
+        DPOTrainer(DPOConfig.preset("toy", **shape), rows=toy.preference_rows(8, 0))
+    assert any("LoRA dropout is 0.5" in f.what for f in check_model(GPT2Config(), DPOConfig.preset("toy", **shape)))
+    config = SFTConfig.preset("toy", **shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sft = SFTTrainer(config, rows=toy.sft_rows(8, 0))
+    assert not [f for f in check_model(GPT2Config(), config) if "LoRA" in f.what]
+    for name, p in sft.method.module.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p)
+    batch = sft.method.collate(sft.source.rows[:4])  # type: ignore[attr-defined]
+    sft.method.module.train()
+    first, second = (sft.method.module(batch).logps for _ in range(2))
+    assert not torch.allclose(first, second)

@@ -52,7 +52,7 @@ __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 
            'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
            'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
            'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
-           'TextTrainer']
+           'dropout_left_out', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -447,6 +447,7 @@ class TextMethod(BaseMethod):
     """
 
     reference: Reference | None = None
+    adapter_dropout: ClassVar[bool] = False  # whether `model.lora.dropout` is on while it learns
     token_settings: ClassVar[tuple[str, ...] | None] = (
         None  # settings that `tokenize` reads, besides data; None: all may be
     )
@@ -643,6 +644,22 @@ def check_adapters(config: Any, model: Any) -> None:
         )
 
 
+def dropout_left_out(config: Any, method: Any) -> str:
+    """The sentence for a run that asks for dropout in its adapters, of a method that learns without; "" where there is nothing to say.
+
+    Args:
+        config: of the run.
+        method: its method, or the class of it.
+    """
+    lora = config.model.lora
+    if lora is None or not lora.dropout or getattr(method, "adapter_dropout", False):
+        return ""
+    return (
+        f"model.lora.dropout is {lora.dropout:g}, and this method learns without dropout, so it is 0 here: log-probs of one token that differ "
+        "each time would be noise in ratios, margins and KL. Set model.lora.dropout=0; sft has it."
+    )
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -685,6 +702,8 @@ class TextTrainer(Trainer):
         reads = data_read(config.data) if rows is None else []
         given = self._given(config, rows, eval_rows)
         method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
+        if left_out := dropout_left_out(config, method):
+            warnings.warn(left_out, stacklevel=3)
         sources: list[Any]
         if given.way == "streamed":
             tokenize, places = partial(method.tokenize, warn=False), zip(parts_of(config.data), seeds_of(config))
