@@ -41,7 +41,9 @@ class LoraSettings(StrictConfig):
 
     r: int = option(16, "rank of the update", ge=1)
     alpha: float = option(32, "the update is scaled by alpha / r", gt=0)
-    dropout: float = option(0.0, "on the adapter's input, in sft; the other methods learn without, and say so", ge=0, lt=1)
+    dropout: float = option(
+        0.0, "on the adapter's input, in sft; the other methods learn without, and say so", ge=0, lt=1
+    )
     target_modules: list[str] | Literal["all-linear"] = option("all-linear", "layers that get an adapter")
     quantize_4bit: bool = option(False, "QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)")
     use_dora: bool = option(False, "DoRA: learn the length of each weight's rows apart from their direction")

@@ -36,7 +36,17 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from ..train.setup import Kind, Row, dropout_left_out, in_kind, made_rows, parts_of, place_of, raw_rows, reading_of
+from rlhf_nb.train.setup import (
+    Kind,
+    Row,
+    dropout_left_out,
+    in_kind,
+    made_rows,
+    parts_of,
+    place_of,
+    raw_rows,
+    reading_of,
+)
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
