@@ -392,3 +392,26 @@ def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> No
     sft.method.module.train()
     first, second = (sft.method.module(batch).logps for _ in range(2))
     assert not torch.allclose(first, second)
+
+
+def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> None:
+    """`rlhf-nb data` counts turned pairs, pairs without a difference, turned thumbs, and pairs of the evaluation file that training turns round; one of each is shown."""
+    pair = {"prompt": "Do owls fly?", "chosen": "They do.", "rejected": "They do not."}
+    turned = pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]}
+    other = {"prompt": "Do bears fly?", "chosen": "No.", "rejected": "Yes."}
+    rows = [pair, other, turned, pair | {"rejected": "They do. "}]
+    file = lines(tmp_path / "pairs.jsonl", rows)
+    held = lines(tmp_path / "held.jsonl", [other | {"chosen": "Yes.", "rejected": "No."}])
+    found = look(file, "--eval", held)
+    assert (
+        "1 of 4 judgements contradict an earlier one (row 2 turns row 0 round: prompt 'Do owls fly?', chosen 'They do not.'"
+        in found
+    )
+    assert "1 row is" not in found and "1 pair has no difference (row 3:" in found
+    assert "1 of its 1 judgements stand here the other way round (its row 0 is row 1, turned:" in found
+    clean = look(lines(tmp_path / "clean.jsonl", rows[:2]))
+    assert "contradict" not in clean and "no difference" not in clean
+    thumbs = [{"prompt": "Hi", "completion": "Hello.", "label": up} for up in (1, 0)]
+    assert "(row 1 turns row 0 round: prompt 'Hi', completion 'Hello.', label False)" in look(
+        lines(tmp_path / "t.jsonl", thumbs)
+    )
