@@ -29,6 +29,7 @@ from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
+from rlhf_nb.train.fork import compare_futures
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.setup import held_out_of_stream, load_rows
@@ -415,3 +416,14 @@ def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> No
     assert "(row 1 turns row 0 round: prompt 'Hi', completion 'Hello.', label False)" in look(
         lines(tmp_path / "t.jsonl", thumbs)
     )
+
+
+def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Path) -> None:
+    """Means over the steps after the fork that both have made, with their number and range."""
+    for name, loss, last in (("parent", 2.0, 8), ("fork", 1.0, 6)):
+        (tmp_path / name).mkdir()
+        steps = [{"type": "step", "step": s, "loss": loss + s} for s in range(1, last + 1)]
+        lines(tmp_path / name / "metrics.jsonl", [*steps, {"type": "eval", "step": 6, "eval/gold": loss}])
+    found = compare_futures(tmp_path / "parent", tmp_path / "fork", 3)
+    assert str(found["loss"]) == "6 against 7 (-1; means over 3 steps, 4 to 6)"
+    assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"

@@ -211,6 +211,11 @@ def leaks(look: Look, other: Look) -> tuple[list[tuple[int, int]], int]:
     return same, sum(_asked(r) in prompts for r in other.rows)
 
 # %% ../../nbs/923_app_data_look.ipynb #92300b02
+def _said(value: Any) -> str:
+    """The words of a text or of messages."""
+    return value if isinstance(value, str) else "\n".join(str(m["content"]) for m in value or ())
+
+
 def _judgement(row: Row, turned: bool = False) -> bytes | None:
     """What a pair or a thumb says, or its opposite; None where a row judges nothing."""
     if "chosen" in row and "rejected" in row:
@@ -278,11 +283,6 @@ def without_refused(look: Look, tokenizer: Any, data: DataConfig) -> Look:
             rows.append(row)
             numbers.append(number)
     return replace(look, rows=rows, numbers=numbers, wrong=wrong)
-
-
-def _said(value: Any) -> str:
-    """The words of a text or of messages."""
-    return value if isinstance(value, str) else "\n".join(str(m["content"]) for m in value or ())
 
 
 def word_counts(rows: Sequence[Row]) -> list[int]:
