@@ -427,3 +427,33 @@ def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Pa
     found = compare_futures(tmp_path / "parent", tmp_path / "fork", 3)
     assert str(found["loss"]) == "6 against 7 (-1; means over 3 steps, 4 to 6)"
     assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"
+
+
+def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    """A folder begun when reward models read two ends of an answer is refused with a sentence; one without such scores goes on."""
+    toy.build_model(0, "tiny").save_pretrained(tmp_path / "model")
+    CHAT.save_pretrained(tmp_path / "model")
+
+    def evaluated(folder: str, *more: str) -> tuple[int, str]:
+        words = [
+            "eval",
+            str(tmp_path / "model"),
+            "--suite",
+            "sums",
+            "--limit",
+            "1",
+            "max_new_tokens=2",
+            f"output_dir={tmp_path / folder}",
+        ]
+        done = CliRunner().invoke(app, [*words, *more])
+        asked = tmp_path / folder / "asked.json"  # as an earlier version wrote it
+        asked.write_text(json.dumps({k: v for k, v in json.loads(asked.read_text()).items() if k != "scoring"}))
+        return done.exit_code, " ".join(done.output.split())
+
+    tokens = "measures=[{verify: length, target: 3}]"
+    assert evaluated("a", tokens)[0] == 0
+    code, told = evaluated("a", tokens)
+    assert code == 1 and "its scores and new ones can't be mixed. Choose another output_dir, or --overwrite." in told
+    assert evaluated("a", tokens, "--overwrite")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0

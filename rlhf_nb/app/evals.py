@@ -24,7 +24,7 @@ from ..decode.decoder import Cost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
-from ..core import ConfigError, DataError, decide_precision, did_you_mean, printable
+from ..core import ConfigError, DataError, RunError, decide_precision, did_you_mean, printable
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
@@ -43,14 +43,15 @@ from ..rewards.answers import completion_text, extract_number
 from ..rewards.base import RewardModelFn, Rewards
 from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
+from ..train.stage import read_json
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name', 'evaluate_suite',
-           'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables',
-           'eval_command', 'compare_command']
+__all__ = ['SCORING', 'EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
+           'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
+           'comparison_tables', 'eval_command', 'compare_command']
 
 # %% ../../nbs/924_app_evals.ipynb #862b4cde
 class _Judging(StrictConfig):
@@ -284,7 +285,35 @@ def _answering(
     settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
-    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings, notes
+    rule = make_rule(suite, config, tokenizer, str(folder))
+    if _reads_tokens(suite, config):
+        _refuse_old_scores(folder)
+        settings["scoring"] = SCORING
+    return answer_work(ask, rule, samples, paid), settings, notes
+
+
+SCORING = 2  # how token ids are scored, kept with answers; 1 put two ends behind an answer
+
+
+def _reads_tokens(suite: Suite, config: EvalConfig) -> bool:
+    """Whether anything that scores reads token ids: a reward model, or a length in tokens."""
+    said, entries = suite.config.rule, list(config.measures)
+    if not set(said) & set(_RULES):
+        entries.append(RewardEntry.model_validate(said))
+    if said.get("judge") and config.judge_rule is not None:
+        entries.append(config.judge_rule)
+    lengths = (e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in entries)
+    return any(lengths) or any(e.model or e.process for e in entries)
+
+
+def _refuse_old_scores(folder: Path) -> None:
+    """Raise RunError where a folder's scores were made when reward models read two ends of an answer."""
+    before = read_json(folder / "asked.json")
+    if before and before.get("scoring") != SCORING:
+        raise RunError(
+            f"{folder} was begun by a version whose reward models read an answer with two ends of sequence, and whose lengths in tokens counted one too "
+            "many: its scores and new ones can't be mixed. Choose another output_dir, or --overwrite."
+        )
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
