@@ -7,8 +7,8 @@
 Needs a checkout, torch, transformers, peft and accelerate; no network. `--wheels` names a folder of wheels that are unpacked for
 this call where the machine lacks the package. Weights are random, of real shapes; `--model` names a real model's folder, which
 is used where tokens matter. Each part is a process of its own with a limit of time, so that none can hang the others; an
-out-of-memory ends one measurement, not its part. What was measured stands in FOLDER/results.json after each part, and as tables for
-docs/results.md in FOLDER/table.md at the end.
+out-of-memory ends one measurement, not its part. What was measured stands in FOLDER/results.json, some seconds later at most, and as
+tables for docs/results.md in FOLDER/table.md, bars first; FOLDER/log.txt has what the parts printed. There are no other files.
 
     correct  log-probs, gradients, sampler, trees against transformers in float64; host syncs a step; tests of numerics on the device
     train    SFT, DPO, GRPO, PPO, reward model on a 0.5B shape: tokens/s, MFU, peak and predicted peak; fast paths off; TRL
@@ -26,7 +26,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,12 +44,15 @@ import harness
 PARTS = {  # in order of their worth, with the seconds that each may take; few need them all
     "correct": 85, "train": 110, "decode": 60, "switches": 60, "t4": 95, "larger": 55, "memory": 40, "resume": 35, "ranks": 45,
 }  # fmt: skip
-LUGGAGE_MB = 60
+LUGGAGE_MB = 40  # with a checkout of some 20 MB
+LOG_BYTES = 1 << 19  # of each part's output that is kept
+CUDA_LIBRARY = "cuda130"  # of bitsandbytes' libraries the one that is brought
 WHEELS = (  # what a machine with torch, transformers, peft and accelerate may lack; the last ones are for comparisons
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typer", "rich", "pyyaml", "datasets", "dill", "multiprocess", "trl", "liger-kernel",
     "bitsandbytes",
 )  # fmt: skip
 LEAST = 12.0  # seconds without which a part isn't begun
+EVERY = 5.0  # seconds between two savings of what parts under way have found
 
 
 # --- the driver ----------------------------------------------------------------------------------------------------------------
@@ -138,6 +143,19 @@ class Part:
             self.reason = f"process ended with {self.process.returncode}: {' '.join(tail)[:300]}"
         return True
 
+    def so_far(self) -> dict[str, Any]:
+        """What it has found by now."""
+        return {
+            "seconds": round(time.monotonic() - self.begun, 1),
+            "reason": "under way",
+            "rows": read_lines(self.lines),
+        }
+
+    def said(self) -> str:
+        """The end of what it printed."""
+        text = self.log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace") if self.log.exists() else ""
+        return f"=== {self.name}\n{text.rstrip()}\n\n"
+
     def result(self) -> dict[str, Any]:
         """What it found."""
         rows = read_lines(self.lines)
@@ -147,26 +165,34 @@ class Part:
 
 
 def run_parts(job: dict[str, Any], out: Path, names: list[str], seconds: float, together: int) -> dict[str, Any]:
-    """All parts, `together` at a time, results written after each."""
-    finish, results = time.monotonic() + seconds, dict[str, Any]()
+    """All parts, `together` at a time; results are written after each, and every few seconds."""
+    finish, results, written = time.monotonic() + seconds, dict[str, Any](), 0.0
     waiting, working = list(names), list[Part]()
-    while waiting or working:
-        while waiting and len(working) < together:
-            name, left = waiting.pop(0), finish - time.monotonic()
-            if left < LEAST:
-                results[name] = {"seconds": 0, "reason": f"not begun: {left:.0f} s were left", "rows": []}
-                continue
-            share = PARTS[name] * max(1.0, seconds / 540)
-            working.append(Part(name, job, out, min(share, left)))
-        time.sleep(0.05)
-        for part in [p for p in working if p.done()]:
-            working.remove(part)
-            results[part.name] = part.result()
-            shown = results[part.name]
-            print(
-                f"{part.name}: {len(shown['rows'])} rows in {shown['seconds']} s {shown['reason']}".rstrip(), flush=True
-            )
-            save(out, job, {name: results[name] for name in names if name in results})
+    (out / "log.txt").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        while waiting or working:
+            while waiting and len(working) < together:
+                name, left = waiting.pop(0), finish - time.monotonic()
+                if left < LEAST:
+                    results[name] = {"seconds": 0, "reason": f"not begun: {left:.0f} s were left", "rows": []}
+                    continue
+                share = PARTS[name] * max(1.0, seconds / 540)
+                working.append(Part(name, job, Path(work), min(share, left)))
+            time.sleep(0.05)
+            over = [p for p in working if p.done()]
+            for part in over:
+                working.remove(part)
+                results[part.name] = part.result()
+                with (out / "log.txt").open("a", encoding="utf-8") as log:
+                    log.write(part.said())
+                shown = results[part.name]
+                print(
+                    f"{part.name}: {len(shown['rows'])} rows in {shown['seconds']} s {shown['reason']}".rstrip(),
+                    flush=True,
+                )
+            if over or time.monotonic() - written > EVERY:
+                known, written = results | {p.name: p.so_far() for p in working}, time.monotonic()
+                save(out, job, {name: known[name] for name in names if name in known})
     return {name: results[name] for name in names}
 
 
@@ -189,9 +215,82 @@ def shown(value: Any) -> str:
     return str(value).replace("|", "/").replace("\n", " ")
 
 
+def bars(job: dict[str, Any], results: dict[str, Any]) -> list[tuple[str, str, Any, Any]]:
+    """What is asked of a GPU, what was measured of it (or why it wasn't), and whether that is enough."""
+    rows = {name: {row["what"]: row for row in part["rows"]} for name, part in results.items()}
+
+    def one(bar: str, part: str, what: str, key: str, least: float | None = None, most: float | None = None) -> Any:
+        row = rows.get(part, {}).get(what, {})
+        value, asked = row.get(key), f"≥ {least:g}" if most is None else f"≤ {most:g}"
+        if not isinstance(value, int | float):
+            why = row.get("reason") or results.get(part, {}).get("reason") or "not asked for"
+            return bar, asked, why, "not measured"
+        enough = value >= (least or 0) and value <= (math.inf if most is None else most) and row.get("finite", True)
+        return bar, asked, value, enough if job["device"] == "cuda" else "not on a GPU"
+
+    of = "tiny" if job["tiny"] else "0.5B"
+    cards = ("PPO 1.5B, LoRA Hydra, 15 GB", "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB")
+    found = [
+        one("MFU of SFT", "train", f"sft {of}", "MFU", least=0.45),
+        one("DPO against TRL", "train", f"dpo {of}, TRL in turn", "ratio", least=1.5),
+        one("GRPO against TRL", "train", f"grpo {of}, TRL in turn", "ratio", least=2),
+        *(
+            one(f"decoding against its floor, {n}", "decode", f"{n} rows", "share of the floor's speed", least=0.5)
+            for n in ((1, 4) if job["tiny"] else (1, 8, 64, 256))
+        ),
+        one("GB of PPO 1.5B, LoRA Hydra, 20 steps", "t4", cards[0], "peak GB", most=15),
+        one("GB of GRPO 0.5B, all weights", "t4", cards[1], "peak GB", most=12),
+        *(
+            one(f"host syncs a step, {m}", "correct", f"host syncs, {m}", "syncs a step", most=2)
+            for m in ("sft", "dpo", "ppo", "grpo")
+        ),
+    ]
+    every = [row for part in rows.values() for row in part.values()]
+    ratios = [row["predicted ÷ peak"] for row in every if "predicted ÷ peak" in row]
+    near = sum(1 / 1.15 <= x <= 1.15 for x in ratios)
+    worst = f", from {min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+    found.append(
+        (
+            "predicted within 15 % of the measured peak",
+            "all",
+            f"{near} of {len(ratios)} settings{worst}",
+            near == len(ratios) > 0,
+        )
+    )
+    inside = [row["within bounds"] for row in every if "within bounds" in row]
+    found.append(
+        (
+            "numbers within rounding of transformers'",
+            "all",
+            f"{sum(inside)} of {len(inside)}",
+            all(inside) and bool(inside),
+        )
+    )
+    mute = [
+        what
+        for what, row in ((r["what"], r) for r in every)
+        if not {*row} - {"what", "reason"} and not row.get("reason")
+    ]
+    found.append(
+        (
+            "a number or a reason of each measurement",
+            "all",
+            f"{len(every) - len(mute)} of {len(every)}",
+            not mute and bool(every),
+        )
+    )
+    return (
+        found
+        if job["device"] == "cuda"
+        else [(*bar[:3], "not on a GPU" if bar[3] is not True else True) for bar in found]
+    )
+
+
 def tables(job: dict[str, Any], results: dict[str, Any]) -> str:
     """Results as Markdown."""
     lines = [f"{job['machine']}; commit {job['commit']}; `python benchmarks/gpu.py`", ""]
+    lines += ["| bar | asked | measured | met |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(map(shown, bar)) + " |" for bar in bars(job, results)] + [""]
     for name, result in results.items():
         lines += [f"**{name}** ({result['seconds']} s){': ' + result['reason'] if result['reason'] else ''}", ""]
         kinds = dict.fromkeys(
@@ -212,6 +311,17 @@ def tables(job: dict[str, Any], results: dict[str, Any]) -> str:
 
 
 # --- what the other machine will lack --------------------------------------------------------------------------------------
+
+
+def slim(wheel: Path) -> None:
+    """Leave out of a wheel the libraries for other GPUs: `unpack` doesn't miss them, and they are most of bitsandbytes."""
+    aside = wheel.with_suffix(".slim")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as some:
+        for entry in whole.infolist():
+            kind = re.search(r"/libbitsandbytes_(\w+)\.so$", entry.filename)
+            if kind is None or kind[1] in (CUDA_LIBRARY, "cpu"):
+                some.writestr(entry, whole.read(entry))
+    aside.replace(wheel)
 
 
 def luggage(folder: Path, model: Path | None, python: str) -> int:
@@ -241,6 +351,7 @@ def luggage(folder: Path, model: Path | None, python: str) -> int:
             if not got:
                 left_out.append(f"{name}: no wheel was found ({done.stderr.strip().splitlines()[-1:] or ['?']})")
                 continue
+            slim(got[0])
             size = got[0].stat().st_size
             if total + size > LUGGAGE_MB << 20:
                 left_out.append(f"{name}: {size / 2**20:.0f} MB, and {total / 2**20:.0f} of {LUGGAGE_MB} MB are taken")
@@ -299,6 +410,7 @@ def main() -> None:
     parser.add_argument(
         "--luggage", type=Path, metavar="FOLDER", help="gather wheels (and --model, if it fits) and stop"
     )
+    parser.add_argument("--commit", help="of this checkout, where git isn't there to say it")
     parser.add_argument("--python", default="3.12", help="of the machine that the luggage is for")
     args = parser.parse_args()
     if args.luggage:
@@ -319,12 +431,13 @@ def main() -> None:
             )
         model = args.model or (args.wheels / "model" if args.wheels and (args.wheels / "model").is_dir() else None)
         job = {
-            "device": device, "tiny": args.tiny, "site": site, "machine": about, "commit": commit(), "brought": brought,
+            "device": device, "tiny": args.tiny, "site": site, "machine": about, "commit": args.commit or commit(), "brought": brought,
             "model": str(model.resolve()) if model else None,
         }  # fmt: skip
         print(f"{about}; commit {job['commit']}" + (f"; brought: {', '.join(brought)}" if brought else ""), flush=True)
         spent = time.monotonic() - begun
         if args.tiny:
+            sys.path.append(site)
             import gpu_parts
 
             gpu_parts.preload()

@@ -297,6 +297,14 @@ def growing_segments() -> bool:
     return any(_GROWING in os.environ.get(name, "") for name in _ALLOCATOR)
 
 
+def _own_gpu() -> int:
+    """The GPU of this process: of several processes each has the one of its number on this machine."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    if rank.isdecimal() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return int(rank) % torch.cuda.device_count()  # a scheduler may show each process its own GPU only
+    return torch.cuda.current_device()
+
+
 def pick_device(want: str = "auto") -> torch.device:
     """The device to compute on: CUDA, else Apple's MPS, else the CPU; or the one asked for, if it is here.
 
@@ -309,7 +317,7 @@ def pick_device(want: str = "auto") -> torch.device:
     growing_segments()  # before CUDA starts
     if want == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
+            return torch.device("cuda", _own_gpu())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(want)
@@ -321,7 +329,12 @@ def pick_device(want: str = "auto") -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(f"device: {want!r} was asked for, but torch sees {count} CUDA devices here. Use 'auto'.")
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        own = _own_gpu()
+        if device.index not in (None, own) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"device: {want!r} was asked for on a process whose own GPU is cuda:{own}: several processes on one GPU would wait for each other. Use 'cuda' or 'auto'."
+            )
+        return torch.device("cuda", own if device.index is None else device.index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device: 'mps' was asked for, but this machine has none. Use 'auto'.")
     return device

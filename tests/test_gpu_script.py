@@ -29,13 +29,18 @@ def test_every_part_gives_numbers_or_reasons(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())["parts"]
     assert [*found] == [*gpu.PARTS]
     for name, part in found.items():
-        assert not part["reason"], (name, part["reason"], (tmp_path / f"{name}.log").read_text()[-2000:])
+        assert not part["reason"], (name, part["reason"], (tmp_path / "log.txt").read_text()[-2000:])
         wrong = [r for r in part["rows"] if r.get("reason") and "not installed here" not in r["reason"]]
         assert part["rows"] and not wrong, (name, wrong)
     rows = {row["what"]: row for part in found.values() for row in part["rows"]}
     assert all(row["within bounds"] for row in rows.values() if "within bounds" in row)
     assert all(row["finite"] for row in rows.values() if "finite" in row)
     assert any(row.get("same bits") for row in rows.values())
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "log.txt",
+        "results.json",
+        "table.md",
+    ]  # few files, in one folder
     table = (tmp_path / "table.md").read_text()
     assert "predicted GB" in table and table.strip() in done.stdout
 
@@ -82,10 +87,10 @@ def test_a_part_that_hangs_or_dies_is_survived(tmp_path: Path, monkeypatch: pyte
         and "ended with 9" in found["dies"]["reason"]
         and not found["fine"]["reason"]
     )
-    assert "0 s were left" in gpu.run_parts(JOB, tmp_path, ["late"], 0.1, 1)["late"]["reason"]
     assert json.loads((tmp_path / "results.json").read_text())["parts"]["fine"]["rows"] == [
         {"what": "first", "number": 1.0}
     ]
+    assert "0 s were left" in gpu.run_parts(JOB, tmp_path, ["late"], 0.1, 1)["late"]["reason"]
 
 
 def attempt(measure: Any, most: float = 600.0) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,27 @@ log = logging.getLogger(__name__)
 __all__ = ['log', 'record', 'Replay']
 
 # %% ../../nbs/167_fast_graph.ipynb #0cb7f582
+_streams = threading.local()
+
+
+def _stream_for(device: torch.device) -> Any:
+    """The stream on which this thread records for a device: one for all its recordings, since cuBLAS keeps up to 32 MB for each that it has seen."""
+    known: dict[Any, Any] = _streams.__dict__
+    if device not in known:
+        known[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return known[device]
+
+
 def record(run: Callable[[], None], device: torch.device) -> Any:
     """A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation can't be captured.
 
-    What other threads do in the meantime (a checkpoint that is being written) doesn't spoil it.
+    What other threads do in the meantime (a checkpoint that is being written) doesn't spoil it. Let go of this thread's last graph
+    before: some releases of PyTorch free what recordings on one stream have in common as soon as the first of them goes.
     """
     graph, casts, stream = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled(), torch.cuda.current_stream(device)
     try:
         torch.set_autocast_cache_enabled(False)  # a weight cast inside the graph must not be found by anyone outside
-        own: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # PyTorch's default for this is one stream, on the device that recorded first
+        own = _stream_for(device)  # PyTorch's default is one stream, too, but on the device that recorded first
         with torch.cuda.device(device), torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
             run()
     except RuntimeError as e:
@@ -59,6 +72,7 @@ class Replay:
         "Do the next step of so many rows in this column."
         self.column.fill_(column)
         if self.records and self.recorded_for != rows and self.warm_for == rows and steps_left >= self.min_steps:
+            self.graph = None  # the last one goes first, and its memory with it
             self.graph, self.recorded_for = record(lambda: self.step(self.column), self.column.device), rows
             self.records = self.graph is not None
         if self.records and self.recorded_for == rows:

@@ -12,7 +12,29 @@ from torch import Tensor
 from ..config import SamplingConfig
 
 # %% auto #0
-__all__ = ['inverse_cdf', 'filter_logps', 'Chooser']
+__all__ = ['running_sum', 'inverse_cdf', 'filter_logps', 'Chooser']
+
+# %% ../../nbs/410_rollout_choosing.ipynb #410d0002
+def _by_triangles(x: Tensor) -> Tensor:
+    "Running sums along the last dimension by products with triangles of ones; long rows in blocks."
+    n = x.shape[-1]
+    size = n if n <= 2048 else 128
+    blocks = F.pad(x, (0, -n % size)).view(*x.shape[:-1], -1, size)
+    inside = blocks @ x.new_ones(size, size).triu()
+    if n > size:
+        inside = inside + F.pad(_by_triangles(inside[..., -1]), (1, -1))[..., None]
+    return inside.flatten(-2)[..., :n]
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """Running sums along the last dimension, float64[B, n]; on a GPU they repeat themselves where algorithms must.
+
+    Args:
+        x: float[B, n].
+    """
+    if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return _by_triangles(x.double())
+    return x.cumsum(-1, dtype=torch.float64)
 
 # %% ../../nbs/410_rollout_choosing.ipynb #51edba83
 def _by_blocks(weights: Tensor, u: Tensor, size: int = 128) -> Tensor:
@@ -20,10 +42,10 @@ def _by_blocks(weights: Tensor, u: Tensor, size: int = 128) -> Tensor:
     vocab = weights.shape[-1]
     weights = F.pad(weights, (0, -vocab % size)) if vocab % size else weights
     blocks = weights.reshape(len(u), -1, size)
-    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    cdf = running_sum(blocks.sum(-1, dtype=torch.float64))
     at = u[:, None] * cdf[:, -1:]
     block = torch.searchsorted(cdf, at, right=True).clamp_(max=cdf.shape[-1] - 1)
-    inside = blocks[torch.arange(len(u), device=u.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    inside = running_sum(blocks[torch.arange(len(u), device=u.device), block[:, 0]])
     rest = (at - F.pad(cdf, (1, 0)).gather(-1, block)).clamp_(min=0.0)
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 2**-52))  # the two sums may differ in their last bit
     token = torch.searchsorted(inside, rest, right=True)
@@ -42,7 +64,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     """
     if weights.shape[-1] >= 2048 and weights.device.type in ("cpu", "cuda"):
         return _by_blocks(weights, u)
-    cdf = weights.cumsum(-1, dtype=torch.float64)
+    cdf = running_sum(weights)
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 # %% ../../nbs/410_rollout_choosing.ipynb #d5ab7041
@@ -54,7 +76,7 @@ def _top_p_threshold(logps: Tensor, top_p: float) -> Tensor:
         (min(64, vocab), vocab) if logps.device.type == "cpu" else (vocab,)
     ):  # a captured graph cannot look at a result
         best = logps.topk(k, dim=-1).values if k < vocab else logps.sort(dim=-1, descending=True).values
-        mass = (best - total).exp().cumsum(-1, dtype=torch.float64)
+        mass = running_sum((best - total).exp())
         if k == vocab or bool((mass[:, -1] >= top_p).all()):
             break
     inside = (

@@ -435,8 +435,7 @@ class Trackers(Callback):
 
     def on_end(self, run: RunView) -> Flags | None:
         if self.accelerator is not None:
-            for tracker in (
-                self.accelerator.trackers
-            ):  # not end_training(): that also parts the ranks, which this run may not be the last to use
+            # not end_training(): it also parts the ranks, and this run may not be the last that needs them
+            for tracker in self.accelerator.trackers:
                 tracker.finish()
         return None

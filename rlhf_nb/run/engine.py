@@ -159,6 +159,13 @@ class Engine:
             self.strategy.device,
             self.strategy.scaler,
         )
+        self.precision = self.precision._replace(
+            device=self.device
+        )  # models that are loaded later, too, go to this rank's own
+        if self.device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(
+                self.device
+            )  # what asks for no device by name (messages, statistics, compiled kernels) means this one
         self.rank, self.world_size = self.strategy.rank, self.strategy.world
         self.is_main = self.rank == 0
         if self.world_size > 1:

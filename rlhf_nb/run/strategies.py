@@ -388,9 +388,8 @@ class Zero(SharedOut):
         with deepspeed.zero.GatheredParameters([] if on_host else params):
             for p in offload.module.parameters():
                 p.ds_active_sub_modules.clear()
-            start = offload.module._forward_pre_hooks[
-                offload.fwd_pre_hook.id
-            ]  # compares what ranks did: a rank alone would wait
+            # the hook at the root's start compares what ranks did: a rank that computes alone would wait there
+            start = offload.module._forward_pre_hooks[offload.fwd_pre_hook.id]
             for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
                 hook.remove()
             offload.forward_hooks, offload.backward_hooks = [], []

@@ -271,9 +271,8 @@ def part_at_exit() -> None:
 
     def part() -> None:
         gc.collect()  # a wrapper that nobody holds any more still holds the connection
-        if (
-            torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None
-        ):  # after an error ranks may not meet
+        failed = getattr(sys, "last_value", None) is not None  # after an error the other ranks may never come here
+        if torch.distributed.is_initialized() and not failed:
             torch.distributed.destroy_process_group()
 
     atexit.register(part)
