@@ -1,5 +1,6 @@
 """What a stranger brings along: odd files, odd formats, settings that don't fit what is given."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -7,36 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from rlhf_nb.app.card import _config_of
 from rlhf_nb.app.cli import app
+from rlhf_nb.app.doctor import check_model
 from rlhf_nb.app.evals import scorer
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
+from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
-from rlhf_nb.rewards.base import RewardModelFn, Rewards
-from rlhf_nb.rewards.classifier import load_classifier
 from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
-from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
-from rlhf_nb.train.setup import load_rows
+from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+from rlhf_nb.train.registry import get
+from rlhf_nb.train.setup import held_out_of_stream, load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
-from rlhf_nb.types import Completions, Rollout
+from rlhf_nb.types import Completions
 
 TOK = toy.build_tokenizer()
 
@@ -176,7 +173,48 @@ def test_what_a_tokenizer_makes_of_foreign_words_is_said(tmp_path: Path) -> None
         assert [len(part) for part in load_rows(DataConfig(path=file, eval_size=9), "sft")] == [3, 2]
     again = lines(tmp_path / "again.jsonl", [{"prompt": f"Q{i % 3}", "completion": str(i)} for i in range(12)])
     with pytest.warns(DataWarning, match="4 of 4 held-out rows of .* have prompts that are trained on, too"):
-        load_rows(DataConfig(path=again, eval_size=4), "sft")
+        load_rows(DataConfig(path=again, eval_size=4, eval_draw="end"), "sft")
+
+
+def test_held_out_rows_are_drawn_and_what_shares_a_prompt_stays_together(tmp_path: Path) -> None:
+    """A file sorted by topic gives held-out rows of all topics, the same ones to every method and at every start; another seed draws others."""
+    rows = [
+        {"prompt": f"{topic} {i}?", "chosen": f"yes {k}", "rejected": f"no {k}"}
+        for topic in ("owls", "cats") for i in range(30) for k in range(2)
+    ]  # fmt: skip
+    data = DataConfig(path=lines(tmp_path / "sorted.jsonl", rows), eval_size=24)
+
+    def prompts(kind: Any, **settings: Any) -> set[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DataWarning)
+            kept, held = load_rows(data.replace(**settings), kind)
+        assert len(held) == settings.get("eval_size", 24) and not {r["prompt"] for r in kept} & {
+            r["prompt"] for r in held
+        }
+        return {r["prompt"] for r in held}
+
+    held = prompts("preference")
+    assert {p.split()[0] for p in held} == {"owls", "cats"} and held == prompts("preference") == prompts("sft")
+    assert held == prompts("unpaired", eval_size=48)  # two answers of each pair
+    assert held != prompts("preference", eval_draw=1) == prompts("sft", eval_draw=1)
+    assert {r["prompt"] for r in load_rows(data, "preference", seed=1)[1]} == prompts("preference", eval_draw=1)
+    assert [r["prompt"] for r in load_rows(data.replace(eval_draw="end"), "preference")[1]] == [
+        r["prompt"] for r in rows[-24:]
+    ]
+    one = lines(tmp_path / "one.jsonl", [{"prompt": "Why?", "completion": str(i)} for i in range(8)])
+    with pytest.warns(
+        DataWarning, match="4 rows were to be held out, and none are: rows that begin with the same prompt"
+    ):
+        assert load_rows(DataConfig(path=one, eval_size=4), "sft")[1] == []
+    with pytest.warns(DataNote, match="the first 4 of the stream"):
+        assert len(held_out_of_stream(DataConfig(path=one, eval_size=4, streaming=True), "sft")) == 4
+    (tmp_path / "config.yaml").write_text(DPOConfig(data=data).to_yaml())
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw is None
+    old = [x for x in (tmp_path / "config.yaml").read_text().splitlines() if "eval_draw" not in x]
+    (tmp_path / "config.yaml").write_text("\n".join(old))  # as an earlier version wrote it
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw == "end"
+    mixed = data.replace(path=None, mix=[{"path": data.path}, {"path": one}], eval_size=24)
+    assert len(load_rows(mixed.replace(eval_draw="end"), "sft")[1]) == 24
 
 
 def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) -> None:
@@ -243,89 +281,114 @@ def test_what_can_be_said_before_anything_is_computed_is_said_then(tmp_path: Pat
         RewardModel.load(tmp_path / "policy")
 
 
-CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token + '\n' }}{% endfor %}"
+CHAT = set_chat_template(toy.build_tokenizer())
 
 
-def said(prompts: list[Any], texts: list[str], tokenizer: Any = TOK) -> Rollout:
-    """Answers as a rollout."""
-    ids = [tokenizer.encode(t, add_special_tokens=False) + [tokenizer.eos_token_id] for t in texts]
-    c = Completions.from_lists([[5, 6]] * len(texts), ids)
-    n = len(texts)
-    return Rollout(**c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=prompts, texts=texts, columns={"answer": ["owl", "bee"]}).check()  # fmt: skip
+def turn(role: str, words: str) -> dict[str, str]:
+    """A message."""
+    return {"role": role, "content": words}
 
 
-def test_a_reward_of_trl_that_names_prompts_first_gets_messages() -> None:
-    """`f(prompts, completions, answer, **kwargs)` could be anybody's; with messages TRL's `completion[0]["content"]` finds the answer, and a text is still a text."""
-
-    def theirs(prompts: Any, completions: Any, answer: Any, **kwargs: Any) -> list[float]:
-        found = []
-        for c, a in zip(completions, answer):
-            try:  # what many do, and what made every reward 0
-                found.append(float(a in c[0]["content"]) + 2 * float(c[-1]["role"] == "assistant"))
-            except Exception:
-                found.append(0.0)
-        return found
-
-    def ours(prompts: Any, completions: Any, answer: Any) -> list[float]:
-        return [float(c.startswith("An ") and c[0] == "A" and c[-1] == "." and len(c) == 7) for c in completions]
-
-    chat = [[{"role": "user", "content": "Who?"}]] * 2
-    assert Rewards(theirs)(said(chat, ["An owl.", "No."]))[0].tolist() == [3.0, 2.0]
-    assert Rewards(theirs)(said(["Who?"] * 2, ["An owl.", "No."]))[0].tolist() == [0.0, 0.0]  # texts, as in TRL
-    assert Rewards(ours)(said(chat, ["An owl.", "No."]))[0].tolist() == [1.0, 0.0]
+def dialogues() -> list[dict[str, Any]]:
+    """Pairs whose chosen side is an answer, a question and a second answer; the last one's ends in a question."""
+    first, more, last = turn("user", "Where do owls live?"), turn("user", "What do owls eat?"), turn("user", "Where?")
+    long = [turn("assistant", "In the forest."), more, turn("assistant", "Owls eat mice.")]
+    return [
+        {"prompt": [first], "chosen": long, "rejected": [turn("assistant", "In the sea.")]},
+        {"prompt": [more], "chosen": [turn("assistant", "Owls eat mice.")], "rejected": [*long, last]},
+    ]
 
 
-def foreign(folder: Path, tokenizer: Any) -> LlamaForSequenceClassification:
-    """A reward model that plain transformers saved."""
+def said(model: Any, row: dict[str, Any], side: str) -> torch.Tensor:
+    """Naively, turn by turn: log-probs of what the assistant says."""
+    found = []
+    for k, message in enumerate(row[side]):
+        if message["role"] == "assistant":
+            head, tail = encode_pair(CHAT, row["prompt"] + row[side][:k], [message])
+            logps = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1].log_softmax(-1)
+            found.append(logps[range(len(tail)), tail].detach())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("reference", ["frozen", "cached"])
+def test_what_the_user_says_in_between_is_no_answer(reference: str, tmp_path: Path) -> None:
+    """Of answers of several turns only the assistant's tokens are summed, divided by, weighed and kept in the reference's cache."""
     torch.manual_seed(0)
-    small: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 3, num_labels=1, pad_token_id=tokenizer.pad_token_id, initializer_range=0.5, **small
-    )
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
-def test_a_reward_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    """It is given the policy's tokens: with other words behind the same numbers its scores would be noise."""
-    other = train_bpe(["Owls hunt at night.", "Bees make honey."], 300)
-    foreign(tmp_path / "other", other)
-    foreign(tmp_path / "same", toy.build_tokenizer())
-    config = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), steps=1, epochs=None, console=False)
-    for rewards in (
-        {"reward": str(tmp_path / "other")},
-        {"rewards": [{"model": str(tmp_path / "other")}, {"verify": "number"}]},
-    ):
-        with pytest.raises(ModelError, match="has another tokenizer: token .* is .* here and .*reads: both"):
-            GRPOTrainer(config.replace(**rewards), toy.build_model(0), TOK, rows=toy.sft_rows(8))
-    GRPOTrainer(config.replace(reward=str(tmp_path / "same")), toy.build_model(0), TOK, rows=toy.sft_rows(8))
-
-
-def test_a_chat_reward_model_of_others_says_what_transformers_says(tmp_path: Path) -> None:
-    """As a classifier it reads what its template writes; as a reward model it is read at EOS, which is told where that is another place."""
-    tokenizer = toy.build_tokenizer()
-    tokenizer.chat_template = CHAT
-    foreign(tmp_path / "rm", tokenizer)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
-    prompt, answer = [{"role": "user", "content": "owls"}], "Owls hunt at night"
-    text = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": answer}], tokenize=False)
+    model, base, rows = toy.build_model(0, "tiny"), toy.build_model(1, "tiny"), dialogues()
+    shape: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "console": False, "reference_cache": str(tmp_path)}
+    config = DPOConfig.preset("toy", **shape, reference=reference, loss="sigmoid", nll_coef=0.5)
+    trainer = DPOTrainer(config, model, CHAT, rows, reference=base)
+    method = trainer.method
+    batch = method.collect(method.collate(trainer.source.rows), 0)  # type: ignore[attr-defined]
     with torch.no_grad():
-        want = model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
-        bare = model(**tokenizer(answer, return_tensors="pt")).logits.item()
-    assert load_classifier(tmp_path / "rm", reads="both")([prompt], [answer]) == [pytest.approx(want, abs=1e-5)]
-    assert load_classifier(tmp_path / "rm")([prompt], [answer]) == [pytest.approx(bare, abs=1e-5)]
-    own = RewardModel.load(tmp_path / "rm")
-    assert own.foreign
-    with pytest.warns(UserWarning, match="read at the '<eos>' that ends an answer; its template ends an answer by"):
-        Rewards([RewardModelFn(own)]).check_tokens(tokenizer)
-    own.save(tmp_path / "ours", tokenizer)
+        pair, _ = method.pair_logps(batch)
+    for i, row in enumerate(rows):
+        for side in ("chosen", "rejected"):
+            each, theirs = said(model, row, side), said(base, row, side)
+            assert float(getattr(pair, side)[i]) == pytest.approx(float(each.sum()), abs=1e-4)
+            assert float(getattr(pair, f"ref_{side}")[i]) == pytest.approx(float(theirs.sum()), abs=1e-4)
+            assert int(getattr(pair, f"{side}_lens")[i]) == len(each)
+    assert int(method.denominators(batch)["nll"]) == sum(len(said(model, row, "chosen")) for row in rows)
+    if reference == "frozen":
+        config = DPOConfig.preset("toy", **shape, ld_alpha=0.5, wpo=True)
+        method = DPOTrainer(config, model, CHAT, rows, reference=base).method
+        with torch.no_grad():
+            found, weights = method.pair_logps(method.collect(batch, 0))
+        long, short = said(model, rows[0], "chosen"), said(model, rows[0], "rejected")
+        want = long[: len(short)].sum() + 0.5 * long[len(short) :].sum()
+        assert float(found.chosen[0]) == pytest.approx(float(want), abs=1e-4) and weights is not None
+        plain = [{**r, "chosen": r["chosen"][:1], "rejected": r["rejected"][:1]} for r in rows]
+        alone = method.pair_logps(method.collect(method.collate(method.tokenize(plain)), 0))[1]
+        assert float(weights[0]) != pytest.approx(float(alone[0]), rel=1e-3)
+
+
+def test_thumbs_for_a_dialogue_count_the_assistant(tmp_path: Path) -> None:
+    """KTO sums what the assistant says, of its own answer and of the stranger's."""
+    model, rows = toy.build_model(0, "tiny"), dialogues()
+    config = KTOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False)
+    labelled = [
+        {"prompt": r["prompt"], "completion": r[side], "label": label}
+        for r in rows
+        for side, label in (("chosen", True), ("rejected", False))
+    ]
+    method = KTOTrainer(config, model, CHAT, labelled).method
+    batch = method.collate(method.tokenize(labelled))
+    sums = method.module(batch.plain()).logps.sum(1)
+    want = sorted(float(said(model, r, side).sum()) for r in rows for side in ("chosen", "rejected"))
+    assert sorted(sums.tolist()) == pytest.approx(want, abs=1e-4)
+    counts = set(batch.completion_mask.sum(1).tolist())
+    assert set(batch.other_mask.sum(1).tolist()) <= counts and max(counts) < int(batch.completion_lens.max())
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_pairs_of_dialogues() -> None:
+    """Where no mask can say what the assistant wrote, the rows are refused; single answers are taken."""
+    strict = copy.deepcopy(CHAT)  # shows the last answer only, as templates do that leave out what was thought
+    strict.chat_template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['role'] }}: {{ m['content'] }} {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(DataError, match="no mask can say which tokens the assistant wrote"):
+        tokenize_preferences(dialogues()[:1], strict)
+    single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}
+    assert tokenize_preferences([single], strict)[0]["chosen_mask"] is None
+
+
+def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> None:
+    """SFT learns with it; preference training doesn't, and says so, at its start and in the doctor's look."""
+    lora = {"lora": {"r": 2, "dropout": 0.5}}
+    shape: dict[str, Any] = {"output_dir": str(tmp_path), "console": False, "model": {"name_or_path": "toy"} | lora}
+    with pytest.warns(UserWarning, match=r"model\.lora\.dropout is 0\.5, and this method learns without"):
+        DPOTrainer(DPOConfig.preset("toy", **shape), rows=toy.preference_rows(8, 0))
+    assert any("LoRA dropout is 0.5" in f.what for f in check_model(GPT2Config(), DPOConfig.preset("toy", **shape)))
+    config = SFTConfig.preset("toy", **shape)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Rewards([RewardModelFn(RewardModel.load(tmp_path / "ours"))]).check_tokens(tokenizer)
+        sft = SFTTrainer(config, rows=toy.sft_rows(8, 0))
+    assert not [f for f in check_model(GPT2Config(), config) if "LoRA" in f.what]
+    for name, p in sft.method.module.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p)
+    batch = sft.method.collate(sft.source.rows[:4])  # type: ignore[attr-defined]
+    sft.method.module.train()
+    first, second = (sft.method.module(batch).logps for _ in range(2))
+    assert not torch.allclose(first, second)

@@ -300,7 +300,8 @@ def parts_of(row: Row, tokenizer: Any) -> list[list[Part]]:
     prompt: list[Part] = [(tokenizer.decode(row["prompt_ids"]), "read")]
     if "chosen_ids" in row:
         sides = (("chosen_ids", "loss"), ("rejected_ids", "worse"))
-        return [prompt, *(_decoded(tokenizer, row[k], [True] * len(row[k]), how) for k, how in sides)]
+        masks = {k: row.get(k.replace("_ids", "_mask")) or [True] * len(row[k]) for k, _ in sides}
+        return [prompt, *(_decoded(tokenizer, row[k], masks[k], how) for k, how in sides)]
     if "step_ends" in row:
         places = [0, *(end + 1 for end in row["step_ends"])]
         steps = (row["completion_ids"][a:b] for a, b in zip(places, places[1:]))
@@ -323,9 +324,16 @@ def text_parts(row: Row) -> list[list[Part]]:
     if "labels" in row:
         return [[prompt, *((_said(s) + "\n", _worth(v)) for s, v in zip(row["completions"], row["labels"]))]]
     if "chosen" in row:
-        return [[prompt], [(_said(row["chosen"]), "loss")], [(_said(row["rejected"]), "worse")]]
+        return [[prompt], _turns_said(row["chosen"], "loss"), _turns_said(row["rejected"], "worse")]
     liked = "loss" if row.get("label", True) else "worse"
-    return [[prompt, *([(_said(row["completion"]), liked)] if "completion" in row else [])]]
+    return [[prompt, *(_turns_said(row["completion"], liked) if "completion" in row else [])]]
+
+
+def _turns_said(answer: Any, how: str) -> list[Part]:
+    """An answer as parts; of several turns, those of others are only read."""
+    if not isinstance(answer, list) or len(answer) < 2:
+        return [(_said(answer), how)]
+    return [(f"{_said([m])}\n", how if m["role"] == "assistant" else "read") for m in answer]
 
 
 STYLES = {"loss": "bold green", "worse": "bold red", "read": "dim"}
