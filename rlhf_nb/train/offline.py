@@ -102,13 +102,14 @@ def with_reference(
     """Tokenized rows with the reference's log-probs as columns, from the cache on disk where it has them.
 
     Args:
-        rows: with prompt_ids, and two answers to each prompt.
+        rows: with prompt_ids, and two answers to each prompt, with masks where not every token counts.
         reference: the frozen model.
         config: `reference_cache` and `token_budget`.
         columns: new column: the column with the answer's token ids; two of them.
     """
     answers = [(r["prompt_ids"], r[ids]) for r in rows for ids in columns.values()]
-    sums = cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget)
+    masks = [r.get(ids.replace("_ids", "_mask")) for r in rows for ids in columns.values()]
+    sums = cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget, masks=masks)
     return [r | dict(zip(columns, two)) for r, two in zip(rows, sums.view(-1, 2).tolist(), strict=True)]
 
 # %% ../../nbs/618_train_offline.ipynb #618aa003
@@ -160,8 +161,8 @@ class OfflineMethod(TextMethod):
         """The same, for the self-check."""
         return self.answers(batch)
 
-    def sums(self, logps: Tensor, lens: Tensor) -> Tensor:
-        """[2B], log-prob of each answer from those of its tokens [2B, C]."""
+    def sums(self, logps: Tensor, mask: Tensor) -> Tensor:
+        """[2B], log-prob of each answer from those of its tokens [2B, C], which are 0 where the mask is."""
         return logps.sum(1)
 
     def collect(self, batch: Any, step: int) -> Any:
@@ -169,7 +170,7 @@ class OfflineMethod(TextMethod):
         first, second = self.reference_columns
         if self.reference is not None and getattr(batch, first) is None:
             c = self.answers(batch)
-            sums = self.sums(self.reference.logps(c, token_budget=self.config.token_budget), c.completion_lens)
+            sums = self.sums(self.reference.logps(c, token_budget=self.config.token_budget), c.completion_mask)
             setattr(batch, first, sums[0::2])
             setattr(batch, second, sums[1::2])
         return batch
