@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import ConfigError, ModelError, decide_precision
 from ..models.adapters import Reference
-from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
+from ..models.load import disable_dropout, load_causal_lm, load_tokenizer, other_token
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
@@ -67,14 +67,12 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     Raises:
         ModelError: vocabularies differ; the message names a token.
     """
-    mine, other = ours.get_vocab(), theirs.get_vocab()
-    for token, index in mine.items():
-        if other.get(token) != index:
-            found = f"is {other[token]} there" if token in other else "doesn't exist there"
-            raise ModelError(
-                f"{role} {where!r} has another tokenizer: token {token!r} is {index} here and {found}. Its log-probs would be about other "
-                "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
-            )
+    found = other_token(ours, theirs)
+    if found:
+        raise ModelError(
+            f"{role} {where!r} has another tokenizer: {found}. Its log-probs would be about other "
+            "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
+        )
 
 
 def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True) -> Reference | None:
