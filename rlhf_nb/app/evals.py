@@ -112,6 +112,7 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
     found = build_rewards(list(entries), key=key, device=device)
     alone = RewardModelFn(found, entries[0].name or "reward_model") if isinstance(found, RewardModel) else found
     own = found if isinstance(found, Rewards) else Rewards([alone])
+    own.check_tokens(tokenizer)
     for fn in own.fns:
         for inner in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(inner, torch.nn.Module):
