@@ -24,7 +24,7 @@ from ..decode.decoder import Cost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
-from ..core import ConfigError, DataError, RunError, decide_precision, did_you_mean, printable
+from ..core import ConfigError, DataError, decide_precision, did_you_mean, printable
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
@@ -32,7 +32,7 @@ from ..evaluate.metrics import cluster_prompts, embed
 from ..evaluate.results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
 from rlhf_nb.evaluate.suites import (
     Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
-    refusal_rule, run_rows, suites,
+    refusal_rule, run_rows, same_scoring, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference
@@ -43,15 +43,14 @@ from ..rewards.answers import completion_text, extract_number
 from ..rewards.base import RewardModelFn, Rewards
 from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
-from ..train.stage import read_json
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['SCORING', 'EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
-           'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
-           'comparison_tables', 'eval_command', 'compare_command']
+__all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name', 'evaluate_suite',
+           'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables',
+           'eval_command', 'compare_command']
 
 # %% ../../nbs/924_app_evals.ipynb #862b4cde
 class _Judging(StrictConfig):
@@ -287,34 +286,23 @@ def _answering(
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
     rule = make_rule(suite, config, tokenizer, str(folder))
-    if _reads_tokens(suite, config):
-        _refuse_old_scores(folder)
-        settings["scoring"] = SCORING
+    said = suite.config.rule
+    own = (
+        config.judge_rule
+        if said.get("judge")
+        else None
+        if set(said) & set(_RULES)
+        else RewardEntry.model_validate(said)
+    )
+    settings |= _scoring([own, *config.measures], folder)
     return answer_work(ask, rule, samples, paid), settings, notes
 
 
-SCORING = 2  # how token ids are scored, kept with answers; 1 put two ends behind an answer
-
-
-def _reads_tokens(suite: Suite, config: EvalConfig) -> bool:
-    """Whether anything that scores reads token ids: a reward model, or a length in tokens."""
-    said, entries = suite.config.rule, list(config.measures)
-    if not set(said) & set(_RULES):
-        entries.append(RewardEntry.model_validate(said))
-    if said.get("judge") and config.judge_rule is not None:
-        entries.append(config.judge_rule)
-    lengths = (e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in entries)
-    return any(lengths) or any(e.model or e.process for e in entries)
-
-
-def _refuse_old_scores(folder: Path) -> None:
-    """Raise RunError where a folder's scores were made when reward models read two ends of an answer."""
-    before = read_json(folder / "asked.json")
-    if before and before.get("scoring") != SCORING:
-        raise RunError(
-            f"{folder} was begun by a version whose reward models read an answer with two ends of sequence, and whose lengths in tokens counted one too "
-            "many: its scores and new ones can't be mixed. Choose another output_dir, or --overwrite."
-        )
+def _scoring(entries: Sequence[RewardEntry | None], folder: Path) -> dict[str, int]:
+    """The mark of how token ids are scored, where anything that scores reads them: a reward model, or a length in tokens."""
+    given = [e for e in entries if e is not None]
+    lengths = [e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in given]
+    return same_scoring(folder) if any(lengths) or any(e.model or e.process for e in given) else {}
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -450,6 +438,7 @@ def _judge_sides(sides: Sequence[_Side], config: CompareConfig, folder: Path, sa
         for j in range(i + 1, len(sides)):
             place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
             asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
+            asked |= _scoring([config.judge_rule], place)
             work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
             out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
     return out
