@@ -41,7 +41,9 @@ class LoraSettings(StrictConfig):
 
     r: int = option(16, "rank of the update", ge=1)
     alpha: float = option(32, "the update is scaled by alpha / r", gt=0)
-    dropout: float = option(0.0, "on the adapter's input; 0 in RL and preference training", ge=0, lt=1)
+    dropout: float = option(
+        0.0, "on the adapter's input, in sft; the other methods learn without, and say so", ge=0, lt=1
+    )
     target_modules: list[str] | Literal["all-linear"] = option("all-linear", "layers that get an adapter")
     quantize_4bit: bool = option(False, "QLoRA: the frozen model in 4 bits (needs bitsandbytes and CUDA)")
     use_dora: bool = option(False, "DoRA: learn the length of each weight's rows apart from their direction")
@@ -119,7 +121,10 @@ class DataConfig(StrictConfig):
     revision: str | None = option(None, "of a hub dataset: branch, tag or commit; null: the main branch")
     split: str = Field(default="train", description="split to train on")
     eval_split: str | None = option(None, "split to evaluate on; null: eval_size rows of split")
-    eval_size: int | None = option(None, "rows of split held out; null: none", ge=1)
+    eval_size: int | None = option(None, "rows of split held out, drawn by lot; null: none", ge=1)
+    eval_draw: int | Literal["end"] | None = option(
+        None, "seed of that draw; null: the run's; end: no draw, the last rows"
+    )
     max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
@@ -165,6 +170,10 @@ class DataConfig(StrictConfig):
             raise ValueError(
                 f"eval_split is {self.eval_split!r} and eval_size is {self.eval_size}: evaluation rows come from one "
                 "of the two. Set the other to null."
+            )
+        if self.streaming and self.eval_draw is not None:
+            raise ValueError(
+                f"eval_draw is {self.eval_draw!r}, but a stream's end isn't known, so its first eval_size rows are held out, as they come. Leave eval_draw out, or set streaming=false."
             )
         return self
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from .core import DataError, RunError
 
 # %% auto #0
-__all__ = ['Index', 'TokenLists', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true', 'chosen',
-           'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch', 'Rollout',
-           'LossSum']
+__all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true',
+           'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
+           'Rollout', 'LossSum']
 
 # %% ../nbs/020_types.ipynb #020a0002
 _KEPT = "_rlhf_nb_host"
@@ -316,6 +316,7 @@ _B = TypeVar("_B", bound=Batch)
 
 # %% ../nbs/020_types.ipynb #9ce6a6cf
 TokenLists = Sequence[Sequence[int]]  # one list of whole numbers per row
+LossMasks = Sequence[Sequence[int] | None]  # 1 where a token counts in the loss; None: all of the row's do
 
 
 def pad_rows(
@@ -449,7 +450,7 @@ class Completions(Batch):
 
     @classmethod
     def from_lists(
-        cls, prompts: TokenLists, completions: TokenLists, pad_id: int = 0, masks: TokenLists | None = None
+        cls, prompts: TokenLists, completions: TokenLists, pad_id: int = 0, masks: LossMasks | None = None
     ) -> Completions:
         """Lists of token ids as a padded batch.
 
@@ -457,7 +458,7 @@ class Completions(Batch):
             prompts: B lists of token ids, none empty.
             completions: B lists of token ids.
             pad_id: fills the places that no token takes.
-            masks: 1 where a completion's token counts in the loss; None counts them all.
+            masks: 1 where a completion's token counts in the loss; None, for a row or for all of them: every token does.
 
         Raises:
             DataError: the lists don't belong together, or a prompt is empty.
@@ -465,31 +466,40 @@ class Completions(Batch):
         if len(prompts) != len(completions):
             raise DataError(f"{len(prompts)} prompts but {len(completions)} completions: every row needs one of each.")
         prompt_ids, prompt_mask, _ = pad_rows(prompts, pad_id, left=True)
-        ids, real, lens = pad_rows(completions, pad_id)
-        mask = real if masks is None else _loss_masks(masks, lens)
-        return Completions(prompt_ids, prompt_mask, ids, lens, mask).check()
+        return Completions(prompt_ids, prompt_mask, *_padded(completions, masks, pad_id)).check()
 
 # %% ../nbs/020_types.ipynb #63eedf6b
 _C = TypeVar("_C", bound=Completions)
 
 
-def _check_counted(c: Completions) -> None:
+def _check_counted(owner: Batch, side: str = "completion") -> None:
     """Raise DataError if a token counts that isn't real."""
-    beyond = (c.completion_mask & ~c.real).any(1).nonzero()
+    mask, lens = getattr(owner, f"{side}_mask"), getattr(owner, f"{side}_lens")
+    real = torch.arange(mask.shape[1], device=mask.device) < lens[:, None]
+    beyond = (mask & ~real).any(1).nonzero()
     if len(beyond):
         row = int(beyond[0])
-        reach = int(c.completion_mask[row].nonzero().max()) + 1
+        reach = int(mask[row].nonzero().max()) + 1
         raise DataError(
-            f"{type(c).__name__}: completion_mask of row {row} reaches to token {reach}, but the completion has "
-            f"only {int(c.completion_lens[row])}: padding would count in the loss."
+            f"{type(owner).__name__}: {side}_mask of row {row} reaches to token {reach}, but the completion has "
+            f"only {int(lens[row])}: padding would count in the loss."
         )
 
 
-def _loss_masks(masks: TokenLists, lens: Tensor) -> Tensor:
+def _padded(completions: TokenLists, masks: LossMasks | None, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, lengths and loss mask of completions."""
+    ids, real, lens = pad_rows(completions, pad_id)
+    if masks is None or all(mask is None for mask in masks):
+        return ids, lens, real
+    return ids, lens, _loss_masks(masks, lens)
+
+
+def _loss_masks(masks: LossMasks, lens: Tensor) -> Tensor:
     """Loss masks given as lists, checked against the lengths of the completions they belong to."""
     if len(masks) != len(lens):
         raise DataError(f"{len(masks)} masks but {len(lens)} completions: every row needs one of each.")
-    values, _, mask_lens = pad_rows(masks, what="masks")
+    every = [[True] * n if mask is None else mask for mask, n in zip(masks, lens.tolist())]
+    values, _, mask_lens = pad_rows(every, what="masks")
     wrong = (mask_lens != lens).nonzero()
     if len(wrong):
         row = int(wrong[0])
@@ -568,9 +578,11 @@ class PreferenceBatch(Batch):
     prompt_ids: Tensor  # int64[B, P], padded on the left
     prompt_mask: Tensor  # bool[B, P], 1 = a token of the prompt; at least one per row
     chosen_ids: Tensor  # int64[B, C], padded on the right
-    chosen_lens: Tensor  # int64[B]
+    chosen_lens: Tensor  # int64[B], real tokens
+    chosen_mask: Tensor  # bool[B, C], 1 = counts in the loss: said by the assistant
     rejected_ids: Tensor  # int64[B, D], padded on the right; D may differ from C
     rejected_lens: Tensor  # int64[B]
+    rejected_mask: Tensor  # bool[B, D]
     margin: Tensor | None = None  # float[B], how much better the chosen one is, where somebody said
 
     def lengths(self) -> list[tuple[int, ...]]:
@@ -584,6 +596,8 @@ class PreferenceBatch(Batch):
         for side in ("chosen", "rejected"):
             _check_ids(self, f"{side}_ids")
             _check_lens(self, f"{side}_lens", f"{side}_ids")
+            _like(self, f"{side}_mask", torch.bool, f"{side}_ids")
+            _check_counted(self, side)
         if self.margin is not None:
             _like(self, "margin", torch.float32, "chosen_lens", dims=1)
         return super().check()
@@ -596,6 +610,7 @@ class PreferenceBatch(Batch):
         rejected: TokenLists,
         pad_id: int = 0,
         margin: Sequence[float] | None = None,
+        masks: tuple[LossMasks | None, LossMasks | None] = (None, None),
     ) -> PreferenceBatch:
         """Lists of token ids as a padded batch.
 
@@ -605,25 +620,25 @@ class PreferenceBatch(Batch):
             rejected: B lists of token ids, the others.
             pad_id: fills the places that no token takes.
             margin: by how much each chosen completion is better; None where nobody said.
+            masks: of chosen and rejected completions, 1 where a token counts in the loss; None: every token does.
         """
         sizes = {"prompts": len(prompts), "chosen": len(chosen), "rejected": len(rejected)}
         if len(set(sizes.values())) > 1:
             raise DataError(f"{', '.join(f'{n} {k}' for k, n in sizes.items())}: every row needs one of each.")
         ids, mask, _ = pad_rows(prompts, pad_id, left=True)
-        chosen_ids, _, chosen_lens = pad_rows(chosen, pad_id)
-        rejected_ids, _, rejected_lens = pad_rows(rejected, pad_id)
+        better, worse = _padded(chosen, masks[0], pad_id), _padded(rejected, masks[1], pad_id)
         size = None if margin is None else torch.tensor(list(margin), dtype=torch.float32)
-        return PreferenceBatch(ids, mask, chosen_ids, chosen_lens, rejected_ids, rejected_lens, size).check()
+        return PreferenceBatch(ids, mask, *better, *worse, size).check()
 
     def completions(self, pad_id: int = 0) -> Completions:
         """2B rows: chosen 0, rejected 0, chosen 1, ...: the two of a pair next to each other."""
         ids = along(lambda a, b: _alternate(a, b, pad_id), self.chosen_ids, self.rejected_ids)
         lens = along(lambda a, b: torch.stack([a, b], 1).flatten(), self.chosen_lens, self.rejected_lens)
+        counts = along(lambda a, b: _alternate(a, b, 0), self.chosen_mask, self.rejected_mask)
         prompt_ids, prompt_mask = (
             along(lambda x: x.repeat_interleave(2, 0), x) for x in (self.prompt_ids, self.prompt_mask)
         )
-        real = along(lambda n: torch.arange(ids.shape[1], device=n.device) < n[:, None], lens)
-        return Completions(prompt_ids, prompt_mask, ids, lens, real)
+        return Completions(prompt_ids, prompt_mask, ids, lens, counts)
 
 
 _P = TypeVar("_P", bound=PreferenceBatch)

@@ -176,7 +176,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("OfflineMethod.finish_step", "the reference never moves", "self.reference.follow(self.model, step)", "pass", "test_notice::test_moving_reference_moves"),
     ("OfflineMethod.collect", "sides of the reference swapped", "setattr(batch, first, sums[0::2])", "setattr(batch, first, sums[1::2])", "test_dpo_like_trl"),
     ("DPO.pair_logps", "the reference is the policy", "sums[0::2], sums[1::2], *ref,", "sums[0::2], sums[1::2], sums[0::2], sums[1::2],", "test_dpo_like_trl"),
-    ("DPO.denominators", "the anchor is averaged over pairs", '"nll": mini.chosen_lens.sum()', '"nll": torch.tensor(len(mini))', "test_notice::test_the_anchor_of_dpo_is_averaged_over_tokens"),
+    ("DPO.denominators", "the anchor is averaged over pairs", '"nll": mini.chosen_mask.sum()', '"nll": torch.tensor(len(mini))', "test_notice::test_the_anchor_of_dpo_is_averaged_over_tokens"),
     ("GRPO.loss", "low and high swapped", 'clip_eps_high=cfg.switch("clip_eps_high")', 'clip_eps_high=cfg.switch("clip_eps_low")', "test_losses_group"),
     ("GRPO.loss", "KL has no price", "self.kl_coef)\n", "1.0)\n", "test_losses_group"),
     ("GRPO.denominators", "tokens are counted as answers", "mini.completion_mask.sum()", "torch.tensor(len(mini))", "test_losses_group"),

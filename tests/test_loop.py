@@ -28,7 +28,7 @@ from rlhf_nb.core import CheckpointError, ConfigError, RunError
 from rlhf_nb.run.callbacks import Callback, EarlyStop, Flags
 from rlhf_nb.run.checkpoint import AsyncWriter, latest_complete, load_checkpoint, problem_of, save_checkpoint
 from rlhf_nb.run.log import EventLog, read_metrics
-from rlhf_nb.run.loop import BaseMethod, Trainer
+from rlhf_nb.run.loop import BaseMethod, Trainer, _check_shares
 from rlhf_nb.types import LossSum
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -473,3 +473,23 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
             assert a[key] == pytest.approx(b[key], rel=1e-10)
     tensors, _ = load_checkpoint(tmp_path / "two" / "checkpoints" / "step-0000000006")
     assert {"rng-0", "rng-1"} <= set(tensors)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "group", "says"),
+    [
+        ({"mini_batch_size": 8, "rollout_batch_size": 8}, 4, 1, None),
+        ({"mini_batch_size": 8, "rollout_batch_size": 8}, 3, 1, r"mini_batch_size 8 .* set it to 6 or 9"),
+        ({"mini_batch_size": 2, "rollout_batch_size": 2, "micro_batch_size": None}, 4, 1, r"set it to 4$"),
+        ({"mini_batch_size": 8, "rollout_batch_size": 16}, 4, 4, None),
+        ({"mini_batch_size": 12, "rollout_batch_size": 24}, 4, 4, r"4 to each of 6 prompts.* set it to 16 or 32"),
+    ],
+)
+def test_batches_that_processes_cannot_share(sizes: dict[str, Any], ranks: int, group: int, says: str | None) -> None:
+    """Six prompts on four processes: two of them were left out of every step, without a word."""
+    config = regression_config(**sizes)
+    if says is None:
+        _check_shares(config, ranks, group)
+        return
+    with pytest.raises(ConfigError, match=says):
+        _check_shares(config, ranks, group)

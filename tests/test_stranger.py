@@ -1,5 +1,6 @@
 """What a stranger brings along: odd files, odd formats, settings that don't fit what is given."""
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -10,21 +11,28 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from rlhf_nb.app.card import _config_of
 from rlhf_nb.app.cli import app
+from rlhf_nb.app.doctor import check_model
 from rlhf_nb.app.evals import scorer
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
-from rlhf_nb.data.templates import encode_pairs, set_chat_template, train_bpe
+from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
-from rlhf_nb.train.setup import load_rows
+from rlhf_nb.train.fork import compare_futures
+from rlhf_nb.train.kto import KTOConfig, KTOTrainer
+from rlhf_nb.train.registry import get
+from rlhf_nb.train.setup import held_out_of_stream, load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions
 
@@ -166,7 +174,48 @@ def test_what_a_tokenizer_makes_of_foreign_words_is_said(tmp_path: Path) -> None
         assert [len(part) for part in load_rows(DataConfig(path=file, eval_size=9), "sft")] == [3, 2]
     again = lines(tmp_path / "again.jsonl", [{"prompt": f"Q{i % 3}", "completion": str(i)} for i in range(12)])
     with pytest.warns(DataWarning, match="4 of 4 held-out rows of .* have prompts that are trained on, too"):
-        load_rows(DataConfig(path=again, eval_size=4), "sft")
+        load_rows(DataConfig(path=again, eval_size=4, eval_draw="end"), "sft")
+
+
+def test_held_out_rows_are_drawn_and_what_shares_a_prompt_stays_together(tmp_path: Path) -> None:
+    """A file sorted by topic gives held-out rows of all topics, the same ones to every method and at every start; another seed draws others."""
+    rows = [
+        {"prompt": f"{topic} {i}?", "chosen": f"yes {k}", "rejected": f"no {k}"}
+        for topic in ("owls", "cats") for i in range(30) for k in range(2)
+    ]  # fmt: skip
+    data = DataConfig(path=lines(tmp_path / "sorted.jsonl", rows), eval_size=24)
+
+    def prompts(kind: Any, **settings: Any) -> set[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DataWarning)
+            kept, held = load_rows(data.replace(**settings), kind)
+        assert len(held) == settings.get("eval_size", 24) and not {r["prompt"] for r in kept} & {
+            r["prompt"] for r in held
+        }
+        return {r["prompt"] for r in held}
+
+    held = prompts("preference")
+    assert {p.split()[0] for p in held} == {"owls", "cats"} and held == prompts("preference") == prompts("sft")
+    assert held == prompts("unpaired", eval_size=48)  # two answers of each pair
+    assert held != prompts("preference", eval_draw=1) == prompts("sft", eval_draw=1)
+    assert {r["prompt"] for r in load_rows(data, "preference", seed=1)[1]} == prompts("preference", eval_draw=1)
+    assert [r["prompt"] for r in load_rows(data.replace(eval_draw="end"), "preference")[1]] == [
+        r["prompt"] for r in rows[-24:]
+    ]
+    one = lines(tmp_path / "one.jsonl", [{"prompt": "Why?", "completion": str(i)} for i in range(8)])
+    with pytest.warns(
+        DataWarning, match="4 rows were to be held out, and none are: rows that begin with the same prompt"
+    ):
+        assert load_rows(DataConfig(path=one, eval_size=4), "sft")[1] == []
+    with pytest.warns(DataNote, match="the first 4 of the stream"):
+        assert len(held_out_of_stream(DataConfig(path=one, eval_size=4, streaming=True), "sft")) == 4
+    (tmp_path / "config.yaml").write_text(DPOConfig(data=data).to_yaml())
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw is None
+    old = [x for x in (tmp_path / "config.yaml").read_text().splitlines() if "eval_draw" not in x]
+    (tmp_path / "config.yaml").write_text("\n".join(old))  # as an earlier version wrote it
+    assert _config_of(tmp_path, get("dpo")).data.eval_draw == "end"
+    mixed = data.replace(path=None, mix=[{"path": data.path}, {"path": one}], eval_size=24)
+    assert len(load_rows(mixed.replace(eval_draw="end"), "sft")[1]) == 24
 
 
 def test_a_tuned_model_is_merged_with_its_base_from_elsewhere(tmp_path: Path) -> None:
@@ -231,3 +280,180 @@ def test_what_can_be_said_before_anything_is_computed_is_said_then(tmp_path: Pat
     toy.build_model(0, "tiny").save_pretrained(tmp_path / "policy")
     with pytest.raises(ModelError, match="it is a LlamaForCausalLM"):
         RewardModel.load(tmp_path / "policy")
+
+
+CHAT = set_chat_template(toy.build_tokenizer())
+
+
+def turn(role: str, words: str) -> dict[str, str]:
+    """A message."""
+    return {"role": role, "content": words}
+
+
+def dialogues() -> list[dict[str, Any]]:
+    """Pairs whose chosen side is an answer, a question and a second answer; the last one's ends in a question."""
+    first, more, last = turn("user", "Where do owls live?"), turn("user", "What do owls eat?"), turn("user", "Where?")
+    long = [turn("assistant", "In the forest."), more, turn("assistant", "Owls eat mice.")]
+    return [
+        {"prompt": [first], "chosen": long, "rejected": [turn("assistant", "In the sea.")]},
+        {"prompt": [more], "chosen": [turn("assistant", "Owls eat mice.")], "rejected": [*long, last]},
+    ]
+
+
+def said(model: Any, row: dict[str, Any], side: str) -> torch.Tensor:
+    """Naively, turn by turn: log-probs of what the assistant says."""
+    found = []
+    for k, message in enumerate(row[side]):
+        if message["role"] == "assistant":
+            head, tail = encode_pair(CHAT, row["prompt"] + row[side][:k], [message])
+            logps = model(torch.tensor([head + tail])).logits[0, len(head) - 1 : -1].log_softmax(-1)
+            found.append(logps[range(len(tail)), tail].detach())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("reference", ["frozen", "cached"])
+def test_what_the_user_says_in_between_is_no_answer(reference: str, tmp_path: Path) -> None:
+    """Of answers of several turns only the assistant's tokens are summed, divided by, weighed and kept in the reference's cache."""
+    torch.manual_seed(0)
+    model, base, rows = toy.build_model(0, "tiny"), toy.build_model(1, "tiny"), dialogues()
+    shape: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "console": False, "reference_cache": str(tmp_path)}
+    config = DPOConfig.preset("toy", **shape, reference=reference, loss="sigmoid", nll_coef=0.5)
+    trainer = DPOTrainer(config, model, CHAT, rows, reference=base)
+    method = trainer.method
+    batch = method.collect(method.collate(trainer.source.rows), 0)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        pair, _ = method.pair_logps(batch)
+    for i, row in enumerate(rows):
+        for side in ("chosen", "rejected"):
+            each, theirs = said(model, row, side), said(base, row, side)
+            assert float(getattr(pair, side)[i]) == pytest.approx(float(each.sum()), abs=1e-4)
+            assert float(getattr(pair, f"ref_{side}")[i]) == pytest.approx(float(theirs.sum()), abs=1e-4)
+            assert int(getattr(pair, f"{side}_lens")[i]) == len(each)
+    assert int(method.denominators(batch)["nll"]) == sum(len(said(model, row, "chosen")) for row in rows)
+    if reference == "frozen":
+        config = DPOConfig.preset("toy", **shape, ld_alpha=0.5, wpo=True)
+        method = DPOTrainer(config, model, CHAT, rows, reference=base).method
+        with torch.no_grad():
+            found, weights = method.pair_logps(method.collect(batch, 0))
+        long, short = said(model, rows[0], "chosen"), said(model, rows[0], "rejected")
+        want = long[: len(short)].sum() + 0.5 * long[len(short) :].sum()
+        assert float(found.chosen[0]) == pytest.approx(float(want), abs=1e-4) and weights is not None
+        plain = [{**r, "chosen": r["chosen"][:1], "rejected": r["rejected"][:1]} for r in rows]
+        alone = method.pair_logps(method.collect(method.collate(method.tokenize(plain)), 0))[1]
+        assert float(weights[0]) != pytest.approx(float(alone[0]), rel=1e-3)
+
+
+def test_thumbs_for_a_dialogue_count_the_assistant(tmp_path: Path) -> None:
+    """KTO sums what the assistant says, of its own answer and of the stranger's."""
+    model, rows = toy.build_model(0, "tiny"), dialogues()
+    config = KTOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False)
+    labelled = [
+        {"prompt": r["prompt"], "completion": r[side], "label": label}
+        for r in rows
+        for side, label in (("chosen", True), ("rejected", False))
+    ]
+    method = KTOTrainer(config, model, CHAT, labelled).method
+    batch = method.collate(method.tokenize(labelled))
+    sums = method.module(batch.plain()).logps.sum(1)
+    want = sorted(float(said(model, r, side).sum()) for r in rows for side in ("chosen", "rejected"))
+    assert sorted(sums.tolist()) == pytest.approx(want, abs=1e-4)
+    counts = set(batch.completion_mask.sum(1).tolist())
+    assert set(batch.other_mask.sum(1).tolist()) <= counts and max(counts) < int(batch.completion_lens.max())
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_pairs_of_dialogues() -> None:
+    """Where no mask can say what the assistant wrote, the rows are refused; single answers are taken."""
+    strict = copy.deepcopy(CHAT)  # shows the last answer only, as templates do that leave out what was thought
+    strict.chat_template = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['role'] }}: {{ m['content'] }} {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(DataError, match="no mask can say which tokens the assistant wrote"):
+        tokenize_preferences(dialogues()[:1], strict)
+    single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}
+    assert tokenize_preferences([single], strict)[0]["chosen_mask"] is None
+
+
+def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> None:
+    """SFT learns with it; preference training doesn't, and says so, at its start and in the doctor's look."""
+    lora = {"lora": {"r": 2, "dropout": 0.5}}
+    shape: dict[str, Any] = {"output_dir": str(tmp_path), "console": False, "model": {"name_or_path": "toy"} | lora}
+    with pytest.warns(UserWarning, match=r"model\.lora\.dropout is 0\.5, and this method learns without"):
+        DPOTrainer(DPOConfig.preset("toy", **shape), rows=toy.preference_rows(8, 0))
+    assert any("LoRA dropout is 0.5" in f.what for f in check_model(GPT2Config(), DPOConfig.preset("toy", **shape)))
+    config = SFTConfig.preset("toy", **shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sft = SFTTrainer(config, rows=toy.sft_rows(8, 0))
+    assert not [f for f in check_model(GPT2Config(), config) if "LoRA" in f.what]
+    for name, p in sft.method.module.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p)
+    batch = sft.method.collate(sft.source.rows[:4])  # type: ignore[attr-defined]
+    sft.method.module.train()
+    first, second = (sft.method.module(batch).logps for _ in range(2))
+    assert not torch.allclose(first, second)
+
+
+def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> None:
+    """`rlhf-nb data` counts turned pairs, pairs without a difference, turned thumbs, and pairs of the evaluation file that training turns round; one of each is shown."""
+    pair = {"prompt": "Do owls fly?", "chosen": "They do.", "rejected": "They do not."}
+    turned = pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]}
+    other = {"prompt": "Do bears fly?", "chosen": "No.", "rejected": "Yes."}
+    rows = [pair, other, turned, pair | {"rejected": "They do. "}]
+    file = lines(tmp_path / "pairs.jsonl", rows)
+    held = lines(tmp_path / "held.jsonl", [other | {"chosen": "Yes.", "rejected": "No."}])
+    found = look(file, "--eval", held)
+    assert (
+        "1 of 4 judgements contradict an earlier one (row 2 turns row 0 round: prompt 'Do owls fly?', chosen 'They do not.'"
+        in found
+    )
+    assert "1 row is" not in found and "1 pair has no difference (row 3:" in found
+    assert "1 of its 1 judgements stand here the other way round (its row 0 is row 1, turned:" in found
+    clean = look(lines(tmp_path / "clean.jsonl", rows[:2]))
+    assert "contradict" not in clean and "no difference" not in clean
+    thumbs = [{"prompt": "Hi", "completion": "Hello.", "label": up} for up in (1, 0)]
+    assert "(row 1 turns row 0 round: prompt 'Hi', completion 'Hello.', label False)" in look(
+        lines(tmp_path / "t.jsonl", thumbs)
+    )
+
+
+def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Path) -> None:
+    """Means over the steps after the fork that both have made, with their number and range."""
+    for name, loss, last in (("parent", 2.0, 8), ("fork", 1.0, 6)):
+        (tmp_path / name).mkdir()
+        steps = [{"type": "step", "step": s, "loss": loss + s} for s in range(1, last + 1)]
+        lines(tmp_path / name / "metrics.jsonl", [*steps, {"type": "eval", "step": 6, "eval/gold": loss}])
+    found = compare_futures(tmp_path / "parent", tmp_path / "fork", 3)
+    assert str(found["loss"]) == "6 against 7 (-1; means over 3 steps, 4 to 6)"
+    assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"
+
+
+def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    """A folder begun when reward models read two ends of an answer is refused with a sentence; one without such scores goes on."""
+    toy.build_model(0, "tiny").save_pretrained(tmp_path / "model")
+    CHAT.save_pretrained(tmp_path / "model")
+
+    def evaluated(folder: str, *more: str) -> tuple[int, str]:
+        words = [
+            "eval",
+            str(tmp_path / "model"),
+            "--suite",
+            "sums",
+            "--limit",
+            "1",
+            "max_new_tokens=2",
+            f"output_dir={tmp_path / folder}",
+        ]
+        done = CliRunner().invoke(app, [*words, *more])
+        asked = tmp_path / folder / "asked.json"  # as an earlier version wrote it
+        asked.write_text(json.dumps({k: v for k, v in json.loads(asked.read_text()).items() if k != "scoring"}))
+        return done.exit_code, " ".join(done.output.split())
+
+    tokens = "measures=[{verify: length, target: 3}]"
+    assert evaluated("a", tokens)[0] == 0
+    code, told = evaluated("a", tokens)
+    assert code == 1 and "its scores and new ones can't be mixed. Choose another output_dir, or --overwrite." in told
+    assert evaluated("a", tokens, "--overwrite")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0

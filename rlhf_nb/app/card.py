@@ -126,6 +126,14 @@ def _method_of(run: Path, logged: str) -> MethodInfo:
     return get(stage) if stage else alike[0] if alike else get(logged)
 
 
+def _config_of(run: Path, info: MethodInfo) -> Any:
+    """The settings of a run; one that began before held-out rows were drawn has held out its last ones."""
+    config: Any = info.config.load(run / "config.yaml")
+    if "eval_draw" in (run / "config.yaml").read_text(encoding="utf-8") or config.data.streaming:
+        return config
+    return config.replace(data=config.data.replace(eval_draw="end"))
+
+
 def read_run(place: str | Path) -> Told:
     """What is known of a run, or of a model's folder.
 
@@ -160,7 +168,7 @@ def read_run(place: str | Path) -> Told:
     told.steps, told.evals = ([e for e in events if e.get("type") == kind] for kind in ("step", "eval"))
     try:
         told.info = _method_of(run, str(start.get("method")))
-        told.config = told.info.config.load(run / "config.yaml")
+        told.config = _config_of(run, told.info)
     except (RlhfError, OSError) as e:
         told.info = told.config = None
         told.missing.append(f"the run's settings can't be read ({str(e).splitlines()[0]})")

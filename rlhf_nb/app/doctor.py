@@ -36,7 +36,17 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from ..train.setup import Kind, Row, in_kind, made_rows, parts_of, place_of, raw_rows, reading_of
+from rlhf_nb.train.setup import (
+    Kind,
+    Row,
+    dropout_left_out,
+    in_kind,
+    made_rows,
+    parts_of,
+    place_of,
+    raw_rows,
+    reading_of,
+)
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
@@ -197,11 +207,10 @@ def check_model(model_config: Any, config: Any) -> list[Finding]:
         what = f"the model has dropout ({', '.join(f'{k}={v:g}' for k, v in rates.items())})"
         why = "with dropout the same token has another log-prob each time: ratios and KL become noise"
         out.append(Finding("note", what, why, "nothing: it is switched off when the model is loaded"))
-    lora = config.model.lora
-    if lora is not None and lora.dropout > 0:
-        level: Level = "warning" if of(config).online else "note"
-        why = "in RL and preference training it turns log-probs into noise"
-        out.append(Finding(level, f"LoRA dropout is {lora.dropout:g}", why, "set model.lora.dropout=0"))
+    if dropout_left_out(config, getattr(of(config).trainer, "method_class", None)):
+        why = "this method learns without dropout, so it is 0 there: with it, log-probs would be noise"
+        what = f"LoRA dropout is {config.model.lora.dropout:g}"
+        out.append(Finding("warning", what, why, "set model.lora.dropout=0"))
     return out
 
 # %% ../../nbs/920_app_doctor.ipynb #148e69e5

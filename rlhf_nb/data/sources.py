@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from rlhf_nb.data.templates import (
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
-__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'truncate', 'row_lengths', 'LengthReport', 'length_report', 'filter_lengths',
-           'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts', 'collate_completions', 'collate_preferences',
-           'collate_prompts', 'prompt_batch', 'MemorySource', 'shuffle_buffer', 'StreamSource']
+__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport',
+           'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
+           'collate_completions', 'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource',
+           'shuffle_buffer', 'StreamSource']
 
 # %% ../../nbs/220_data_sources.ipynb #2dd78153
 _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
@@ -77,6 +78,38 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
     if warn and len(kept) < total:
         _warn(f"{total - len(kept)} of {total} rows occur more than once; each is kept once.")
     return kept
+
+# %% ../../nbs/220_data_sources.ipynb #22000a02
+def asked(row: Row) -> bytes:
+    """What rows share that begin alike: the prompt, of dialogues what is said before the first answer. A row without either is alone."""
+    start = row.get("prompt", row.get("messages"))
+    if isinstance(start, list):
+        start = list(takewhile(lambda m: m["role"] != "assistant", start))
+    return row_key({"prompt": start} if start else row)
+
+
+def hold_out(rows: Sequence[Row], n: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to learn from, and held-out ones, drawn by lot; rows that begin alike stay together.
+
+    A lot depends on the seed and on how a row begins, and not on its place, on its answers or on other rows.
+
+    Args:
+        rows: in normal form.
+        n: rows held out at most; fewer where no rows that belong together fit any more.
+        seed: same seed, same lots.
+
+    Returns:
+        (rows to learn from in their order, held-out ones in the order of their lots).
+    """
+    groups: dict[bytes, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(asked(row), []).append(i)
+    held: list[int] = []
+    for key in sorted(groups, key=lambda key: derive_seed(seed, "held out", key.hex())):
+        if len(held) + len(groups[key]) <= n:
+            held += groups[key]
+    away = set(held)
+    return [row for i, row in enumerate(rows) if i not in away], [rows[i] for i in held]
 
 # %% ../../nbs/220_data_sources.ipynb #21ddb2a7
 def _keep_end(ids: list[int], n: int, bos: int | None) -> list[int]:
@@ -355,6 +388,11 @@ def _no_bos(text: str, tok: Any) -> str:
     return text.removeprefix(tok.bos_token) if tok.bos_token else text
 
 
+def _counting(mask: list[bool]) -> list[bool] | None:
+    """A loss mask; None where every token counts, as in all answers of one turn."""
+    return None if all(mask) else mask
+
+
 def _silent(row: Row) -> bool:
     """Whether a demonstration has nothing to learn from."""
     if "text" in row:
@@ -429,7 +467,8 @@ def tokenize_preferences(
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
 
     Returns:
-        Rows with prompt_ids, chosen_ids, rejected_ids, margin (None where there is none), and lengths [prompt, longer completion] before cutting.
+        Rows with prompt_ids, chosen_ids, rejected_ids, chosen_mask and rejected_mask (of answers of several turns: what the assistant said;
+        None: every token counts), margin (None where there is none), and lengths [prompt, longer completion] before cutting.
 
     Raises:
         DataError: no rows, or a row of another format (named by its number); none left.
@@ -458,14 +497,15 @@ def tokenize_preferences(
         _warn_spelled([*asked[: len(kept)], *answers], tok)
     sides = encode_pairs(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
     out = []
-    for row, (prompt, chosen, _), (_, rejected, _) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
+    for row, (prompt, chosen, ours), (_, rejected, theirs) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
             was_cut = len(a) < len(chosen) or len(b) < len(rejected)
             lost["no difference inside max_length" if was_cut else "answers that are the same tokens"] += 1
             continue
         lengths = [len(prompt), max(len(chosen), len(rejected))]
-        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, "margin": row.get("margin")}
+        masks = {"chosen_mask": _counting(ours[: len(a)]), "rejected_mask": _counting(theirs[: len(b)])}
+        found = {"prompt_ids": head, "chosen_ids": a, "rejected_ids": b, **masks, "margin": row.get("margin")}
         out.append({**found, "lengths": lengths})
     if warn:
         _tell(out, lost, total, (max_length, max_prompt_length), tok)
@@ -514,7 +554,7 @@ def collate_completions(rows: Sequence[Row], pad_id: int) -> Completions:
 
 
 def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
-    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none.
+    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none. Without masks every token counts.
 
     Raises:
         DataError: only some rows have a margin.
@@ -526,7 +566,8 @@ def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
             f"{len(given)} of {len(margins)} rows have a margin; give it in all (0: no difference) or none."
         )
     prompts, chosen, rejected = ([r[k] for r in rows] for k in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None)
+    masks = [r.get("chosen_mask") for r in rows], [r.get("rejected_mask") for r in rows]
+    return PreferenceBatch.from_lists(prompts, chosen, rejected, pad_id, given or None, masks)
 
 
 def collate_prompts(rows: Sequence[Row], pad_id: int) -> PromptBatch:
@@ -567,7 +608,8 @@ def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:
     if state["rows"] != len(rows) or state["fingerprint"] != _fingerprint(rows):
         had = "as many" if state["rows"] == len(rows) else f"{state['rows']}"
         raise DataError(
-            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one."
+            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one. "
+            "Where data.eval_size holds rows out, the seed says which; before version 0.2 these were the last ones, which data.eval_draw=end holds out."
         )
 
 # %% ../../nbs/220_data_sources.ipynb #a55a496c

@@ -503,7 +503,7 @@ def encode_pairs(
         tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
-        B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion).
+        B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion). What stands behind the last answer is left out.
 
     Raises:
         DataError: a completion is empty, doesn't start with an answer, or is of another kind than its prompt; see also `dialogue_pieces`.
@@ -528,8 +528,9 @@ def encode_pairs(
     whole = encode_dialogues(tok, [[*(prompts[i] or []), *completions[i]] for i in chats], False, given)  # type: ignore[list-item]
     for i, row in zip(chats, whole):
         n = row.starts[len(prompts[i])]
+        end = len(row.mask) - row.mask[::-1].index(True)
         head = row.ids[:n] or encode_prompts(tok, [""])[0]
-        out[i] = head, row.ids[n:], row.mask[n:]
+        out[i] = head, row.ids[n:end], row.mask[n:end]
     return out
 
 

@@ -116,6 +116,8 @@ class ScalarModel(nn.Module):
     """
 
     role = "reward"
+    home: str | None = None  # where it was loaded from
+    foreign = False  # not saved by this package
     bias: Tensor
 
     def __init__(
@@ -562,6 +564,7 @@ def load_scalar(
         decoder, head, constant = _load_parts(where, about, options)
         model = cls(decoder, head, **extra)
     model.bias.fill_(float(getattr(config, "reward_bias", 0.0)) - constant)
+    model.home, model.foreign = str(name), kind != "adapter" and not hasattr(config, "reward_role")
     disable_dropout(model.decoder)
     return model.to(device).eval()
 

@@ -35,11 +35,11 @@ _all_ = ["base_of_adapter", "find_model", "is_made", "is_toy", "load_or_explain"
 _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
-__all__ = ['STARTS', 'ensure_pad', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype', 'resize_embeddings',
-           'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers', 'saved_wholes',
-           'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs',
-           'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter', 'base_of_adapter',
-           'find_model', 'is_made', 'is_toy', 'load_or_explain', 'named', 'pretrained', 'quiet']
+__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
+           'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers',
+           'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids',
+           'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
+           'base_of_adapter', 'find_model', 'is_made', 'is_toy', 'load_or_explain', 'named', 'pretrained', 'quiet']
 
 # %% ../../nbs/300_models_load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -91,6 +91,21 @@ def _generic_tokenizer(folder: Path) -> bool:
     return generic and (folder / "tokenizer.json").exists()
 
 # %% ../../nbs/300_models_load.ipynb #f4b4afa2
+def other_token(ours: Any, theirs: Any) -> str | None:
+    """What is wrong with reading one tokenizer's ids by another's model, as the middle of a sentence; None: nothing.
+
+    Args:
+        ours: whose ids are read; its PAD never is.
+        theirs: of the model that reads.
+    """
+    other = theirs.get_vocab()
+    for token, index in ours.get_vocab().items():
+        if other.get(token) != index and token != ours.pad_token:
+            found = f"is {other[token]} there" if token in other else "doesn't exist there"
+            return f"token {token!r} is {index} here and {found}"
+    return None
+
+
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"]
 _TOKENIZER_FILES += ["vocab.json", "vocab.txt", "spiece.model"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core import DataError, ModelError
 from ..scoring.trees import TOKEN_BUDGET
 from .adapters import Reference
-from ..types import Completions
+from ..types import Completions, LossMasks
 
 TokenPairs = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompts and completions
 
@@ -48,37 +48,49 @@ def model_fingerprint(reference: Reference) -> str:
 _NOT_MATHS = {"_name_or_path", "transformers_version", "use_cache", "architectures", "torch_dtype", "dtype"}
 
 
-def data_fingerprint(pairs: TokenPairs) -> str:
-    """32 hexadecimal digits that change with any token of any (prompt, completion).
+def data_fingerprint(pairs: TokenPairs, masks: LossMasks | None = None) -> str:
+    """32 hexadecimal digits that change with any token of any (prompt, completion), and with what counts of it.
 
     Args:
         pairs: token ids of prompts and completions, in order.
+        masks: 1 where a completion's token counts; None, for a row or for all of them: every token does.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for pair in pairs:
+    for pair, mask in zip(pairs, masks or [None] * len(pairs), strict=True):
         for ids in pair:
             digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, dtype="<i8").tobytes())
+        if mask is not None and not all(mask):  # no length of a list is as large as this mark
+            digest.update(b"\xff" * 8 + np.asarray(mask, dtype="<i8").tobytes())
     return digest.hexdigest()
 
 # %% ../../nbs/330_models_reference.ipynb #d3a154fe
-def reference_sums(reference: Reference, pairs: TokenPairs, *, token_budget: int = TOKEN_BUDGET) -> Tensor:
+def reference_sums(
+    reference: Reference, pairs: TokenPairs, *, token_budget: int = TOKEN_BUDGET, masks: LossMasks | None = None
+) -> Tensor:
     """[N] sums of the reference's log-probs over completions, computed now.
 
     Args:
         reference: the frozen model.
         pairs: token ids of N prompts and completions; neighbours with the same prompt share its tokens.
         token_budget: tokens of one forward pass at most.
+        masks: as in `data_fingerprint`.
     """
     device, parts = next(reference.model.parameters()).device, []
     for start in range(0, len(pairs), 512):
         prompts, completions = zip(*pairs[start : start + 512], strict=True)
-        c = Completions.from_lists(prompts, completions).to(device)
+        given = None if masks is None else masks[start : start + 512]
+        c = Completions.from_lists(prompts, completions, masks=given).to(device)
         parts.append(reference.logps(c, token_budget=token_budget).sum(1).float().cpu())
     return torch.cat(parts)
 
 # %% ../../nbs/330_models_reference.ipynb #8898b447
 def cached_sums(
-    reference: Reference, pairs: TokenPairs, folder: str | Path, *, token_budget: int = TOKEN_BUDGET
+    reference: Reference,
+    pairs: TokenPairs,
+    folder: str | Path,
+    *,
+    token_budget: int = TOKEN_BUDGET,
+    masks: LossMasks | None = None,
 ) -> Tensor:
     """[N] sums of the reference's log-probs over completions, from the cache where it has them.
 
@@ -87,17 +99,18 @@ def cached_sums(
         pairs: token ids of N prompts and completions.
         folder: of the cache; shared by any number of models, data sets and runs.
         token_budget: tokens of one forward pass at most.
+        masks: as in `data_fingerprint`.
 
     Raises:
         DataError: a file of the cache is damaged, or holds another model's or other data's numbers.
     """
     if not pairs:
         return torch.zeros(0)
-    key = {"model": model_fingerprint(reference), "data": data_fingerprint(pairs)}
+    key = {"model": model_fingerprint(reference), "data": data_fingerprint(pairs, masks)}
     path = Path(folder) / f"{key['model'][:16]}-{key['data'][:16]}.safetensors"
     if path.exists():
         return _read(path, key, len(pairs))
-    sums = reference_sums(reference, pairs, token_budget=token_budget)
+    sums = reference_sums(reference, pairs, token_budget=token_budget, masks=masks)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.tmp")
     save_file({"logps": sums}, str(aside), metadata=key)

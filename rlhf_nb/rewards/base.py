@@ -10,6 +10,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,16 +19,19 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, RewardError, check_choice, did_you_mean
+from ..config import ModelConfig
+from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean
+from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
-from .trl import as_reward
+from .trl import as_answers, as_reward
 from ..types import Completions, Rollout
 
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'RolloutScorer', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty', 'RunningNormalizer']
+__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
+           'RunningNormalizer']
 
 # %% ../../nbs/440_rewards_base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
@@ -210,7 +214,7 @@ def _once(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float
         if isinstance(fn, RolloutScorer):
             return fn.score_rollout(rollout)
         with _within(limit):
-            answer = fn(list(rollout.prompts), list(rollout.texts), **columns)
+            answer = fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
         return _together([lambda: answer], [_Patience(limit)])()[0] if inspect.isawaitable(answer) else answer
     except _Late:
         return _NoAnswer(f"gave no answer within {limit} s")
@@ -223,7 +227,7 @@ def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], how
     waiting = [i for i, (fn, _, _) in enumerate(calls) if not isinstance(fn, RolloutScorer) and _is_async(fn)]
 
     def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
-        return lambda: fn(list(rollout.prompts), list(rollout.texts), **columns)
+        return lambda: fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
 
     wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
     answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
@@ -247,7 +251,7 @@ def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
     row = min(bad)
     return RewardError(
         f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt {_excerpt(rollout.prompts[row])}, "
-        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or set on_error='skip' to count and go on."
+        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or let it be asked again (retries: 2 in its entry of rewards); in Python, Rewards(..., on_error='skip') counts and goes on."
     )
 
 
@@ -296,6 +300,41 @@ def _row_by_row(
     return values, bad
 
 # %% ../../nbs/440_rewards_base.ipynb #4a7614f5
+def check_reader(model: Any, tokenizer: Any) -> None:
+    """Refuse a reward model that has other tokens; say so where its makers read a score at another place.
+
+    Args:
+        model: a RewardModel that was loaded from a folder or the hub.
+        tokenizer: of the model that answers.
+
+    Raises:
+        ModelError: it has another tokenizer.
+    """
+    as_text = f"Read it as text: rewards=[{{classifier: {model.home}, reads: both}}]"
+    try:
+        own = load_tokenizer(ModelConfig(name_or_path=model.home))
+    except ModelError:
+        own = None  # none was saved there
+    known = model.decoder.config.get_text_config().vocab_size
+    found = other_token(tokenizer, own) if own is not None else None
+    if own is None and known < len(tokenizer):
+        found = f"there are {len(tokenizer)} here, and it knows {known}"
+    if found:
+        raise ModelError(
+            f"the reward model {model.home!r} has another tokenizer: {found}. It is given the policy's tokens, so its scores would be about other words. "
+            f"{as_text}; or train one from the policy's model, rlhf-nb reward."
+        )
+    if model.foreign and own is not None and own.chat_template is not None:
+        said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
+        end = str(own.apply_chat_template(said, tokenize=False)).rpartition("Yes.")[2]
+        if end != tokenizer.eos_token:
+            warnings.warn(
+                f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the {tokenizer.eos_token!r} that ends an answer; its template ends an "
+                f"answer by {end!r}, and whoever trains on the template's text (transformers, TRL) reads it at the last of that: other numbers. {as_text}.",
+                stacklevel=3,
+            )
+
+
 class Rewards:
     """Several reward functions with weights, as one.
 
@@ -394,6 +433,20 @@ class Rewards:
         scores[silent] = self.fallback
         self.stats |= {"rewards/unscored": float(len(silent))} if silent else {}
         return scores.to(device), parts
+
+    def check_tokens(self, tokenizer: Any) -> None:
+        """See to it that reward models among these read the tokens that they are given.
+
+        Args:
+            tokenizer: of the model that answers.
+
+        Raises:
+            ModelError: one has another tokenizer.
+        """
+        for fn in self.fns:
+            for model in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
+                if getattr(model, "home", None) is not None:
+                    check_reader(model, tokenizer)
 
     def _ask(self, rollout: Rollout) -> list[tuple[list[float | None], dict[str, Tensor], int]]:
         """For each function its checked answers, parts of its own, and how many rows it failed on."""

@@ -81,9 +81,14 @@ class ClassifierReward:
 
     def ids(self, prompt: Any, completion: Any) -> list[int]:
         """The tokens of a text, special ones included; the beginning goes where it is too long."""
-        text = completion_text(completion)
-        text = prompt_text(prompt) + ("" if isinstance(prompt, str) else "\n") + text if self.reads == "both" else text
+        text, template = completion_text(completion), self.reads == "both" and not isinstance(prompt, str)
         self.tokenizer.truncation_side = "left"
+        if template and self.tokenizer.chat_template is not None:
+            said = [*prompt, {"role": "assistant", "content": str(text)}]
+            whole = str(self.tokenizer.apply_chat_template(said, tokenize=False))
+            cut: dict[str, Any] = {"truncation": True, "max_length": self.longest, "add_special_tokens": False}
+            return list(self.tokenizer(whole, **cut)["input_ids"])
+        text = prompt_text(prompt) + ("" if isinstance(prompt, str) else "\n") + text if self.reads == "both" else text
         ids: list[int] = self.tokenizer(text, truncation=True, max_length=self.longest)["input_ids"]
         own = (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, 0)
         return ids or [next(x for x in own if x is not None)]  # an empty text

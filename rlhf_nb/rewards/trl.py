@@ -10,7 +10,7 @@ from typing import Any
 from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['trl_reward', 'as_reward']
+__all__ = ['Answer', 'as_answers', 'trl_reward', 'as_reward']
 
 # %% ../../nbs/438_rewards_trl.ipynb #023c13d9
 _ONLY_THERE = {
@@ -19,6 +19,39 @@ _ONLY_THERE = {
     "log_metric": "a list of functions (each is logged under its name)",
     "environments": "one function that does all it needs",
 }
+
+
+class _Edge(str):
+    """The first or the last letter of an answer, which is a message, too, for whom asks by key."""
+
+    message: dict[str, str]
+
+    def __getitem__(self, at: Any) -> str:
+        return self.message[at] if isinstance(at, str) else super().__getitem__(at)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What the message holds."""
+        return self.message.get(key, default)
+
+
+class Answer(str):
+    """A text that can be read as TRL's list of one message, too: `answer[0]["content"]` is the whole of it.
+
+    An empty one has an empty first letter, where a plain text raises IndexError.
+    """
+
+    def __getitem__(self, at: Any) -> str:
+        """A letter or a part; the first and the last letter know the message."""
+        if at not in (0, -1):
+            return super().__getitem__(at)
+        letter = _Edge(self[:1] if at == 0 else self[-1:])
+        letter.message = {"role": "assistant", "content": str(self)}
+        return letter
+
+
+def as_answers(prompts: list[Any], completions: list[str]) -> list[str]:
+    """Texts as a reward function gets them: behind prompts of messages they can be read as messages, too."""
+    return [Answer(c) if isinstance(p, list) else c for p, c in zip(prompts, completions, strict=True)]
 
 
 def _is_trls(parameters: list[inspect.Parameter]) -> bool:
@@ -51,7 +84,7 @@ def trl_reward(fn: Any) -> Any:
 
     def call(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
         said = [
-            [{"role": "assistant", "content": c}] if isinstance(p, list) else c
+            [{"role": "assistant", "content": str(c)}] if isinstance(p, list) else c
             for p, c in zip(prompts, completions, strict=True)
         ]
         given = {"prompts": prompts, "completions": said, **columns}

@@ -250,15 +250,7 @@ class Trainer:
         size = sum(p.numel() for p in method.module.parameters())
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
-        ranks = self.engine.world_size
-        for name in ("mini_batch_size", "rollout_batch_size"):
-            rows = getattr(config, name)
-            if rows % ranks:
-                less = rows - rows % ranks
-                raise ConfigError(
-                    f"{name} {rows} counts the rows of all processes together, and {ranks} processes can't share it evenly: "
-                    f"set it to {f'{less} or ' if less else ''}{less + ranks}"
-                )
+        _check_shares(config, self.engine.world_size, getattr(source, "group", 1))
         self.total_steps = _planned_steps(source, config)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
@@ -552,6 +544,28 @@ class Trainer:
         if message and self.engine.is_main:
             warnings.warn(message, stacklevel=5)
             self.event("warning", message=message)
+
+
+def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
+    """Refuse batches that processes can't share evenly: rows would be left out, or some process would have nothing to do.
+
+    Args:
+        config: batch sizes, in rows of all processes together.
+        ranks: processes.
+        group: rows that are made of one row of the source (the answers to a prompt).
+
+    Raises:
+        ConfigError: with the sizes that would do.
+    """
+    for name, unit in (("mini_batch_size", ranks), ("rollout_batch_size", ranks * group)):
+        rows = getattr(config, name)
+        if rows % unit:
+            of = f", {group} to each of {rows // group} prompts" if unit > ranks else ""
+            sizes = [str(n) for n in (rows - rows % unit, rows - rows % unit + unit) if n]
+            raise ConfigError(
+                f"{name} {rows} counts the rows of all processes together{of}, and {ranks} processes can't share them evenly: "
+                f"set it to {' or '.join(sizes)}"
+            )
 
 
 def _planned_steps(source: Source, config: TrainConfig) -> int:

@@ -100,6 +100,11 @@ class ReferencedPairs(PreferenceBatch):
     ref_rejected_logps: Tensor | None = None  # float[B]
 
 # %% ../../nbs/620_train_dpo.ipynb #2cfd9ad2
+def _said(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, C] with what counts moved to the left, in its order: an answer of several turns without the turns of others."""
+    return x.gather(1, (~mask).int().sort(stable=True, dim=1).indices)
+
+
 class DPO(OfflineMethod):
     """The DPO family as a method of the loop.
 
@@ -139,25 +144,29 @@ class DPO(OfflineMethod):
         """Chosen and rejected, next to each other."""
         return batch.completions(self.tokenizer.pad_token_id)
 
-    def sums(self, logps: Tensor, lens: Tensor) -> Tensor:
+    def sums(self, logps: Tensor, mask: Tensor) -> Tensor:
         """[2B], log-prob of each answer; with `ld_alpha`, tokens beyond the shorter of the two count less."""
-        alpha = self.config.ld_alpha
-        return logps.sum(1) if alpha is None else desensitize(logps, lens, lens.view(-1, 2).flip(1).flatten(), alpha)
+        alpha, lens = self.config.ld_alpha, mask.sum(1)
+        if alpha is None:
+            return logps.sum(1)
+        return desensitize(_said(logps, mask), lens, lens.view(-1, 2).flip(1).flatten(), alpha)
 
     def pair_logps(self, micro: ReferencedPairs) -> tuple[PairLogps, Tensor | None]:
         """What the losses look at, the policy's part with gradient; and WPO's weights, if they are asked for."""
         c = micro.completions(self.tokenizer.pad_token_id).trim()
         out = self.module(c, log_sum_sq=self.config.wpo)
-        sums, ref = self.sums(out.logps, c.completion_lens), (micro.ref_chosen_logps, micro.ref_rejected_logps)
-        pair = PairLogps(sums[0::2], sums[1::2], *ref, micro.chosen_lens, micro.rejected_lens)
+        sums, ref = self.sums(out.logps, c.completion_mask), (micro.ref_chosen_logps, micro.ref_rejected_logps)
+        lens = c.completion_mask.sum(1)
+        pair = PairLogps(sums[0::2], sums[1::2], *ref, lens[0::2], lens[1::2])
         if out.log_sum_sq is None:
             return pair, None
-        chosen_side, rejected_side = ((out.logps[i::2], out.log_sum_sq[i::2], c.completion_lens[i::2]) for i in (0, 1))
+        said, squares = (_said(x, c.completion_mask) for x in (out.logps, out.log_sum_sq))
+        chosen_side, rejected_side = ((said[i::2], squares[i::2], lens[i::2]) for i in (0, 1))
         return pair, wpo_weights(chosen_side, rejected_side)
 
     def denominators(self, mini: ReferencedPairs) -> dict[str, Tensor]:
         """Preferences are averaged over pairs, the anchor over tokens of chosen answers."""
-        return {"preference": torch.tensor(len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_lens.sum()}
+        return {"preference": torch.tensor(len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
 
     def micro_batches(self, mini: ReferencedPairs) -> list[ReferencedPairs]:
         """One forward each: pairs of similar length, within the token budget; losses that sort pairs get all at once."""

@@ -24,7 +24,7 @@ from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
 from .setup import Row, in_kind, toy_presets
-from ..types import Completions, LossSum, along
+from ..types import Completions, LossSum
 
 # %% auto #0
 __all__ = ['KTOConfig', 'partners', 'check_labels', 'tokenize_labelled', 'LabelledAnswers', 'KTO', 'KTOTrainer']
@@ -61,8 +61,13 @@ class KTOConfig(OfflineConfig):
         return self
 
 # %% ../../nbs/625_train_kto.ipynb #b0a054cc
+def _as_other(row: Row) -> Row:
+    """A row's answer as another row's partner."""
+    return {"other_ids": row["completion_ids"], "other_mask": row.get("completion_mask")}
+
+
 def partners(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Each tokenized row with another row's answer, `other_ids`, that belongs to a different prompt.
+    """Each tokenized row with another row's answer, `other_ids` and `other_mask`, that belongs to a different prompt.
 
     Args:
         rows: with prompt_ids and completion_ids.
@@ -83,7 +88,7 @@ def partners(rows: Sequence[Row], seed: int) -> list[Row]:
                 f"all {len(rows)} rows have the same prompt, so no answer can be put under another one, and the baseline would be a guess. "
                 "Use loss=apo_zero_unpaired, which needs none, or more prompts."
             )
-        out[i] = rows[i] | {"other_ids": other["completion_ids"]}
+        out[i] = rows[i] | _as_other(other)
     return out
 
 
@@ -136,26 +141,18 @@ class LabelledAnswers(Completions):
     label: Tensor  # bool[B], True = desirable
     other_ids: Tensor  # int64[B, D], padded on the right
     other_lens: Tensor  # int64[B]
+    other_mask: Tensor  # bool[B, D], 1 = said by the assistant
     ref_logps: Tensor | None = None  # float[B], sums over the answer under the reference
     ref_other_logps: Tensor | None = None  # float[B], the same for the stranger's
 
-    def under(self, ids: Tensor, lens: Tensor) -> Completions:
-        """Answers under these prompts.
-
-        Args:
-            ids: int64[B, C], their tokens, padded on the right.
-            lens: int64[B].
-        """
-        real = along(lambda rows, n: torch.arange(rows.shape[1], device=rows.device) < n[:, None], ids, lens)
-        return Completions(self.prompt_ids, self.prompt_mask, ids, lens, real)
-
     def plain(self) -> Completions:
         """The answers alone."""
-        return self.under(self.completion_ids, self.completion_lens)
+        answers = self.completion_ids, self.completion_lens, self.completion_mask
+        return Completions(self.prompt_ids, self.prompt_mask, *answers)
 
     def others(self) -> Completions:
-        """The strangers' answers."""
-        return self.under(self.other_ids, self.other_lens)
+        """The strangers' answers under these prompts."""
+        return Completions(self.prompt_ids, self.prompt_mask, self.other_ids, self.other_lens, self.other_mask)
 
     def both(self) -> Completions:
         """2B rows: own answer 0, stranger's 0, own 1, ...: neighbours share their prompt."""
@@ -192,16 +189,20 @@ class KTO(OfflineMethod):
             check_labels(rows, self.config)
         out = tokenize_labelled(rows, self.tokenizer, self.config.data, warn)
         if self.config.loss != "kto":  # no stranger is needed
-            return self.cache_reference([r | {"other_ids": r["completion_ids"]} for r in out])
+            return self.cache_reference([r | _as_other(r) for r in out])
         return self.cache_reference(partners(out, self.config.seed))
 
     def collate(self, rows: list[Row]) -> LabelledAnswers:
         """Tokenized rows as one batch, with cached log-probs of the reference where rows carry them."""
         prompts, pad = [r["prompt_ids"] for r in rows], self.tokenizer.pad_token_id
-        own = Completions.from_lists(prompts, [r["completion_ids"] for r in rows], pad)
-        other = Completions.from_lists(prompts, [r["other_ids"] for r in rows], pad)
-        label, ids, lens = torch.tensor([bool(r["label"]) for r in rows]), other.completion_ids, other.completion_lens
-        batch = LabelledAnswers(**own.columns_dict(), label=label, other_ids=ids, other_lens=lens)
+        own, other = (
+            Completions.from_lists(prompts, [r[f"{k}_ids"] for r in rows], pad, [r.get(f"{k}_mask") for r in rows])
+            for k in ("completion", "other")
+        )
+        batch = LabelledAnswers(
+            **own.columns_dict(), label=torch.tensor([bool(r["label"]) for r in rows]),
+            other_ids=other.completion_ids, other_lens=other.completion_lens, other_mask=other.completion_mask,
+        )  # fmt: skip
         self.take_cached(batch, rows)
         return batch
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import ConfigError, ModelError, decide_precision
 from ..models.adapters import Reference
-from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
+from ..models.load import disable_dropout, load_causal_lm, load_tokenizer, other_token
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
@@ -67,14 +67,12 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     Raises:
         ModelError: vocabularies differ; the message names a token.
     """
-    mine, other = ours.get_vocab(), theirs.get_vocab()
-    for token, index in mine.items():
-        if other.get(token) != index:
-            found = f"is {other[token]} there" if token in other else "doesn't exist there"
-            raise ModelError(
-                f"{role} {where!r} has another tokenizer: token {token!r} is {index} here and {found}. Its log-probs would be about other "
-                "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
-            )
+    found = other_token(ours, theirs)
+    if found:
+        raise ModelError(
+            f"{role} {where!r} has another tokenizer: {found}. Its log-probs would be about other "
+            "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
+        )
 
 
 def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True) -> Reference | None:
@@ -104,13 +102,14 @@ def with_reference(
     """Tokenized rows with the reference's log-probs as columns, from the cache on disk where it has them.
 
     Args:
-        rows: with prompt_ids, and two answers to each prompt.
+        rows: with prompt_ids, and two answers to each prompt, with masks where not every token counts.
         reference: the frozen model.
         config: `reference_cache` and `token_budget`.
         columns: new column: the column with the answer's token ids; two of them.
     """
     answers = [(r["prompt_ids"], r[ids]) for r in rows for ids in columns.values()]
-    sums = cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget)
+    masks = [r.get(ids.replace("_ids", "_mask")) for r in rows for ids in columns.values()]
+    sums = cached_sums(reference, answers, config.reference_cache, token_budget=config.token_budget, masks=masks)
     return [r | dict(zip(columns, two)) for r, two in zip(rows, sums.view(-1, 2).tolist(), strict=True)]
 
 # %% ../../nbs/618_train_offline.ipynb #618aa003
@@ -162,8 +161,8 @@ class OfflineMethod(TextMethod):
         """The same, for the self-check."""
         return self.answers(batch)
 
-    def sums(self, logps: Tensor, lens: Tensor) -> Tensor:
-        """[2B], log-prob of each answer from those of its tokens [2B, C]."""
+    def sums(self, logps: Tensor, mask: Tensor) -> Tensor:
+        """[2B], log-prob of each answer from those of its tokens [2B, C], which are 0 where the mask is."""
         return logps.sum(1)
 
     def collect(self, batch: Any, step: int) -> Any:
@@ -171,7 +170,7 @@ class OfflineMethod(TextMethod):
         first, second = self.reference_columns
         if self.reference is not None and getattr(batch, first) is None:
             c = self.answers(batch)
-            sums = self.sums(self.reference.logps(c, token_budget=self.config.token_budget), c.completion_lens)
+            sums = self.sums(self.reference.logps(c, token_budget=self.config.token_budget), c.completion_mask)
             setattr(batch, first, sums[0::2])
             setattr(batch, second, sums[1::2])
         return batch

@@ -257,6 +257,7 @@ class OnlineMethod(TextMethod):
     ) -> None:
         super().__init__(model, tokenizer, config, module)
         self.rewards, self.reference = with_watched(rewards, config), reference
+        self.rewards.check_tokens(tokenizer)
         self.watch = held_out_rewards(config)  # rewards, by name, that `evaluate` reports too; the trainer may add some
         for name in dict.fromkeys((*self.rewards.names, *self.watch)):
             if shown_as(name) != name:

@@ -249,7 +249,9 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
             found = Rewards(
                 RewardModelFn(found, c.rewards[0].name or "reward_model") if isinstance(found, RewardModel) else found
             )
-        return RewardJudge(found, tokenizer or load_tokenizer(config.model), c.clarity)
+        tokenizer = tokenizer or load_tokenizer(config.model)
+        found.check_tokens(tokenizer)
+        return RewardJudge(found, tokenizer, c.clarity)
     if c.model is None:
         raise ConfigError(
             "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, judge.endpoint.url=http://... with "

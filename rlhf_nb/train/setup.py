@@ -26,7 +26,7 @@ from ..data.cache import cache_key, code_digest, default_folder, files_digest, k
 from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
-from ..data.sources import MemorySource, StreamSource, deduplicate, row_key
+from ..data.sources import MemorySource, StreamSource, deduplicate, hold_out, row_key
 from ..data.templates import speaks_chat
 from ..data.legs import is_legs, legs_demonstrations, legs_pairs, legs_prompts, legs_steps
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
@@ -52,7 +52,7 @@ __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 
            'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
            'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
            'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
-           'TextTrainer']
+           'dropout_left_out', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -277,8 +277,7 @@ def load_parts(data: DataConfig, kind: Kind, seed: int = 0) -> list[tuple[list[R
     whole = [_load_part(part.replace(eval_size=None), kind, seed) for part in parts]
     if data.eval_size is not None:
         sizes = apportion(data.eval_size, weights_of(data) or [len(rows) for rows, _ in whole])
-        cut = [len(rows) - min(n, len(rows) // 2) for (rows, _), n in zip(whole, sizes)]
-        whole = [(rows[:k], rows[k:]) for (rows, _), k in zip(whole, cut)]
+        whole = [_divide(rows, min(n, len(rows) // 2), part, seed) for part, (rows, _), n in zip(parts, whole, sizes)]
     seen = {row_key(r) for _, held in whole for r in held}
     out = []
     for part, (rows, held) in zip(parts, whole):
@@ -289,6 +288,8 @@ def load_parts(data: DataConfig, kind: Kind, seed: int = 0) -> list[tuple[list[R
                 f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. Leave it out."
             )
         out.append((kept, held))
+    if data.eval_size is not None:
+        _tell_shared_prompts([r for rows, _ in out for r in rows], [r for _, held in out for r in held], data)
     return out
 
 
@@ -302,14 +303,31 @@ def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list
     if data.eval_split is not None:
         held_out = _whole(data, kind, seed, data.eval_split)
         return _tell_shared_prompts(rows, held_out, data)
-    held = min(data.eval_size or 0, len(rows) // 2)
-    if held < (data.eval_size or 0):
+    if data.eval_size is None:
+        return rows, []
+    n = min(data.eval_size, len(rows) // 2)
+    if n < data.eval_size:
         warnings.warn(
-            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for training: {held or 'none'} are held out.",
+            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for training: {n or 'none'} are held out.",
             DataWarning,
             stacklevel=2,
         )
-    return _tell_shared_prompts(rows[: len(rows) - held], rows[len(rows) - held :], data)
+    return _tell_shared_prompts(*_divide(rows, n, data, seed), data)
+
+
+def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to learn from, and n held-out ones, as `data.eval_draw` says."""
+    if data.eval_draw == "end":
+        return rows[: len(rows) - n], rows[len(rows) - n :]
+    kept, held = hold_out(rows, n, seed if data.eval_draw is None else data.eval_draw)
+    if len(held) < n:
+        warnings.warn(
+            f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the same prompt stay together, and no more fit. "
+            "Another data.eval_size may; data.eval_draw=end takes the last rows, whatever they ask.",
+            DataWarning,
+            stacklevel=2,
+        )
+    return kept, held
 
 
 def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> tuple[list[Row], list[Row]]:
@@ -320,10 +338,12 @@ def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> 
         cure = (
             "take them out of one of the splits"
             if data.eval_split is not None
-            else "the last rows are held out: put rows of one prompt next to each other, or name an eval_split"
+            else "take them out of one source of the mix"
         )
+        if data.eval_draw == "end":
+            cure = "data.eval_draw=null draws rows by lot, those of one prompt together"
         warnings.warn(
-            f"{shared} of {len(held)} held-out rows of {data.path} have prompts that are trained on, too: what is measured on them is partly memory; {cure}.",
+            f"{shared} of {len(held)} held-out rows of {data.path or 'the mix'} have prompts that are trained on, too: what is measured on them is partly memory; {cure}.",
             DataWarning,
             stacklevel=3,
         )
@@ -344,6 +364,13 @@ def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]
         return [row for part in each for row in held_out_of_stream(part, kind, seed)]
     split = data.split if data.eval_split is None else data.eval_split
     n = (data.eval_size or 0) if data.eval_split is None else None
+    if n:
+        warnings.warn(
+            f"held-out rows are the first {n} of the stream {data.path}, as they come: where it is sorted, they are of another kind than the rest. "
+            "data.eval_split=NAME takes a split of its own, data.streaming=false draws rows by lot.",
+            DataNote,
+            stacklevel=3,
+        )
     return list(islice(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)), n)) if n != 0 else []
 
 
@@ -420,6 +447,7 @@ class TextMethod(BaseMethod):
     """
 
     reference: Reference | None = None
+    adapter_dropout: ClassVar[bool] = False  # whether `model.lora.dropout` is on while it learns
     token_settings: ClassVar[tuple[str, ...] | None] = (
         None  # settings that `tokenize` reads, besides data; None: all may be
     )
@@ -616,6 +644,22 @@ def check_adapters(config: Any, model: Any) -> None:
         )
 
 
+def dropout_left_out(config: Any, method: Any) -> str:
+    """The sentence for a run that asks for dropout in its adapters, of a method that learns without; "" where there is nothing to say.
+
+    Args:
+        config: of the run.
+        method: its method, or the class of it.
+    """
+    lora = config.model.lora
+    if lora is None or not lora.dropout or getattr(method, "adapter_dropout", False):
+        return ""
+    return (
+        f"model.lora.dropout is {lora.dropout:g}, and this method learns without dropout, so it is 0 here: log-probs of one token that differ "
+        "each time would be noise in ratios, margins and KL. Set model.lora.dropout=0; sft has it."
+    )
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -658,6 +702,8 @@ class TextTrainer(Trainer):
         reads = data_read(config.data) if rows is None else []
         given = self._given(config, rows, eval_rows)
         method = self.make_method(config, model, tokenizer, given.rows, **(parts or {}))
+        if left_out := dropout_left_out(config, method):
+            warnings.warn(left_out, stacklevel=3)
         sources: list[Any]
         if given.way == "streamed":
             tokenize, places = partial(method.tokenize, warn=False), zip(parts_of(config.data), seeds_of(config))

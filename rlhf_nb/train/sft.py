@@ -83,6 +83,7 @@ class SFT(TextMethod):
     step = 0
     config: SFTConfig
 
+    adapter_dropout = True
     token_settings = ()  # that `tokenize` reads, besides data
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
