@@ -174,7 +174,8 @@ def say_value(value: Any) -> str:
 
 def _is_group(kind: Any) -> bool:
     """Whether an annotation is itself a group of settings."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    plain = isinstance(kind, type) and get_origin(kind) is None  # Python 3.10 says of list[int], too, that it is a type
+    return plain and issubclass(kind, BaseModel)
 
 
 def _options(kind: Any) -> list[Any]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from rlhf_nb.app import cycle
+from rlhf_nb.app.cli import app
 from rlhf_nb.app.cycle import CycleConfig, run_cycle
 from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.data import toy
@@ -101,6 +103,21 @@ def test_a_turn_that_is_killed_at_its_end_is_finished(
     assert len(times) == (2 if ends == "refused" else 1)  # a version that was made isn't learnt again
     assert not list(versions.folder.glob(".*")) and (versions.folder / "cycles" / "1" / "cycle.json").is_file()
     assert run_cycle(config).event == ("waits" if ends == "canary" else "nothing new")
+
+
+@pytest.mark.parametrize(("event", "code"), [("promoted", 0), ("refused", 3), ("nothing new", 0)])
+def test_scripts_see_how_a_turn_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, code: int) -> None:
+    """Exit code 3 says that the new version was refused, 0 that there is nothing to look after, 1 that it could not be done."""
+    config = settings(tmp_path)
+    monkeypatch.setattr(cycle, "learn", lambda *args: (None if event == "refused" else tmp_path / "start", "said so"))
+    if event == "nothing new":
+        run_cycle(config)
+    words = ["cycle", str(config.feedback), "--models", config.models, f"start={config.start}", "least_pairs=20"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code and done.output.lstrip().splitlines()[-2].startswith(event), done.output
+    monkeypatch.setattr(cycle, "run_cycle", lambda *args: cycle.Turn("rolled back", "v1", "users complain"))
+    assert CliRunner().invoke(app, words).exit_code == 3
+    assert CliRunner().invoke(app, [*words, "canari=1"]).exit_code == 1
 
 
 def test_a_trial_is_decided_by_what_a_servers_users_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
+from rlhf_nb.train.fork import compare_futures
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.setup import held_out_of_stream, load_rows
@@ -392,3 +393,67 @@ def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> No
     sft.method.module.train()
     first, second = (sft.method.module(batch).logps for _ in range(2))
     assert not torch.allclose(first, second)
+
+
+def test_judgements_that_contradict_each_other_are_counted(tmp_path: Path) -> None:
+    """`rlhf-nb data` counts turned pairs, pairs without a difference, turned thumbs, and pairs of the evaluation file that training turns round; one of each is shown."""
+    pair = {"prompt": "Do owls fly?", "chosen": "They do.", "rejected": "They do not."}
+    turned = pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]}
+    other = {"prompt": "Do bears fly?", "chosen": "No.", "rejected": "Yes."}
+    rows = [pair, other, turned, pair | {"rejected": "They do. "}]
+    file = lines(tmp_path / "pairs.jsonl", rows)
+    held = lines(tmp_path / "held.jsonl", [other | {"chosen": "Yes.", "rejected": "No."}])
+    found = look(file, "--eval", held)
+    assert (
+        "1 of 4 judgements contradict an earlier one (row 2 turns row 0 round: prompt 'Do owls fly?', chosen 'They do not.'"
+        in found
+    )
+    assert "1 row is" not in found and "1 pair has no difference (row 3:" in found
+    assert "1 of its 1 judgements stand here the other way round (its row 0 is row 1, turned:" in found
+    clean = look(lines(tmp_path / "clean.jsonl", rows[:2]))
+    assert "contradict" not in clean and "no difference" not in clean
+    thumbs = [{"prompt": "Hi", "completion": "Hello.", "label": up} for up in (1, 0)]
+    assert "(row 1 turns row 0 round: prompt 'Hi', completion 'Hello.', label False)" in look(
+        lines(tmp_path / "t.jsonl", thumbs)
+    )
+
+
+def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Path) -> None:
+    """Means over the steps after the fork that both have made, with their number and range."""
+    for name, loss, last in (("parent", 2.0, 8), ("fork", 1.0, 6)):
+        (tmp_path / name).mkdir()
+        steps = [{"type": "step", "step": s, "loss": loss + s} for s in range(1, last + 1)]
+        lines(tmp_path / name / "metrics.jsonl", [*steps, {"type": "eval", "step": 6, "eval/gold": loss}])
+    found = compare_futures(tmp_path / "parent", tmp_path / "fork", 3)
+    assert str(found["loss"]) == "6 against 7 (-1; means over 3 steps, 4 to 6)"
+    assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"
+
+
+def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    """A folder begun when reward models read two ends of an answer is refused with a sentence; one without such scores goes on."""
+    toy.build_model(0, "tiny").save_pretrained(tmp_path / "model")
+    CHAT.save_pretrained(tmp_path / "model")
+
+    def evaluated(folder: str, *more: str) -> tuple[int, str]:
+        words = [
+            "eval",
+            str(tmp_path / "model"),
+            "--suite",
+            "sums",
+            "--limit",
+            "1",
+            "max_new_tokens=2",
+            f"output_dir={tmp_path / folder}",
+        ]
+        done = CliRunner().invoke(app, [*words, *more])
+        asked = tmp_path / folder / "asked.json"  # as an earlier version wrote it
+        asked.write_text(json.dumps({k: v for k, v in json.loads(asked.read_text()).items() if k != "scoring"}))
+        return done.exit_code, " ".join(done.output.split())
+
+    tokens = "measures=[{verify: length, target: 3}]"
+    assert evaluated("a", tokens)[0] == 0
+    code, told = evaluated("a", tokens)
+    assert code == 1 and "its scores and new ones can't be mixed. Choose another output_dir, or --overwrite." in told
+    assert evaluated("a", tokens, "--overwrite")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0
+    assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0

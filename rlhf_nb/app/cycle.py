@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told insid
     from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle', 'cycle_command']
+__all__ = ['REFUSED', 'CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle',
+           'cycle_command']
 
 # %% ../../nbs/934_app_cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):
@@ -423,6 +424,7 @@ _Words = typer.Argument(
     None, metavar="[KEY=VALUE]...", help="settings, for example dpo.beta=0.2 gates.margin=0.02 start=FOLDER"
 )
 _Config = typer.Option(None, "--config", "-c", help="YAML or JSON file with settings")
+REFUSED = 3  # the exit code of a turn whose version was refused, or taken back
 
 
 def cycle_command(
@@ -438,7 +440,8 @@ def cycle_command(
     toy: bool = typer.Option(False, "--toy", help="start from the toy presets: tiny models"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Close the circle: learn from what users said, and promote the new version if it passes; or go back."""
+    """Close the circle: learn from what users said, and promote the new version if it passes; or go back. Exit code 3: it was refused, or taken back."""
+    event = ""
     with told(debug):
         given = list(words or [])
         if store is not None and "=" in store and not Path(store).exists():
@@ -455,6 +458,7 @@ def cycle_command(
             roll_back(versions, reason)
         elif not history:
             turn = run_cycle(found, lambda text: tell(text, err=False), again)
+            event = turn.event
             stays = turn.event in ("refused", "nothing new")
             tell(f"{turn.event}{'' if stays else f': {turn.version}'}. {turn.reason}.", err=False)
         for e in versions.history() if history else ():
@@ -462,3 +466,5 @@ def cycle_command(
             tell(f"{when}  {e['type']:12s} {e['version']:6s} {e['reason']}", err=False)
         trial = f", on trial: {versions.canary}" if versions.canary else ""
         tell(f"Current: {versions.folder / 'current'} ({versions.current or 'none'}){trial}.", err=False)
+    if event in ("refused", "rolled back"):
+        raise typer.Exit(REFUSED)

@@ -25,8 +25,9 @@ from ..train.registry import get
 from ..train.setup import Kind, Row, made_rows, raw_rows, reading_of
 
 # %% auto #0
-__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'tokenized',
-           'without_refused', 'word_counts', 'histogram', 'parts_of', 'text_parts', 'painted', 'show']
+__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',
+           'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of', 'text_parts',
+           'painted', 'show']
 
 # %% ../../nbs/923_app_data_look.ipynb #e297614d
 class LookConfig(StrictConfig):
@@ -209,6 +210,46 @@ def leaks(look: Look, other: Look) -> tuple[list[tuple[int, int]], int]:
     same = [(i, there[k]) for i, r in zip(other.numbers, other.rows) if (k := row_key(r)) in there]
     return same, sum(_asked(r) in prompts for r in other.rows)
 
+# %% ../../nbs/923_app_data_look.ipynb #92300b02
+def _said(value: Any) -> str:
+    """The words of a text or of messages."""
+    return value if isinstance(value, str) else "\n".join(str(m["content"]) for m in value or ())
+
+
+def _judgement(row: Row, turned: bool = False) -> bytes | None:
+    """What a pair or a thumb says, or its opposite; None where a row judges nothing."""
+    if "chosen" in row and "rejected" in row:
+        first, second = ("rejected", "chosen") if turned else ("chosen", "rejected")
+        return row_key({"prompt": row["prompt"], "chosen": row[first], "rejected": row[second]})
+    if "completion" in row and "label" in row:
+        label = _liked(row["label"]) is not turned
+        return row_key({"prompt": row["prompt"], "completion": row["completion"], "label": label})
+    return None
+
+
+def contradictions(look: Look, earlier: Look | None = None) -> list[tuple[int, int]]:
+    """Judgements that another row turns round, as (its number, the other's): the same two answers the other way about, or one answer with the other thumb.
+
+    Args:
+        look: of the file whose rows are asked about.
+        earlier: of the file that they are compared with; None: the rows before them in their own.
+    """
+    first = {} if earlier is None else {_judgement(r): i for i, r in zip(earlier.numbers, earlier.rows)}
+    found = list[tuple[int, int]]()
+    for i, row in zip(look.numbers, look.rows):
+        said, opposite = _judgement(row), _judgement(row, turned=True)
+        if said is not None and said != opposite and opposite in first:
+            found.append((i, first[opposite]))
+        if earlier is None:
+            first.setdefault(said, i)
+    return found
+
+
+def same_sides(look: Look) -> list[int]:
+    """Numbers of the pairs whose two answers are the same, but for white space at their ends."""
+    pairs = ((i, r) for i, r in zip(look.numbers, look.rows) if "chosen" in r and "rejected" in r)
+    return [i for i, r in pairs if _said(r["chosen"]).strip() == _said(r["rejected"]).strip()]
+
 # %% ../../nbs/923_app_data_look.ipynb #4784acad
 def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
     """A file's rows as training tokenizes them."""
@@ -242,11 +283,6 @@ def without_refused(look: Look, tokenizer: Any, data: DataConfig) -> Look:
             rows.append(row)
             numbers.append(number)
     return replace(look, rows=rows, numbers=numbers, wrong=wrong)
-
-
-def _said(value: Any) -> str:
-    """The words of a text or of messages."""
-    return value if isinstance(value, str) else "\n".join(str(m["content"]) for m in value or ())
 
 
 def word_counts(rows: Sequence[Row]) -> list[int]:
@@ -394,6 +430,7 @@ def show(
     if look.rows:
         _lengths(look, config.data, tokenizer, say)
         _repeated(look, config.data, other, say)
+        _judged(look, other, say)
     colours = bool(console.is_terminal) and not console.no_color
     if rows and look.rows:
         shown = look.rows[:rows]
@@ -481,6 +518,35 @@ def _lengths(look: Look, data: DataConfig, tokenizer: Any, say: Any) -> None:
     if len(tokens) < len(look.rows):
         say(
             f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be dropped."
+        )
+
+
+def _judged(look: Look, other: Look | None, say: Any) -> None:
+    """Judgements that contradict each other, here or in an evaluation file, and pairs without a difference."""
+
+    def shown(number: int, whose: Look = look) -> str:
+        row = whose.rows[whose.numbers.index(number)]
+        names = [k for k in ("prompt", "chosen", "rejected", "completion", "label") if k in row]
+        return ", ".join(f"{k} {_said(row[k])[:60]!r}" if k != "label" else f"label {row[k]}" for k in names)
+
+    against, same = contradictions(look), same_sides(look)
+    if against:
+        i, j = against[0]
+        say(
+            f"{len(against)} of {len(look.rows)} judgements contradict an earlier one (row {i} turns row {j} round: {shown(i)}). Both are trained on, and one takes "
+            "back what the other teaches: decide which is right, or leave both out."
+        )
+    if same:
+        many = "1 pair has" if len(same) == 1 else f"{len(same)} pairs have"
+        say(
+            f"{many} no difference (row {same[0]}: {shown(same[0])}): nothing can be learnt from the same answer twice."
+        )
+    turned = [] if other is None else contradictions(other, look)
+    if other is not None and turned:
+        i, j = turned[0]
+        say(
+            f"{other.path}: {len(turned)} of its {len(other.rows)} judgements stand here the other way round (its row {i} is row {j}, turned: {shown(i, other)}): "
+            "whoever learns these is wrong there."
         )
 
 

@@ -32,7 +32,7 @@ from ..evaluate.metrics import cluster_prompts, embed
 from ..evaluate.results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
 from rlhf_nb.evaluate.suites import (
     Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
-    refusal_rule, run_rows, suites,
+    refusal_rule, run_rows, same_scoring, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference
@@ -285,7 +285,24 @@ def _answering(
     settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
-    return answer_work(ask, make_rule(suite, config, tokenizer, str(folder)), samples, paid), settings, notes
+    rule = make_rule(suite, config, tokenizer, str(folder))
+    said = suite.config.rule
+    own = (
+        config.judge_rule
+        if said.get("judge")
+        else None
+        if set(said) & set(_RULES)
+        else RewardEntry.model_validate(said)
+    )
+    settings |= _scoring([own, *config.measures], folder)
+    return answer_work(ask, rule, samples, paid), settings, notes
+
+
+def _scoring(entries: Sequence[RewardEntry | None], folder: Path) -> dict[str, int]:
+    """The mark of how token ids are scored, where anything that scores reads them: a reward model, or a length in tokens."""
+    given = [e for e in entries if e is not None]
+    lengths = [e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in given]
+    return same_scoring(folder) if any(lengths) or any(e.model or e.process for e in given) else {}
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -421,6 +438,7 @@ def _judge_sides(sides: Sequence[_Side], config: CompareConfig, folder: Path, sa
         for j in range(i + 1, len(sides)):
             place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
             asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
+            asked |= _scoring([config.judge_rule], place)
             work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
             out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
     return out

@@ -35,9 +35,9 @@ from ..untrusted import Unreadable, json_lines, json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SuiteConfig', 'suites', 'Suite', 'load_suite', 'checks_rule', 'refusal_rule',
-           'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work', 'check_same',
-           'run_rows', 'replace_file']
+__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite', 'load_suite', 'checks_rule',
+           'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work',
+           'check_same', 'same_scoring', 'run_rows', 'replace_file']
 
 # %% ../../nbs/496_evaluate_suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -438,6 +438,31 @@ def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> 
             raise RunError(
                 f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: they can't be mixed. Choose another {option}, or --overwrite."
             )
+
+
+SCORING = 2  # how token ids are scored; 1 put two ends behind an answer
+
+
+def same_scoring(folder: Path) -> dict[str, int]:
+    """The mark of how token ids are scored, to be kept with answers.
+
+    Args:
+        folder: of the answers; those that are there must have the same mark.
+
+    Raises:
+        RunError: they have another one.
+    """
+    head = folder / "asked.json"
+    try:
+        before = json_value(head.read_bytes()) if head.exists() else {"scoring": SCORING}
+    except Unreadable as e:
+        raise RunError(f"{head} can't be read ({e}): --overwrite starts again.") from e
+    if not isinstance(before, dict) or before.get("scoring") != SCORING:
+        raise RunError(
+            f"{folder} was begun by a version whose reward models read an answer with two ends of sequence, and whose lengths in tokens counted one too "
+            "many: its scores and new ones can't be mixed. Choose another output_dir, or --overwrite."
+        )
+    return {"scoring": SCORING}
 
 
 def run_rows(

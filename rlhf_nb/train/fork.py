@@ -20,7 +20,7 @@ from .registry import MethodInfo, methods
 from .stage import StageResult, make_trainer, read_json, run_stage, write_json
 
 # %% auto #0
-__all__ = ['SHARED', 'SHOWN', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'Relative',
+__all__ = ['SHARED', 'SHOWN', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'Futures', 'Relative',
            'compare_futures', 'family', 'family_told']
 
 # %% ../../nbs/692_train_fork.ipynb #f0690007
@@ -224,6 +224,24 @@ def fork(run: str | Path, at: int, to: str | Path | None = None, **changes: Any)
 SHOWN = ("eval/gold", "rewards/gold", "objective/scores", "reward", "objective/kl", "loss")
 
 
+class Futures(NamedTuple):
+    """A metric after a fork: its means over the steps that both futures have logged it at."""
+
+    parent: float
+    fork: float
+    steps: int  # how many steps
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        over = (
+            f"means over {self.steps} steps, {self.first} to {self.last}"
+            if self.steps > 1
+            else f"step {self.first} alone"
+        )
+        return f"{self.fork:.4g} against {self.parent:.4g} ({self.fork - self.parent:+.3g}; {over})"
+
+
 class Relative(NamedTuple):
     """A run in the family."""
 
@@ -231,9 +249,7 @@ class Relative(NamedTuple):
     depth: int
     at: int | None  # of a fork
     changed: list[str]
-    against: dict[
-        str, tuple[float, float]
-    ]  # metric -> mean of the parent and of the fork, over the steps after the fork that both made
+    against: dict[str, Futures]  # by metric
 
 
 def _children(folder: Path) -> list[Path]:
@@ -242,10 +258,8 @@ def _children(folder: Path) -> list[Path]:
     return [p for p in found if (p / str(read_json(p / "fork.json").get("parent", "?"))).resolve() == folder.resolve()]
 
 
-def compare_futures(
-    parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = SHOWN
-) -> dict[str, tuple[float, float]]:
-    """Means of some metrics over the steps that two futures have made after they parted: (parent, child) by name.
+def compare_futures(parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = SHOWN) -> dict[str, Futures]:
+    """Means of some metrics over the steps that two futures have both made after they parted, by name.
 
     Args:
         parent, child: folders.
@@ -261,7 +275,8 @@ def compare_futures(
         a, b = ({int(e["step"]): float(e[key]) for e in log if isinstance(e.get(key), int | float)} for log in logs)
         both = sorted(set(a) & set(b))
         if both:
-            out[key] = (sum(a[s] for s in both) / len(both), sum(b[s] for s in both) / len(both))
+            mine, theirs = (sum(values[s] for s in both) / len(both) for values in (b, a))
+            out[key] = Futures(theirs, mine, len(both), both[0], both[-1])
     return out
 
 
@@ -305,8 +320,5 @@ def family_told(folder: str | Path) -> str:
     for run in family(folder):
         what = "" if run.at is None else f"  at step {run.at}: {'; '.join(run.changed) or 'nothing changed'}"
         lines.append(f"{'  ' * run.depth}{run.folder.name}{what}")
-        lines += [
-            f"{'  ' * run.depth}    {key}: {mine:.4g} against {theirs:.4g} ({mine - theirs:+.3g})"
-            for key, (theirs, mine) in list(run.against.items())[:4]
-        ]
+        lines += [f"{'  ' * run.depth}    {key}: {found}" for key, found in list(run.against.items())[:4]]
     return "\n".join(lines)
