@@ -21,8 +21,14 @@ __all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'LoraSettin
            'option', 'parse_overrides', 'read_config_file']
 
 # %% ../nbs/010_config.ipynb #e8aa16ab
+def _path(value: Any) -> Any:
+    """A path as text, the home folder written out: no shell does it in YAML and in Python, and all parts of a run must mean the same folder."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 # a path (pathlib.Path is welcome), and a pair of numbers (neither YAML nor JSON has tuples)
-PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+PathText = Annotated[str, BeforeValidator(_path)]
 Betas = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_a_step_says_where_its_time_went(kind: str, tmp_path: Path) -> None:
     assert where_time_goes({"loss": 1.0}) == ""
 
 
+PAGED = "page_size" in inspect.signature(transformers.ContinuousBatchingConfig).parameters
+paged = pytest.mark.skipif(not PAGED, reason="this transformers' continuous batching had other settings")
+
+
+@pytest.mark.skipif(PAGED, reason="this transformers' continuous batching is the one that was tested")
+def test_an_older_continuous_batching_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use sampler=auto"):
+        trainer("grpo", tmp_path, sampling={"max_new_tokens": 8, "sampler": "continuous"}).fit()
+
+
+@paged
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_continuous_batching_of_transformers_trains(kind: str, tmp_path: Path) -> None:
     run = trainer(kind, tmp_path / "run", sampling={"max_new_tokens": 8, "sampler": "continuous"})
@@ -158,6 +170,7 @@ def test_whoever_is_compared_with_comes_from_the_same_sampler(kind: str, tmp_pat
     assert spy.asked == expected[kind]
 
 
+@paged
 @pytest.mark.parametrize("kind", list(OPPONENTS))
 def test_opponents_with_another_sampler(kind: str, tmp_path: Path) -> None:
     run = trainer(kind, tmp_path / "run", sampling={"max_new_tokens": 8, "sampler": "continuous"})
@@ -168,7 +181,7 @@ def test_opponents_with_another_sampler(kind: str, tmp_path: Path) -> None:
     assert math.isfinite(silent.fit()[-1]["loss"])
 
 
-@pytest.mark.parametrize("sampler", ["ours", "generate", "continuous"])
+@pytest.mark.parametrize("sampler", ["ours", "generate", pytest.param("continuous", marks=paged)])
 def test_evaluation_asks_the_sampler_of_the_settings(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_nb.evaluate import policy
 

@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
-from rlhf_nb.core import ModelError
+from rlhf_nb.config import ModelConfig
+from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.rewards.base import RewardModelFn, Rewards
 from rlhf_nb.rewards.classifier import load_classifier
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+from rlhf_nb.train.reward import RewardConfig, RewardTrainer
+from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions, Rollout
 
 TOK = toy.build_tokenizer()
@@ -104,3 +113,79 @@ def test_a_chat_reward_model_of_others_says_what_transformers_says(tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Rewards([RewardModelFn(RewardModel.load(tmp_path / "ours"))]).check_tokens(tokenizer)
+
+
+def short_sft(tmp_path: Path, model: Any = None, tokenizer: Any = None, **given: Any) -> SFTTrainer:
+    """A trainer of one step."""
+    config = SFTConfig.preset("toy", output_dir=str(tmp_path / "run"), steps=1, epochs=None, console=False)
+    return SFTTrainer(config, model or toy.build_model(0), tokenizer or toy.build_tokenizer(), **given)
+
+
+def test_tables_and_columns_are_rows(tmp_path: Path) -> None:
+    """pandas, a dict of columns, and columns that are None because other rows of the file have them, give the rows of a list."""
+    pandas = pytest.importorskip("pandas")
+    rows = [{"prompt": r["prompt"], "completion": r["completion"]} for r in toy.sft_rows(6)]
+    want = short_sft(tmp_path, rows=rows).source.rows
+    void = [{**r, "messages": None, "text": None} for r in rows]
+    columns = {k: [r[k] for r in rows] for k in rows[0]}
+    for given in (pandas.DataFrame(rows), pandas.DataFrame(void), columns, void):
+        found = short_sft(tmp_path, rows=given).source.rows
+        assert [r["completion_ids"] for r in found] == [r["completion_ids"] for r in want]
+    with pytest.raises(DataError, match="splits or sets train"):
+        short_sft(tmp_path, rows={"train": rows})
+    with pytest.raises(DataError, match=r"list\(...\) makes one"):
+        short_sft(tmp_path, rows=(r for r in rows))
+
+
+def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
+    """A config of another method, a number as a model, a tokenizer without EOS: sentences, not AttributeErrors."""
+    rows = toy.sft_rows(4)
+    with pytest.raises(ConfigError, match=r"is a GRPOConfig, which says nothing of .*: write SFTConfig"):
+        SFTTrainer(GRPOConfig.preset("toy"), toy.build_model(0), TOK, rows=rows)
+    with pytest.raises(ConfigError, match="model is a int"):
+        SFTTrainer(SFTConfig.preset("toy"), 3, TOK, rows=rows)  # type: ignore[arg-type]
+    endless = toy.build_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="has no EOS token"):
+        short_sft(tmp_path, tokenizer=endless, rows=rows)
+    assert short_sft(tmp_path, tokenizer="toy", rows=rows).method.tokenizer.eos_token == TOK.eos_token
+    with pytest.warns(UserWarning, match="and the model knew 200: 201 were added"):
+        other = toy.build_tokenizer()
+        other.add_tokens([f"word{i}" for i in range(401 - len(other))])
+        short_sft(tmp_path, tokenizer=other, rows=rows)
+
+
+def test_rows_beyond_the_window_are_told(tmp_path: Path) -> None:
+    """A model with learnt positions ended in an IndexError; one with rotary positions trained on where it never was."""
+    rows = [{"prompt": "Hi.", "completion": toy.sft_rows(1)[0]["completion"] * 30}]
+    small: dict[str, Any] = {"vocab_size": len(TOK), "bos_token_id": None, "eos_token_id": TOK.eos_token_id}
+    learnt = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **small))
+    with pytest.raises(
+        ModelError, match="the model's window is 64: it has no position for the rest. data.max_length=64"
+    ):
+        short_sft(tmp_path, learnt, rows=rows)
+    rotary = toy.build_model(0)
+    rotary.config.max_position_embeddings = 64
+    with pytest.warns(UserWarning, match="beyond it, it was never trained"):
+        short_sft(tmp_path, rotary, rows=rows)
+
+
+def test_the_home_folder_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`output_dir: ~/run` in YAML: checkpoints went into a folder named ~, and the model home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = SFTConfig.preset("toy", output_dir="~/run", steps=1, epochs=None, console=False)
+    assert config.output_dir == str(tmp_path / "home" / "run")
+    assert ModelConfig(name_or_path="~nobody/x").name_or_path == "~nobody/x"
+
+
+def test_a_reward_model_whose_pad_is_its_eos_can_be_saved(tmp_path: Path) -> None:
+    """`tokenizer.pad_token = tokenizer.eos_token` is a habit; the model was trained, and then couldn't be saved."""
+    tokenizer = toy.build_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    config = RewardConfig.preset(
+        "toy", output_dir=str(tmp_path / "run"), steps=1, epochs=None, mini_batch_size=4, console=False
+    )
+    trainer = RewardTrainer(config, toy.build_model(0), tokenizer, rows=toy.preference_rows(4))
+    trainer.fit()
+    trainer.save_model(tmp_path / "model")
+    assert RewardModel.load(tmp_path / "model").config.pad_token_id != tokenizer.eos_token_id

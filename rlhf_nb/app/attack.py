@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .console import Debug, tell, told
 from .evals import scorer
-from ..config import DataConfig, ModelConfig, StrictConfig, option
+from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed, printable
 from ..data import toy
 from ..data.formats import Row, prompt_text
@@ -51,7 +51,9 @@ class AttackConfig(StrictConfig):
     level: float = option(0.95, "of intervals and corrected tests", ge=0.5, lt=1)
     worlds: int = option(400, "without hacks, in which false alarms are counted", ge=20)
     seed: int = option(0, "of the rows, the halves and these worlds")
-    output_dir: str | None = option(None, "where attack.json and pairs.jsonl go; null: attack/ in the model's folder")
+    output_dir: PathText | None = option(
+        None, "where attack.json and pairs.jsonl go; null: attack/ in the model's folder"
+    )
 
 
 def scorer_of(where: str) -> tuple[Callable[..., Any], Any, Any, bool]:

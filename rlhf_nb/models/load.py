@@ -36,9 +36,9 @@ _log = logging.getLogger("rlhf_nb.models")
 
 # %% auto #0
 __all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
-           'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens', 'lora_layers',
-           'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged', 'probe_ids',
-           'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
+           'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
+           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
+           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
            'base_of_adapter', 'find_model', 'is_made', 'is_toy', 'load_or_explain', 'named', 'pretrained', 'quiet']
 
 # %% ../../nbs/300_models_load.ipynb #0dea51d7
@@ -214,6 +214,28 @@ def weights_dtype(cfg: ModelConfig, precision: Precision, trainable: bool = True
             "and fp16 gradients can't be unscaled). Use dtype=auto: the forward pass still runs in the device's fast format; or train adapters (model.lora)."
         )
     return want
+
+
+def check_window(model: Any, longest: int) -> None:
+    """Refuse rows that are longer than a model with learnt positions can read; of others say that they are longer than what it was trained on.
+
+    Args:
+        model: a causal LM.
+        longest: tokens of the longest row.
+
+    Raises:
+        ModelError: it has no positions for so many tokens.
+    """
+    window = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(window, int) or longest <= window:
+        return
+    said = f"the longest row has {longest} tokens, and the model's window is {window}"
+    learnt = ("wpe", "embed_positions", "position_embeddings")
+    if any(isinstance(m, nn.Embedding) and name.endswith(learnt) for name, m in model.named_modules()):
+        raise ModelError(
+            f"{said}: it has no position for the rest. data.max_length={window} cuts longer rows; or leave them out."
+        )
+    warnings.warn(f"{said}: beyond it, it was never trained. data.max_length={window} cuts longer rows.", stacklevel=4)
 
 
 def resize_embeddings(model: Any, rows: int) -> int:

@@ -3,6 +3,7 @@
 # %% ../../nbs/430_rollout_backends.ipynb #248a57c7
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -120,8 +121,13 @@ class TransformersContinuous:
         num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
+        import transformers
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
+        if "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters:
+            raise ConfigError(
+                f"transformers {transformers.__version__} is too old for {self.name}, whose settings had other names (5.23 was tested): use sampler=auto, or a newer one."
+            )
         for name in ("min_new_tokens", "min_p"):
             if getattr(sampling, name):  # it would drop them, with a line in the log
                 raise ConfigError(

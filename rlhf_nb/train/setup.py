@@ -26,7 +26,7 @@ from ..data.cache import cache_key, code_digest, default_folder, files_digest, k
 from ..data.mix import MixSource, apportion
 from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
-from ..data.sources import MemorySource, StreamSource, deduplicate, hold_out, row_key
+from ..data.sources import MemorySource, StreamSource, deduplicate, hold_out, row_key, row_lengths
 from ..data.templates import speaks_chat
 from ..data.legs import is_legs, legs_demonstrations, legs_pairs, legs_prompts, legs_steps
 from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
@@ -40,7 +40,7 @@ from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
 from ..models.starts import keep_starts, read_starts
-from ..models.load import adapter_names, is_toy, load_causal_lm, load_tokenizer, save_model
+from ..models.load import adapter_names, check_window, is_toy, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 from ..untrusted import json_value
 
@@ -52,7 +52,7 @@ __all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 
            'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
            'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
            'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
-           'dropout_left_out', 'TextTrainer']
+           'dropout_left_out', 'kept_length', 'TextTrainer']
 
 # %% ../../nbs/600_train_setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -660,6 +660,11 @@ def dropout_left_out(config: Any, method: Any) -> str:
     )
 
 
+def kept_length(row: Row) -> int:
+    """Tokens of a prompt with the longer of its answers, after the cut."""
+    return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
+
+
 class TextTrainer(Trainer):
     """A method with its model and its rows, ready to `fit()`.
 
@@ -716,6 +721,8 @@ class TextTrainer(Trainer):
             sources = [MemorySource(part, seed) for part, seed in zip(each, seeds_of(config))]
         if given.way != "cached":
             held = method.tokenize(given.held, warn=False) if given.held else []
+        if given.way == "in memory" and self.kind != "prompt":  # a sampler looks at prompts itself
+            check_window(model, max((kept_length(row) for row in chain(*each, held)), default=0))
         source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip

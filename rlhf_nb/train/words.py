@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -59,7 +60,7 @@ def rows_of(data: Any, what: str) -> Any:
     """A dataset as a list of rows.
 
     Args:
-        data: a list of dicts, or a `datasets.Dataset`; None stays None.
+        data: a list of dicts, a `datasets.Dataset`, a pandas table, or a dict of columns; None stays None.
         what: the argument's name, for messages.
 
     Raises:
@@ -67,6 +68,14 @@ def rows_of(data: Any, what: str) -> Any:
     """
     if data is None or isinstance(data, list):
         return data
+    if hasattr(data, "to_dict") and hasattr(
+        data, "iterrows"
+    ):  # a pandas table, in which NaN means that nothing is there
+        return [{k: None if v != v else v for k, v in row.items()} for row in data.to_dict("records")]
+    if isinstance(data, Mapping) and data and all(isinstance(v, list | tuple) for v in data.values()):
+        lengths = {k: len(v) for k, v in data.items()}
+        if len(set(lengths.values())) == 1 and not all(isinstance(x, Mapping) for v in data.values() for x in v[:1]):
+            return [dict(zip(data, row)) for row in zip(*data.values())]
     if isinstance(data, Mapping):
         raise DataError(
             f"{what} has the splits or sets {', '.join(map(str, data))}: give one of them, {what}=data[{next(iter(data), 'train')!r}]."
@@ -76,7 +85,7 @@ def rows_of(data: Any, what: str) -> Any:
     if isinstance(data, Sequence) and not isinstance(data, str):
         return list(data)
     raise DataError(
-        f"{what} is a {type(data).__name__}, expected a list of rows or a datasets.Dataset. A stream is read from config.data: path=..., streaming=true; a file is read by read_rows(path)."
+        f"{what} is a {type(data).__name__}, expected a list of rows (list(...) makes one), a datasets.Dataset or a pandas table. A stream is read from config.data: path=..., streaming=true; a file is read by read_rows(path)."
     )
 
 # %% ../../nbs/602_train_words.ipynb #ae35ccad
@@ -184,6 +193,16 @@ def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: di
     return out
 
 
+def _fit_embeddings(model: Any, tokens: int) -> None:
+    """A row for each token; that most of them are new is said, because then the tokenizer is another model's."""
+    added = resize_embeddings(model, tokens)
+    if 2 * added > tokens:
+        warnings.warn(
+            f"the tokenizer has {tokens} tokens and the model knew {tokens - added}: {added} were added, all alike. Is it the tokenizer of this model?",
+            stacklevel=5,
+        )
+
+
 def our_arguments(
     trainer: str, kind: type[StrictConfig], takes: list[str], args: tuple[Any, ...], given: dict[str, Any]
 ) -> dict[str, Any]:
@@ -207,7 +226,20 @@ def our_arguments(
         raise ConfigError(
             f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write {kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
         )
+    lacks = sorted(name for name in kind.model_fields if not hasattr(config, name))
+    if lacks:
+        raise ConfigError(
+            f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write {kind.__name__}(...)."
+        )
     config, model, tokenizer = cast(Any, config), out.get("model"), out.get("tokenizer")
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(
+            ModelConfig(name_or_path=str(tokenizer), trust_remote_code=config.model.trust_remote_code)
+        )
+    if model is not None and not isinstance(model, str | Path | nn.Module):
+        raise ConfigError(
+            f"{trainer}: model is a {type(model).__name__}: give a model of transformers, or the folder or hub name of one."
+        )
     if isinstance(model, str | Path):
         config, model = config.replace(model={"name_or_path": str(model)}), None
     if peft_config is not None:
@@ -222,10 +254,10 @@ def our_arguments(
         tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=config.model.trust_remote_code))
     elif model is None and tokenizer is not None:
         model = load_policy(config.model, config)[0]
-    if tokenizer is not None and tokenizer.pad_token_id is None:
-        ensure_pad(tokenizer)
+    if tokenizer is not None and (tokenizer.pad_token_id is None or not getattr(model, "peft_config", None)):
+        ensure_pad(tokenizer)  # PAD that is EOS, too: a reward model could be trained, but not saved
     if model is not None and tokenizer is not None and hasattr(model, "get_input_embeddings"):
-        resize_embeddings(model, len(tokenizer))
+        _fit_embeddings(model, len(tokenizer))
     if isinstance(out.get("reference"), str | Path):
         config = config.replace(reference_model=str(out.pop("reference")))
     elif isinstance(out.get("reference"), nn.Module):
