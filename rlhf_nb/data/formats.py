@@ -570,7 +570,11 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt
     used = {*found} if beside else {*COLUMNS[fmt], *OPTIONAL.get(fmt, ()), *found}
     used |= {*SYSTEM, "tools"} if "messages" in found or isinstance(found.get("prompt"), list) else set()
-    return {**found, **{k: v for k, v in row.items() if k not in used}}, shape
+    void = (
+        {c for f in COLUMNS.values() for c in f} if to != "prompt" else set()
+    )  # None there: the row is of another format
+    more = {k: v for k, v in row.items() if k not in used and (v is not None or k not in void)}
+    return {**found, **more}, shape
 
 
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
