@@ -579,12 +579,13 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
     terms = [*weight_terms(roles, job, split, shape), *update_terms(shape, roles, job, split)]
     if job.info.online:
         need = sampling_memory(shape, job, split.gpus)
+        copies = need["copies"] if split.gather or split.stage < 3 else 0.0  # none of weights that only visit
         at_once, rows = cache_rows(shape, job, split.gpus)
         size = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × {job.format.compute:g}"
         terms += [
             Term("cache", "keys and values", need["cache"], size, ("sampling",)),
             Term("cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", ("sampling",)),
-            Term("policy", "side by side, to sample", need["copies"], "small models, or rounded ones", ("sampling",)),
+            Term("policy", "side by side, to sample", copies, "small models, or rounded ones", ("sampling",)),
             Term("rollouts", "ids, log-probs, values", need["rollouts"], f"{rows} answers"),
         ]
     if split.overhead:
