@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -25,6 +26,9 @@ from typing import Any
 
 import harness
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves, tree_map
 
 Row = dict[str, Any]
 GB = 1e9
@@ -526,38 +530,73 @@ def sampled(job: Job, family: str, name: str) -> Row:
     }
 
 
-TESTS = (
-    "test_losses_numbers.py",
-    "test_losses_group.py",
-    "test_losses_preference.py",
-    "test_logprobs.py",
-    "test_gate.py",
-)
-ON_DEVICE = """
-import pytest, sys, torch
-torch.set_default_device({device!r})
-sys.exit(pytest.main({args!r}))
-"""
+TESTS = ("test_losses_numbers.py", "test_losses_group.py", "test_losses_preference.py")
+
+
+class Sent(TorchFunctionMode):
+    """Inside, what is made without naming a device is made on the CPU, so that seeds mean the same, and sent to a device; what it meets follows it.
+
+    Args:
+        device: where to.
+    """
+
+    STAY = frozenset(("__set__", "copy_", "to", "__setitem__", "__getitem__", "index_put_"))  # these know both sides
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.sent = device, 0
+
+    def _send(self, x: Any) -> Any:
+        return x.to(self.device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _device_constructors():
+            made = func(*args, **kwargs)
+            self.sent += 1
+            return made if kwargs.get("device") is not None or not isinstance(made, torch.Tensor) else self._send(made)
+        if getattr(func, "__name__", "") not in self.STAY:
+            seen = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            args, kwargs = tree_map(self._send, (args, kwargs)) if len(seen) > 1 else (args, kwargs)
+        return func(*args, **kwargs)
+
+
+def numeric_tests(told: dict[str, Any]) -> None:
+    """The process of `tests_on_device`."""
+    import pytest
+
+    device, sent = torch.device(told["device"]), [0]
+
+    class Device:
+        @pytest.fixture(autouse=True)
+        def on_the_device(self) -> Iterator[None]:
+            with Sent(device) as mode:
+                yield
+            sent[0] += mode.sent
+
+    os.chdir(harness.ROOT)
+    files = [f"tests/{n}" for n in (TESTS[-1:] if told["tiny"] else TESTS)]
+    how = ["-q", "-ra", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line", "-W", "ignore"]
+    code = int(pytest.main([*how, *files], plugins=[Device()]))
+    if code not in (0, 1):
+        raise SystemExit(f"pytest ended with {code}")
+    print(f"tensors sent: {sent[0]}")
 
 
 def tests_on_device(job: Job) -> Row:
-    """The tests of numerics with the device as torch's default: how many pass, which fail."""
+    """The tests of numerics with all their tensors on the device: how many pass, which fail."""
     if find_spec("pytest") is None:
         return {"reason": "pytest is not installed here"}
-    names = TESTS[:1] if job.tiny else TESTS
-    files = [str(harness.ROOT / "tests" / n) for n in names]
-    args = ["-q", "-x" if job.tiny else "-ra", "-p", "no:cacheprovider", "-m", "not slow", "--tb=no", *files]
-    code = ON_DEVICE.format(device=job.device.type, args=args)
-    limit = max(5.0, job.left - 3)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=limit, cwd=harness.ROOT
-        )
-    except subprocess.TimeoutExpired:
-        return {"reason": f"not done after {limit:.0f} s"}
-    lines = done.stdout.strip().splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        process, log = start(job, ["--tests", json.dumps(job.told)], Path(folder, "log"), {})
+        code = ended(process, max(5.0, job.left - 3))
+        lines = log.read_text(errors="replace").strip().splitlines()
+    said = [x for x in lines if " passed" in x or " failed" in x]
+    if code != 0 or not said:
+        return {"reason": f"the tests ended with {code}: {' '.join(lines[-1:])[:300]}"}
     failed = [x.split(" ")[1].split("::")[-1] for x in lines if x.startswith(("FAILED", "ERROR"))]
-    return {"tests": lines[-1] if lines else done.stderr[-200:], "first that failed": ", ".join(failed[:12]) or None}
+    count = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", said[-1])}
+    return {"passed": count.get("passed", 0), "failed": count.get("failed", 0) + count.get("error", 0), "first that failed": ", ".join(failed[:12]) or None, "within bounds": not failed}  # fmt: skip
 
 
 def part_correct(job: Job) -> Iterator[Row]:
@@ -575,8 +614,49 @@ def part_correct(job: Job) -> Iterator[Row]:
         for name in {"loop": formats[:1], "flex": formats[1:2]}.get(kernel, formats):
             what = f"scorer, qwen2, {name}, attention by {kernel}"
             yield tried(job, what, lambda k=kernel, n=name: by(job, k, n), most=20)
-    if not job.tiny:
-        yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=15)
+    if job.told.get("model"):
+        for name in formats:
+            yield tried(job, f"the real model, {name}", lambda n=name: real(job, n))
+    yield tried(job, "tests of numerics", lambda: tests_on_device(job), needs=3 if job.tiny else 15)
+
+
+def real(job: Job, name: str) -> Row:
+    """A model somebody trained: log-probs of a text against its own forward pass in fp32, and its greedy answer against `generate`'s."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhf_nb.config import SamplingConfig
+    from rlhf_nb.core import DTYPES
+    from rlhf_nb.rollout.sampler import sample_tokens
+    from rlhf_nb.scoring.check import BOUNDS, plain_logps
+    from rlhf_nb.scoring.scores import completion_logps
+    from rlhf_nb.types import Completions, PromptBatch
+
+    dtype, new = DTYPES[name], 8 if job.tiny else 64
+    words_of = AutoTokenizer.from_pretrained(job.told["model"])
+    model = AutoModelForCausalLM.from_pretrained(job.told["model"], dtype=torch.float32).to(job.device).eval()
+    text = "A graphics card multiplies matrices. To know whether it does so correctly, one compares its numbers with those of a slower machine."
+    ids = words_of(text)["input_ids"]
+    c = Completions.from_lists([ids[:8]] * 2, [ids[8:], ids[8:16]]).to(job.device)
+    cast = nullcontext() if dtype == torch.float32 else torch.autocast(job.device.type, dtype)
+    with torch.no_grad():
+        want = plain_logps(model, c)
+        with cast:
+            got = completion_logps(model, c, token_budget=1024).logps
+            batch = PromptBatch.from_lists([ids[:8]]).to(job.device)
+            how = SamplingConfig(max_new_tokens=new)
+            ours = sample_tokens(model, batch, how, greedy=True, eos=[], pad=0, seed=0)[0][0].tolist()
+            asked = batch.prompt_ids
+            theirs = model.generate(
+                asked, attention_mask=torch.ones_like(asked), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+            )[0, 8:].tolist()  # fmt: skip
+    gap = float((got - want)[c.completion_mask].abs().max())
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), new)
+    bound = BOUNDS[dtype]
+    return {
+        "log-probs off by": gap,
+        "greedy tokens before the first that differs from `generate`'s": same,
+        "within bounds": gap <= bound,
+    }
 
 
 def by(job: Job, kernel: str, name: str) -> Row:
@@ -1021,6 +1101,7 @@ CARDS: dict[str, dict[str, Any]] = {  # what is run under which limit; docs/gpu.
     "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "steps": 20},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 15 GB": {"gb": 15, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 6},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 4},
+    "GRPO 0.5B, all weights, recomputed, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "recompute": True, "token_budget": 2048, "steps": 4},
     "GRPO 0.5B, LoRA, 8 × 256 tokens, 8 GB": {"gb": 8, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 2048, "steps": 4},
     "PPO 1.5B, LoRA Hydra, recomputed, 8 GB": {"gb": 8, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "recompute": True, "steps": 3},
     "GRPO 0.5B, LoRA, recomputed, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},
@@ -1050,7 +1131,7 @@ def qlora(job: Job) -> Row:
     if find_spec("bitsandbytes") is None:
         return {"reason": "bitsandbytes is not installed here (bring its wheel)"}
     if job.device.type != "cuda":
-        return {"reason": "4 bits need CUDA"}
+        return {"reason": "4 bits need CUDA, which is not installed here"}
     from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
     with tempfile.TemporaryDirectory() as folder, card(job, 15):
@@ -1097,9 +1178,7 @@ def heads_loss(job: Job, whose: str) -> Row:
     if whose == "Liger":
         if find_spec("liger_kernel") is None or job.device.type != "cuda":
             return {
-                "reason": "liger-kernel is not installed here, or there is no GPU"
-                if job.device.type == "cuda"
-                else "Liger is not installed here"
+                "reason": "Liger is not installed here" + ("" if job.device.type == "cuda" else ", or there is no GPU")
             }
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -1299,6 +1378,9 @@ def main(words_: list[str]) -> None:
         torch.set_num_threads(1)
     if words_[0] == "--run":
         run_and_maybe_die(told, words_[2], int(words_[3]), words_[4] == "1")
+        return
+    if words_[0] == "--tests":
+        numeric_tests(told)
         return
     if words_[0] == "--one":
         one_run(told)

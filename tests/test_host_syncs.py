@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +87,14 @@ def test_the_host_waits_at_most_twice_a_step(method: str, tmp_path: Path) -> Non
     assert len(places) <= MOST, "\n".join(places)
 
 
-OTHERS = {
-    "online": 3,
-    "nash": None,
-    "raft": 3,
-    "distill": 2,
-    "process": 1,
-}  # how often the host may wait; None: a decoder that looks at each token
+OTHERS = {"online": 3, "nash": 3, "raft": 3, "distill": 2, "process": 1}  # how often the host may wait, beside sampling
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path) -> None:
+def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the methods that few use."""
     from rlhf_nb.data import legs
+    from rlhf_nb.train import pairs
 
     info = get("online" if method == "nash" else method)
     over = {"nash": {"loss": "nash_md"}, "raft": {"num_generations": 4}}.get(method, {}) | ONLINE
@@ -118,10 +114,51 @@ def test_every_other_method_stays_on_one_device(method: str, tmp_path: Path) -> 
         return make(config, net(), words, rows=data, eval_rows=[], engine=Engine(precision), **given)
 
     plain, _ = steps(run(torch.device("cpu")), None, 2)
+    mixed, looks = pairs.sample_mixture, []  # Nash-MD's own sampler
     with pretend() as waits:
+
+        def quietly(*args: Any, **kwargs: Any) -> Any:
+            before, waits.places = waits.places, []
+            try:
+                return mixed(*args, **kwargs)
+            finally:
+                looks.append(len(waits.places))
+                waits.places = before
+
+        monkeypatch.setattr(pairs, "sample_mixture", quietly)
         found, places = steps(run(CUDA), waits, 2)
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in plain], rel=1e-4, abs=1e-6)
-    assert OTHERS[method] is None or len(places) <= OTHERS[method], "\n".join(places)
+    assert len(places) <= OTHERS[method], "\n".join(places)
+    assert bool(looks) == (method == "nash")
+
+
+def test_labels_are_made_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rlaif` makes no updates: a model answers, and another one judges; the labels are those of a CPU."""
+    from rlhf_nb.judges.model import ModelJudge
+    from rlhf_nb.train import rlaif
+
+    def labels(device: torch.device) -> list[dict[str, Any]]:
+        precision = Precision(device, torch.float32, torch.float32, torch.float32, False, "for a test")
+        monkeypatch.setattr(rlaif, "decide_precision", lambda *_, **__: precision)
+        nets = [model() if device.type == "cpu" else move_module(model()) for _ in range(2)]
+        words = toy.build_tokenizer()
+        config = rlaif.RLAIFConfig.preset("toy", output_dir=str(tmp_path / device.type), prompts=8, chunk=8, check_pairs=0, console=False, **ONLINE)  # fmt: skip
+        job = rlaif.Labelling(
+            config,
+            nets[0],
+            words,
+            ModelJudge(nets[1], words, labels=("goat", "otter"), ratings=("ten", "thirty")),
+            toy.train_prompts(8),
+        )
+        job.run()
+        return [json.loads(line) for line in job.path.read_text(encoding="utf-8").splitlines()]
+
+    plain = labels(torch.device("cpu"))
+    with pretend():
+        found = labels(CUDA)
+    assert len(plain) > 2 and [(r["row"], r["chosen"], r["rejected"]) for r in found] == [
+        (r["row"], r["chosen"], r["rejected"]) for r in plain
+    ]
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])

@@ -429,6 +429,18 @@ def test_the_comparison_of_two_futures_says_which_steps_it_is_about(tmp_path: Pa
     assert str(found["eval/gold"]) == "1 against 2 (-1; step 6 alone)"
 
 
+def test_turns_behind_a_prompt_in_hh_notation_are_turns() -> None:
+    """An answer that goes on with the user's next question, in the notation of its prompt, is a dialogue; without such a prompt it is text."""
+    start = "\n\nHuman: Do owls fly?\n\nAssistant:"
+    row = {"prompt": start, "chosen": " They do.\n\nHuman: Why?\n\nAssistant: Wings.", "rejected": " No."}
+    said = [turn("assistant", "They do."), turn("user", "Why?"), turn("assistant", "Wings.")]
+    for kind, key in (("preference", "chosen"), ("sft", "completion")):
+        assert list(to_rows([row], kind))[0][key] == said
+    one = list(to_rows([row | {"chosen": "\n\nAssistant: They do."}], "preference"))[0]
+    assert one["chosen"] == said[:1] and one["rejected"] == [turn("assistant", "No.")]
+    assert list(to_rows([row | {"prompt": "Owls?"}], "preference"))[0]["chosen"] == row["chosen"]
+
+
 def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
     """A folder begun when reward models read two ends of an answer is refused with a sentence; one without such scores goes on."""
     toy.build_model(0, "tiny").save_pretrained(tmp_path / "model")
@@ -453,7 +465,7 @@ def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
     tokens = "measures=[{verify: length, target: 3}]"
     assert evaluated("a", tokens)[0] == 0
     code, told = evaluated("a", tokens)
-    assert code == 1 and "its scores and new ones can't be mixed. Choose another output_dir, or --overwrite." in told
+    assert code == 1 and "its scores and new ones can't be mixed. Choose another output_dir, or delete" in told
     assert evaluated("a", tokens, "--overwrite")[0] == 0
     assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0
     assert evaluated("b", "measures=[{verify: length, target: 3, unit: words}]")[0] == 0

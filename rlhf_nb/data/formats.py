@@ -350,6 +350,13 @@ def _prompt(value: Any, where: str) -> Text:
     return text[:-1] if open_turn else text
 
 
+def _reply(value: Any, prompt: Any, where: str) -> Text:
+    """Checked text or messages; behind a prompt in HH notation, further turns in that notation are turns and no words of the answer."""
+    if is_hh(prompt) and isinstance(value, str) and not is_hh(value) and _TURN.search(value):
+        return parse_hh(value if value.lstrip().startswith("Assistant:") else f"{ASSISTANT} {value.lstrip()}")
+    return _turns(value, where)
+
+
 def _same_kind(prompt: Text, completion: Text) -> tuple[Text, Text]:
     """Prompt and completion both as strings or both as messages; a string becomes a turn where the other is a dialogue."""
     if isinstance(prompt, list) and isinstance(completion, str):
@@ -386,7 +393,7 @@ _ASKS = {*USUAL["prompt"].split(), "problem", "context", "post", "task"}
 
 def _preference(row: Row, where: str) -> Row:
     """prompt, chosen, rejected (margin) of a pair, with the prompt taken out of the completions where it is in them."""
-    chosen, rejected = (_turns(row[k], f"{where}, {k}") for k in ("chosen", "rejected"))
+    chosen, rejected = (_reply(row[k], row.get("prompt"), f"{where}, {k}") for k in ("chosen", "rejected"))
     if row.get("prompt") is None:
         prompt, chosen, rejected = extract_prompt(chosen, rejected)
         left = [c for c in row if c.lower() in _ASKS and isinstance(row[c], str) and row[c].strip()]
@@ -489,7 +496,7 @@ def _normal(row: Row, fmt: str, where: str) -> Row:
     prompt = _prompt(row["prompt"], f"{where}, prompt")
     if fmt == "prompt":
         return {"prompt": prompt}
-    prompt, completion = _same_kind(prompt, _turns(row["completion"], f"{where}, completion"))
+    prompt, completion = _same_kind(prompt, _reply(row["completion"], row["prompt"], f"{where}, completion"))
     label = {"label": _label(row["label"], f"{where}, label")} if fmt == "unpaired" else {}
     return {"prompt": prompt, "completion": completion, **label}
 

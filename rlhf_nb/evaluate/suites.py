@@ -460,7 +460,7 @@ def same_scoring(folder: Path) -> dict[str, int]:
     if not isinstance(before, dict) or before.get("scoring") != SCORING:
         raise RunError(
             f"{folder} was begun by a version whose reward models read an answer with two ends of sequence, and whose lengths in tokens counted one too "
-            "many: its scores and new ones can't be mixed. Choose another output_dir, or --overwrite."
+            f"many: its scores and new ones can't be mixed. Choose another output_dir, or delete {folder}."
         )
     return {"scoring": SCORING}
 

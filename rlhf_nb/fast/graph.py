@@ -23,10 +23,10 @@ _streams = threading.local()
 
 def _stream_for(device: torch.device) -> Any:
     """The stream on which this thread records for a device: one for all its recordings, since cuBLAS keeps up to 32 MB for each that it has seen."""
-    known: dict[Any, Any] = _streams.__dict__
-    if device not in known:
-        known[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return known[device]
+    known: dict[str, Any] = _streams.__dict__
+    if str(device) not in known:
+        known[str(device)] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return known[str(device)]
 
 
 def record(run: Callable[[], None], device: torch.device) -> Any:
@@ -43,6 +43,7 @@ def record(run: Callable[[], None], device: torch.device) -> Any:
             run()
     except RuntimeError as e:
         torch.cuda.set_stream(stream)  # a recording that fails leaves the thread on its own
+        _streams.__dict__.pop(str(device), None)  # the allocator may still think that one records
         log.warning("decoding without a CUDA graph: %s", e)
         return None
     finally:
