@@ -1101,7 +1101,7 @@ CARDS: dict[str, dict[str, Any]] = {  # what is run under which limit; docs/gpu.
     "PPO 1.5B, LoRA Hydra, 15 GB": {"gb": 15, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "steps": 20},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 15 GB": {"gb": 15, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 6},
     "GRPO 0.5B, all weights, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "token_budget": 2048, "steps": 4},
-    "GRPO 0.5B, all weights, Adafactor, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "optimizer": {"name": "adafactor"}, "token_budget": 2048, "steps": 4},
+    "GRPO 0.5B, all weights, recomputed, 8 × 256 tokens, 12 GB": {"gb": 12, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "recompute": True, "token_budget": 2048, "steps": 4},
     "GRPO 0.5B, LoRA, 8 × 256 tokens, 8 GB": {"gb": 8, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 2048, "steps": 4},
     "PPO 1.5B, LoRA Hydra, recomputed, 8 GB": {"gb": 8, "method": "ppo", "shape": "1.5B", "sizes": (128, 128, 32), "lora": 16, "critic": "hydra", "token_budget": 1024, "recompute": True, "steps": 3},
     "GRPO 0.5B, LoRA, recomputed, 8 × 256 tokens, 6 GB": {"gb": 6, "method": "grpo", "shape": "0.5B", "sizes": (64, 256, 8), "lora": 16, "token_budget": 1024, "recompute": True, "steps": 4},

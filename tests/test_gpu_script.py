@@ -154,3 +154,36 @@ def test_wheels_are_unpacked_where_a_package_is_missing(tmp_path: Path) -> None:
             wheel.writestr(f"{name}/__init__.py", "")
     assert gpu.unpack(tmp_path / "wheels", tmp_path / "site") == ["not-here-at-all"]
     assert (tmp_path / "site" / "not_here_at_all").is_dir() and not (tmp_path / "site" / "torch").exists()
+
+
+def test_a_checkout_and_its_luggage_fit_into_what_is_sent() -> None:
+    """Machines with a GPU that are lent for minutes take small things only."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode or not done.stdout:
+        pytest.skip("this is no checkout, so nobody knows which files would be sent")
+    size = sum((ROOT / name).stat().st_size for name in done.stdout.split("\0") if name and (ROOT / name).is_file())
+    assert size + (gpu.LUGGAGE_MB << 20) < 64 << 20, f"{size / 2**20:.1f} MB"
+
+
+def test_a_wheel_is_brought_without_other_cards_libraries(tmp_path: Path) -> None:
+    names = [
+        "bitsandbytes/__init__.py",
+        *(f"bitsandbytes/libbitsandbytes_{x}.so" for x in ("cpu", "cuda118", "cuda130")),
+    ]
+    with zipfile.ZipFile(tmp_path / "bitsandbytes-1.0-py3-none-any.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(name, name)
+    gpu.slim(tmp_path / "bitsandbytes-1.0-py3-none-any.whl")
+    with zipfile.ZipFile(tmp_path / "bitsandbytes-1.0-py3-none-any.whl") as wheel:
+        assert wheel.namelist() == [n for n in names if "118" not in n] and wheel.testzip() is None
+
+
+def test_bars_say_what_is_missing_and_what_is_met() -> None:
+    row = {"what": "sft 0.5B", "MFU": 0.5, "predicted ÷ peak": 1.3, "finite": True}
+    parts = {"train": {"seconds": 1, "reason": "its limit", "rows": [row]}, "t4": {"seconds": 0, "reason": "not begun", "rows": []}}  # fmt: skip
+    found = {bar[0]: bar[1:] for bar in gpu.bars(JOB | {"device": "cuda"}, parts)}
+    assert found["MFU of SFT"] == ("≥ 0.45", 0.5, True)
+    assert found["DPO against TRL"] == ("≥ 1.5", "its limit", "not measured")
+    assert found["GB of GRPO 0.5B, all weights"][1:] == ("not begun", "not measured")
+    assert found["predicted within 15 % of the measured peak"][2] is False
+    assert dict((b[0], b[3]) for b in gpu.bars(JOB, parts))["MFU of SFT"] == "not on a GPU"

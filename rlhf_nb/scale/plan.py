@@ -68,6 +68,8 @@ class Plan(NamedTuple):
             ("rollout_batch_size", job.rollout_batch or job.mini_batch, asked.rollout_batch or asked.mini_batch),
         ]  # fmt: skip
         words = [f"{key}={str(now).lower()}" for key, now, before in changes if now != before]
+        again = tuple(word.partition("=")[0] + "=" for word in words)
+        settings = " ".join(w for w in settings.split(" ") if not (again and w.startswith(again)))  # said once
         name = job.info.command or job.info.name
         if s.gpus == 1 and s.stage == 0:
             return " ".join(filter(None, ["rlhf-nb", name, settings, *words]))
