@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
 from rlhf_nb.config import ModelConfig
-from rlhf_nb.core import ConfigError, DataError, ModelError
+from rlhf_nb.core import ConfigError, DataError, ModelError, decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.models.heads import RewardModel
+from rlhf_nb.models.load import load_causal_lm
 from rlhf_nb.rewards.base import RewardModelFn, Rewards
 from rlhf_nb.rewards.classifier import load_classifier
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
@@ -189,3 +192,49 @@ def test_a_reward_model_whose_pad_is_its_eos_can_be_saved(tmp_path: Path) -> Non
     trainer.fit()
     trainer.save_model(tmp_path / "model")
     assert RewardModel.load(tmp_path / "model").config.pad_token_id != tokenizer.eos_token_id
+
+
+def test_an_adapter_that_peft_saved_is_a_model(tmp_path: Path) -> None:
+    """Its tokenizer is its base model's, and merged it can be trained in full; before, it was refused, and frozen."""
+    torch.manual_seed(0)
+    toy.build_model(0).save_pretrained(tmp_path / "base")
+    toy.build_tokenizer().save_pretrained(tmp_path / "base")
+    net: Any = get_peft_model(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    )
+    net.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        want = net.eval()(input_ids=ids).logits
+    config = SFTConfig.preset(
+        "toy",
+        output_dir=str(tmp_path / "run"),
+        steps=1,
+        epochs=None,
+        console=False,
+        model={"name_or_path": str(tmp_path / "adapter")},
+    )
+    trainer = SFTTrainer(config, rows=toy.sft_rows(4))
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.method.model.eval()(input_ids=ids).logits, want, atol=1e-5, rtol=1e-5)
+    assert all(p.requires_grad for p in trainer.method.model.parameters())
+
+
+def test_new_tokens_that_adapters_do_not_train_are_told(tmp_path: Path) -> None:
+    """Their rows are all the mean of the others: nothing that isn't trained tells `<think>` from `</think>`."""
+    toy.build_model(0).save_pretrained(tmp_path / "base")
+    tokenizer = toy.build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "base")
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "more")
+    where: dict[str, Any] = {"name_or_path": str(tmp_path / "base"), "tokenizer": str(tmp_path / "more")}
+    fp32 = decide_precision("cpu", "fp32")
+    with pytest.warns(UserWarning, match="2 tokens are new to the model .<think>, </think>.: their weights are alike"):
+        load_causal_lm(ModelConfig(**where, lora={"r": 2}), fp32, tokenizer=tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_causal_lm(ModelConfig(**where), fp32, tokenizer=tokenizer)
+        load_causal_lm(
+            ModelConfig(**where, lora={"r": 2, "target_modules": ["q_proj", "embed_tokens"]}), fp32, tokenizer=tokenizer
+        )

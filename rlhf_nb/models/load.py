@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import LoraSettings, ModelConfig
 from ..data.legs import is_legs
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
@@ -138,6 +138,9 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
             if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
                 raise no_such_path(local, "tokenizer directory")
             if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
+                base = base_of_adapter(str(local)) if (local / "adapter_config.json").exists() else None
+                if base:  # peft writes an adapter without the tokenizer, which is its base model's
+                    return load_tokenizer(cfg.replace(tokenizer=base, revision=None))
                 raise ModelError(
                     f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
                 )
@@ -299,6 +302,28 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
         )
 
 # %% ../../nbs/300_models_load.ipynb #7332a72c
+def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -> None:
+    """Tokens that a model never had, and that adapters leave as they are: all alike, the mean of the others."""
+    rows = range(len(tokenizer) - added, len(tokenizer))
+    new = [t for t in tokenizer.convert_ids_to_tokens(list(rows)) if t != tokenizer.pad_token]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    inside = [name.rpartition(".")[2] for name, m in model.named_modules() if any(m is x for x in ends)]
+    named = [*(lora.target_modules if isinstance(lora.target_modules, list) else []), *(lora.modules_to_save or [])]
+    if not new or any(str(x).rpartition(".")[2] in inside for x in named):
+        return
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    way = (
+        "model.lora=null trains all weights"
+        if tied
+        else f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
+    )
+    warnings.warn(
+        f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the others, and adapters leave them so: it can't tell "
+        f"them apart, nor learn when to write which. {way}.",
+        stacklevel=3,
+    )
+
+
 def load_causal_lm(
     cfg: ModelConfig, precision: Precision, *, tokenizer: Any = None, trainable: bool = True, seed: int = 0
 ) -> Any:
@@ -336,6 +361,8 @@ def load_causal_lm(
         added = resize_embeddings(model, len(tokenizer))
         if added:
             _log.info("%s: embedding grown by %d row(s), to %d", cfg.name_or_path, added, len(tokenizer))
+            if cfg.lora is not None and trainable:
+                _say_untrained(model, tokenizer, added, cfg.lora)
         set_special_tokens(model, tokenizer)
     disable_dropout(model)
     quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_made(cfg.name_or_path)
@@ -371,7 +398,10 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
     if (Path(where) / "tokenizer.json").exists() or (Path(where) / "tokenizer_config.json").exists():
         resize_embeddings(model, len(load_tokenizer(cfg.replace(name_or_path=where, tokenizer=None))))
     model = load_or_explain("adapter", where, lambda: PeftModel.from_pretrained(model, where))
-    return model.merge_and_unload()
+    merged: Any = model.merge_and_unload()
+    for p in merged.parameters():
+        p.requires_grad_(p.is_floating_point())  # peft froze them for the adapter's sake
+    return merged
 
 
 def load_model(
