@@ -124,7 +124,9 @@ _ZERO_3 = (
     "_overflow_clean_up", "parameter_offload", "grad_position", "get_param_id", "fp32_partitioned_groups_flat", "persistent_parameters",
     "fp16_groups", "_reassign_or_swap_out_partitioned_parameters",
 )  # fmt: skip
-_OFFLOAD = ("fwd_pre_hook", "forward_hooks", "backward_hooks", "module", "_register_deepspeed_module")
+_OFFLOAD = (
+    "fwd_pre_hook", "forward_hooks", "backward_hooks", "module", "_register_deepspeed_module", "get_param_coordinator"
+)  # fmt: skip
 _MODULE = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
 
 
@@ -398,6 +400,10 @@ class Zero(SharedOut):
                     yield on_host
             finally:
                 offload.fwd_pre_hook = offload.module.register_forward_pre_hook(start)
+                # DeepSpeed expects layers in the order in which they last ran; they get other numbers now
+                order = offload.get_param_coordinator()
+                if not order.is_invalid_trace():
+                    order._invalidate_trace()
                 offload._register_deepspeed_module(offload.module)
 
     @contextmanager
