@@ -288,6 +288,33 @@ def test_who_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads((tmp_path / "lock.json").read_text()) == other and names(tmp_path) == []
 
 
+def test_a_sign_of_life_that_meets_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given back folder stays given back, and no other file of this process is closed or written to."""
+    monkeypatch.setattr(lock, "BEAT", 0.0)
+    usual, over, wrong = sys.getswitchinterval(), threading.Event(), list[str]()
+
+    def work_with_files() -> None:
+        while not over.is_set():
+            with open(tmp_path / "other", "w+") as f:
+                f.write("ours")
+                f.seek(0)
+                wrong.extend([] if f.read() == "ours" else ["another thread wrote into a file"])
+
+    other = threading.Thread(target=work_with_files)
+    sys.setswitchinterval(1e-5)
+    try:
+        other.start()
+        for _ in range(100):
+            with lock.RunLock(tmp_path / "run"):
+                time.sleep(0.001)
+            assert not (tmp_path / "run" / lock.NAME).exists()
+    finally:
+        over.set()
+        other.join()
+        sys.setswitchinterval(usual)
+    assert not wrong
+
+
 THIEVES = """
 import os, sys, time
 from rlhf_nb.run.lock import RunLock

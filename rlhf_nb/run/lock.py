@@ -204,30 +204,34 @@ class _Claim:
         }
         self.folder, self.pid, self.users, self.lost = folder, pid, 1, ""
         self.made = [p for p in (folder, *folder.parents) if not p.exists()]  # they go with the lock, if they are empty
-        self.fd, self.thread, self.over = _take(folder, self.told), threading.current_thread(), threading.Event()
+        self.files, self.thread, self.over = [_take(folder, self.told)], threading.current_thread(), threading.Event()
         threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
 
     def _beat(self) -> None:
         """Give signs of life until the end."""
         while not self.over.wait(BEAT):
             with suppress(OSError):
-                os.pwrite(self.fd, json.dumps(self.told).encode(), 0)
-                os.fsync(self.fd)
+                os.pwrite(self.files[-1], json.dumps(self.told).encode(), 0)
+                os.fsync(self.files[-1])
                 self.look()
+        # closed here and nowhere else: a number that is closed while this thread writes to it may be another file's by then
+        for file in self.files:
+            os.close(file)
 
     def look(self) -> None:
         """Find out whether the folder is still ours; a lock file that somebody deleted is made again."""
-        holder = holder_of(self.folder)
-        if holder is None and self.folder.is_dir():
-            fd = _link(self.folder, self.told)
-            if fd is not None:
-                os.close(self.fd)
-                self.fd = fd
-        elif holder is not None and holder.told and holder.told["token"] != self.told["token"]:
-            self.lost = (
-                f"{self.folder} was taken over by {holder}, because this process gave no sign of life for {STALE:.0f} s (was the machine asleep?): "
-                "this run stops and writes nothing more, the other one goes on"
-            )
+        with _GUARD:
+            if self.over.is_set():  # it was given back, and stays so
+                return
+            holder = holder_of(self.folder)
+            if holder is None and self.folder.is_dir():
+                made = _link(self.folder, self.told)
+                self.files += [] if made is None else [made]
+            elif holder is not None and holder.told and holder.told["token"] != self.told["token"]:
+                self.lost = (
+                    f"{self.folder} was taken over by {holder}, because this process gave no sign of life for {STALE:.0f} s (was the machine asleep?): "
+                    "this run stops and writes nothing more, the other one goes on"
+                )
 
     def leave(self) -> None:
         """One user less; the last one takes the file away."""
@@ -243,7 +247,6 @@ class _Claim:
                 holder = holder_of(self.folder)
                 if holder is not None and holder.told.get("token") == self.told["token"]:
                     (self.folder / NAME).unlink()
-                os.close(self.fd)
                 for folder in self.made:
                     folder.rmdir()
 
