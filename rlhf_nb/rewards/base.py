@@ -8,12 +8,15 @@ import inspect
 import logging
 import math
 import signal
+import sysconfig
 import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -241,9 +244,21 @@ def _excerpt(text: Any, limit: int = 200) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
+def _place(e: BaseException) -> str:
+    """The last line that was run of its author's code, not of a package's: " (rewards.py, line 12)"; "" where there is none."""
+    calls = [(f.f_globals.get("__name__", ""), Path(f.f_code.co_filename), n) for f, n in walk_tb(e.__traceback__)]
+    library = Path(sysconfig.get_path("stdlib"))
+    own = [(file, n) for name, file, n in calls if not (name.startswith("rlhf_nb.") or "site-packages" in file.parts)]
+    own = [(file, n) for file, n in own if library not in file.parents]
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f" ({'its cell' if 'ipykernel' in str(file) else file.name}, line {line})"
+
+
 def _why(e: BaseException) -> str:
     """An exception as the end of a sentence that starts with the function's name."""
-    return str(e) if isinstance(e, _WrongForm | _NoAnswer) else f"raised {type(e).__name__}: {e}"
+    return str(e) if isinstance(e, _WrongForm | _NoAnswer) else f"raised {type(e).__name__}: {e}{_place(e)}"
 
 
 def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
