@@ -30,7 +30,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Tokenizer:
-    pad_token_id, eos_token_id = 0, 1
+    pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "<eos>", 1
 
     def __len__(self) -> int:
         return 60

@@ -16,7 +16,7 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -461,10 +461,13 @@ class EndpointJudge(TemplateJudge):
         """All questions, many at a time; the first failure ends the call."""
         call, secret = _Call(self.config.budget), self._client.key()
         pool = ThreadPoolExecutor(min(self.config.concurrency, len(todo)), thread_name_prefix="judge")
+        asked = [pool.submit(self._ask, k, q, labels, secret, call) for k, q in todo.items()]
         try:
-            for done in as_completed([pool.submit(self._ask, k, q, labels, secret, call) for k, q in todo.items()]):
+            for done in as_completed(asked):
                 done.result()
         except (_GiveUp, OSError) as e:
+            pool.shutdown(wait=False, cancel_futures=True)
+            wait(asked, timeout=2.0)  # answers that are on their way are paid for, too
             why = str(call.failure or e)
             kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
             raise RewardError(
