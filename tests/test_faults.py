@@ -114,7 +114,9 @@ def test_a_judge_that_stays_silent_stops_the_run(tmp_path: Path) -> None:
     def silent(prompts: list[str], completions: list[str]) -> list[float]:
         raise TimeoutError("nobody there")
 
-    with pytest.raises(RewardError, match=r"'silent' raised TimeoutError: nobody there \(test_faults\.py, line \d+\), on row 0 of 2"):
+    with pytest.raises(
+        RewardError, match=r"'silent' raised TimeoutError: nobody there \(test_faults\.py, line \d+\), on row 0 of 2"
+    ):
         Rewards(silent)(rollout(["a", "b"]))
 
 
