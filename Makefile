@@ -56,9 +56,10 @@ mutants: $(STAMP)  ## wrong changes of the code, each of which a test must notic
 compat: $(STAMP)  ## core tests on the oldest and newest allowed packages and other Pythons; slow; writes docs/compat.md
 	$(BIN)/python .ci/compat.py --write
 
-export: $(STAMP)  ## notebooks -> package and README
+export: $(STAMP)  ## notebooks -> package, README and the table of contents
 	$(BIN)/nbdev_clean
 	$(BIN)/python .ci/export.py
+	$(BIN)/python .ci/order.py
 	$(BIN)/python .ci/readme.py
 
 lint: $(STAMP)

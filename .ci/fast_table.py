@@ -1,4 +1,4 @@
-"""Fingerprints of the families in notebook 150, for transformers' releases: the installed one, or the wheels and folders named.
+"""Fingerprints of the families in `fast.support`, for transformers' releases: the installed one, or the wheels and folders named.
 
     pip download --no-deps -d wheels transformers==5.22.2 && python .ci/fast_table.py wheels/*.whl
 

@@ -1,4 +1,4 @@
-"""Attention over trees of prompts and answers: in blocks (notebook 160) against PyTorch's attention on one masked, padded batch.
+"""Attention over trees of prompts and answers: in blocks (`fast.blocks`) against PyTorch's attention on one masked, padded batch.
 
     python benchmarks/bench_attention.py [--threads 1] [--repeats 30]
 

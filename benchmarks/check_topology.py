@@ -281,7 +281,7 @@ def learn(setting: dict[str, Any]) -> dict[str, float]:
 
 
 def stages(model: str) -> None:
-    """The table of DDP and ZeRO, MiB on rank 0; last, the numbers as a dict, for notebook 710."""
+    """The table of DDP and ZeRO, MiB on rank 0; last, the numbers as a dict, for `scale.topology`."""
     from rlhf_nb.scale.launch import launch
 
     roles = {"parameters": "policy", "gradients": "gradients", "optimizer": "optimizer", "messages": "overhead"}

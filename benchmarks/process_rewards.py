@@ -1,4 +1,4 @@
-"""Best of 16 by a process reward against by an outcome reward, on sums written out leg by leg (notebook 237).
+"""Best of 16 by a process reward against by an outcome reward, on sums written out leg by leg (`data.legs`).
 
 `python benchmarks/process_rewards.py --seeds 0 1 2` trains, for each seed, a policy on a speaker who slips in one leg of five, draws its answers to training
 sums, and labels their steps by rollouts of the policy itself. Two judges then start from the policy's weights and see the same answers in the same number of

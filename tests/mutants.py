@@ -165,10 +165,11 @@ def find_killer(killer: str, place: Place, root: Path) -> tuple[str, str]:
         TableError: there is no such notebook or test.
     """
     if killer == "nb" or killer.startswith("nb:"):
-        hits = [notebook_of(place.path)] if killer == "nb" else sorted((root / "nbs").glob(f"{killer[3:]}_*.ipynb"))
-        if len(hits) != 1 or not hits[0].exists():
-            raise TableError(f"{killer}: {len(hits)} notebooks have that number")
-        return hits[0].stem, str(hits[0])
+        below = f"{killer[3:].replace('.', '/')}.ipynb"
+        path = notebook_of(place.path) if killer == "nb" else root / "nbs" / below
+        if not path.exists():
+            raise TableError(f"{killer}: there is no notebook {path.name}")
+        return path.relative_to(root / "nbs").with_suffix("").as_posix().replace("/", "."), str(path)
     file, _, test = killer.partition("::")
     path = root / "tests" / f"{file}.py"
     text = path.read_text(encoding="utf-8") if path.exists() else ""

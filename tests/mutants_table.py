@@ -1,6 +1,6 @@
 """The mutants: (function or class, what goes wrong, its text now, the wrong text, who must notice); `tests/mutants.py` says how this is read.
 
-Nothing said of who: the notebook that exports the function. Otherwise a list with commas, the fastest first: `nb`, `nb:630`, `test_loop::test_name`.
+Nothing said of who: the notebook that exports the function. Otherwise a list with commas, the fastest first: `nb`, `nb:train.ppo`, `test_loop::test_name`.
 """
 
 # fmt: off
@@ -101,7 +101,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_logit_gradient", "the target itself has no gradient", "g.scatter_add_(1, targets[:, None], g_logps[:, None])", "pass", "nb, test_logprobs"),
     ("_logit_gradient", "the soft cap has no slope", "g.mul_(1 - t * t)", "g", "nb, test_logprobs"),
     ("_HeadLogps.forward", "entropy without its sign", "-(lp.exp() * lp).sum(-1)", "(lp.exp() * lp).sum(-1)", "nb, test_logprobs"),
-    ("visible", "answers see each other", "(branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])", "(branch[:, None, :] >= 0)", "nb:176, nb, test_logprobs"),
+    ("visible", "answers see each other", "(branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])", "(branch[:, None, :] >= 0)", "nb:scoring.trees, nb, test_logprobs"),
     ("_pack_trees", "answers go on counting positions", "position.view(-1)[at] -= before[:, None].expand_as(real)[real]", "pass", "nb, test_logprobs"),
     ("scoring.head:_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
     ("why_no_trees", "a window that is too short", "and longest > window", "and longest > 10 * window", "nb, test_logprobs"),
@@ -144,10 +144,10 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_Joined.__getitem__", "parts in the order of ranks", "sorted(parts, key=lambda x: x[0])", "parts", "test_notice::test_parts_are_joined_by_their_places_not_by_their_ranks"),
     ("join_state", "tensors stay names", "return tensors[state[_MARK]]", "return state[_MARK]"),
     # the run's state
-    ("run_state", "the random numbers are forgotten", 'tensors[f"rng-{engine.rank}"] = rng_state()', "pass", "nb:550, test_loop::test_forgetting_any_part_is_noticed"),
-    ("restore", "the source starts anew", 'run.source.load_state_dict(join_state(meta["source"], tensors["source"]))', "pass", "nb:550, test_loop::test_forgetting_any_part_is_noticed"),
-    ("restore", "the method forgets", 'run.method.load_state_dict(join_state(meta["method"], tensors["method"]))', "pass", "nb:550, test_loop::test_forgetting_any_part_is_noticed"),
-    ("restore", "counts its steps from 0", 'int(meta["step"]), int(meta["updates"]), 0', '0, int(meta["updates"]), 0', "nb:550, test_loop::test_forgetting_any_part_is_noticed"),
+    ("run_state", "the random numbers are forgotten", 'tensors[f"rng-{engine.rank}"] = rng_state()', "pass", "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
+    ("restore", "the source starts anew", 'run.source.load_state_dict(join_state(meta["source"], tensors["source"]))', "pass", "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
+    ("restore", "the method forgets", 'run.method.load_state_dict(join_state(meta["method"], tensors["method"]))', "pass", "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
+    ("restore", "counts its steps from 0", 'int(meta["step"]), int(meta["updates"]), 0', '0, int(meta["updates"]), 0', "nb:run.loop, test_loop::test_forgetting_any_part_is_noticed"),
     # loop
     ("Trainer._mini_batches", "every inner epoch has the same order", '"mini_batches", self.step, epoch)', '"mini_batches", self.step)', "test_notice::test_each_inner_epoch_has_its_own_order"),
     ("Trainer.update", "stops when the method says go on", "if not method.keep_updating", "if method.keep_updating"),
@@ -165,7 +165,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("clip_by", "gradients are scaled up, too", "limit is not None and norm > limit", "limit is not None", "test_notice::test_small_gradients_stay_as_they_are"),
     ("Strategy.step", "broken updates are applied", "applied = math.isfinite(norm) and sound", "applied = True", "test_notice::test_only_updates_in_a_row_are_too_many"),
     ("Strategy.step", "gradients are kept for the next step", "self.optimizer.zero_grad(set_to_none=True)", "pass"),
-    ("Strategy.restore", "the optimizer forgets its averages", "kept = states_by_name(averages)", "kept: dict[str, dict[str, Tensor]] = {}", "nb, nb:520, nb:550"),
+    ("Strategy.restore", "the optimizer forgets its averages", "kept = states_by_name(averages)", "kept: dict[str, dict[str, Tensor]] = {}", "nb, nb:run.engine, nb:run.loop"),
     ("weigh", "micro-batches divide by themselves", "counts[name]", "term.count"),
     ("weigh", "weights of terms are ignored", "weight * term.total", "term.total"),
     # methods

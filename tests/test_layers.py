@@ -1,28 +1,27 @@
-"""The rooms of the package: imports point down only, no circles between files, a notebook is named like its module."""
+"""The rooms of the package: imports point down only, and there are no circles between files."""
 
 from __future__ import annotations
 
 import ast
-import json
-import re
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A room may import rooms on lower floors, never another room on its own floor.
-FLOORS = {
-    "core": 0.0, "untrusted": 0.02, "aliases": 0.05, "types": 0.1, "strict": 0.15, "config": 0.2,
-    "losses": 1.0, "fast": 1.0, "scoring": 1.1,
-    "data": 2.0, "models": 3.0,
-    "rollout": 4.0, "sandbox": 4.0, "rewards": 4.1, "decode": 4.15, "evaluate": 4.2, "judges": 4.3,
-    "run": 5.0, "train": 6.0, "scale": 7.0, "widgets": 8.0, "export": 8.2, "feedback": 8.2, "serve": 8.4, "app": 9.0, "__main__": 10.0,
-}  # fmt: skip
-ONLY = {  # rooms that see less than their floor would let them
-    "run": {"core", "untrusted", "types", "config", "fast", "scoring"},
-    "scale": {"core", "untrusted", "types", "config", "run", "train"},
-}
+
+def floors() -> tuple[dict[str, float], dict[str, set[str]]]:
+    """From nbs/order.yml: the floor of each room, and of rooms that see less than their floor would let them, what they see."""
+    spec = importlib.util.spec_from_file_location("ci_order", ROOT / ".ci" / "order.py")
+    assert spec is not None and spec.loader is not None
+    order = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(order)
+    return order.floors(), {r.name: set(r.sees) for r in order.rooms() if r.sees}
+
+
+FLOORS, ONLY = floors()
+FLOORS["__main__"] = 10.0
 
 
 def imports(package: Path) -> dict[str, set[str]]:
@@ -139,11 +138,3 @@ def test_the_graph_is_read_at_all() -> None:
     graph = imports(ROOT / "rlhf_nb")
     assert len(graph) > 60 and sum(map(len, graph.values())) > 200
     assert {"losses.policy", "losses.kl"} <= graph["train.ppo"] and "core" in graph["config"]
-
-
-def test_a_notebook_is_named_like_its_module() -> None:
-    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
-        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-        found = re.match(r"#\| default_exp ([a-z_.0-9]+)\n?$", first)
-        assert found, f"{path.name} begins with {first!r}, not with its module's name"
-        assert re.fullmatch(r"\d{3}_" + found[1].replace(".", "_"), path.stem), f"{path.name} exports {found[1]}"

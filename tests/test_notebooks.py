@@ -19,7 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 TUTORIALS = [p for p in ALL if p.parent.name == "tutorials"]
-LONG = ("feedback_to_next_version",)  # half a minute of training; what it calls is tested by 934 and test_cycle.py
+
+
+def dotted(path: Path) -> str:
+    """A notebook's name as its module's: `losses.kl`."""
+    return ".".join(path.relative_to(NBS).with_suffix("").parts)
+
+
+LONG = (
+    "feedback_to_next_version",
+)  # half a minute of training; what it calls is tested by `app.cycle` and test_cycle.py
 
 FORKS = """
 import json, os, signal, sys
@@ -58,7 +67,7 @@ def run(code: str, path: Path, cwd: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(cwd)], cwd=cwd, env=os.environ | SETTINGS, capture_output=True, text=True, timeout=600
     )  # fmt: skip
-    assert done.returncode == 0, f"{path.name}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{path}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +87,7 @@ def run_forked(forks: subprocess.Popen[str], path: Path, cwd: Path, told: Path) 
     assert code == "0", f"{path.name}: {code}\n{told.read_text(errors='replace')[-6000:] if told.exists() else ''}"
 
 
-@pytest.mark.parametrize("path", [p for p in ALL if p not in TUTORIALS], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in ALL if p not in TUTORIALS], ids=dotted)
 def test_module_notebook(path: Path, tmp_path: Path, forks: subprocess.Popen[str]) -> None:
     run_forked(forks, path, NBS, tmp_path / "told.txt")
 

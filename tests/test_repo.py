@@ -112,15 +112,16 @@ def test_the_repository_moves_by_one_file(tmp_path: Path) -> None:
     found = links()
     settings = (ROOT / "settings.ini").read_text(encoding="utf-8")
     address = found.place(ROOT).url
-    (tmp_path / "nbs").mkdir()
-    for name in ("330_models_reference.ipynb", "530_run_strategies.ipynb"):
-        shutil.copy(ROOT / "nbs" / name, tmp_path / "nbs")
+    names = "models/reference.ipynb", "core.ipynb"
+    (tmp_path / "nbs" / "models").mkdir(parents=True)
+    for name in names:
+        shutil.copy(ROOT / "nbs" / name, tmp_path / "nbs" / name)
     moved = re.sub(r"(?m)^version = .*", "version = 3.1", settings.replace(address, "https://github.com/others/place"))
     (tmp_path / "settings.ini").write_text(moved, encoding="utf-8")
     assert len(found.relink(tmp_path)) == 2 and not found.relink(tmp_path)
-    for path in (tmp_path / "nbs").iterdir():
-        text = path.read_text(encoding="utf-8")
-        assert "/others/place/blob/v3.1/nbs/" in text and "git+https://github.com/others/place@v3.1" in text
+    for name in names:
+        text = (tmp_path / "nbs" / name).read_text(encoding="utf-8")
+        assert f"/others/place/blob/v3.1/nbs/{name}" in text and "git+https://github.com/others/place@v3.1" in text
         assert address not in text and found.place(ROOT).slug not in text
     where = "settings.ini", "_modidx.py", "PKG-INFO", "CHANGELOG.md"
     kept = subprocess.run(
