@@ -75,7 +75,7 @@ def test_the_report_finds_a_peak_that_was_put_there(tmp_path: Path, capsys: pyte
         for data, peak in ((60, 1.0), (250, 2.0)):
             about = {"accuracy": 0.7, "proxy_mean": 0.0, "proxy_std": 1.0, "proxy": d.tolist(), "kl": (d * d).tolist()}
             proxies[f"{size}_{data}"] = about | {"gold": (5 + 2 * d * (2 * peak - d)).tolist()}  # best-of-n's form
-    rl = {"kl": (d * d).tolist(), "gold": (5 + 2 * d * (1 + math.log(1.5) - d.log())).tolist(), "proxy": d.tolist()}
+    rl = {"kl": (d * d).tolist(), "gold": (5 + 2 * d * (1 + math.log(1.6) - d.log())).tolist(), "proxy": d.tolist()}
     world = {"gold_mean": 5.0, "gold_std": 2.0, "proxies": proxies}
     (tmp_path / "toy_world-0.json").write_text(json.dumps(world), encoding="utf-8")
     (tmp_path / "toy_dpo_60-0.json").write_text(json.dumps(rl), encoding="utf-8")
@@ -83,8 +83,8 @@ def test_the_report_finds_a_peak_that_was_put_there(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     by = {(c.method, c.size, c.data): c for c in plane_report.read(tmp_path, "toy_world")}
     assert len(by) == 5 and by["bon", "medium", 250].fit().peak == pytest.approx(2.0)  # type: ignore[union-attr]
-    assert by["dpo", "small", 60].fit().peak == pytest.approx(1.5)  # type: ignore[union-attr]
-    assert "| DPO | small | 60 | 70 | +1.50 | 2.2 |" in said and "| 2.2 [2.2, 2.3] |" in said and "not run" in said
+    assert by["dpo", "small", 60].fit().peak == pytest.approx(1.6)  # type: ignore[union-attr]
+    assert "| DPO | small | 60 | 70 | +1.60 | 2.6 |" in said and "| 2.6 [2.6, 2.6] |" in said and "not run" in said
     assert (tmp_path / "figures" / "plane_toy.png").stat().st_size > 1000
 
 
