@@ -60,10 +60,23 @@ def test_a_process_that_hangs_is_seen(code: str, words: str) -> None:
     assert process.poll() is not None
 
 
-def test_a_slow_process_is_waited_for_and_one_that_fails_ends_the_wait() -> None:
-    slow = "import time\nfor _ in range(12):\n    time.sleep(0.3); sum(range(4_000_000))"  # longer than idle allows, but at work
-    process = python(slow)
-    assert patience.wait([process], cpu=300, idle=2) == [0]
+def test_a_process_that_gets_little_of_a_busy_machine_is_no_hanging_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 0.0, "cpu": 0.0}
+    monkeypatch.setattr(patience, "cpu_seconds", lambda pids: clock["cpu"])
+    monkeypatch.setattr(patience.time, "monotonic", lambda: clock["wall"])
+    watch = patience.Watch([1], cpu=300, idle=120)
+    for _ in range(1000):  # a hundredth of a core, for hours
+        clock["wall"] += 30
+        clock["cpu"] += 0.3
+        watch.look()
+    clock["wall"] += 119
+    watch.look()
+    clock["wall"] += 31
+    with pytest.raises(patience.Stuck, match="it hangs"):
+        watch.look()
+
+
+def test_a_process_that_fails_ends_the_wait_for_the_others() -> None:
     both = [python("raise SystemExit(3)"), python("import time; time.sleep(600)")]
     try:
         assert patience.wait(both, cpu=60, idle=60) == [3, -1]
