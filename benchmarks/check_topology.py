@@ -128,8 +128,8 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
         return grpo.GRPOTrainer(grouped, policy, tokenizer, score, rows, [])
     scored = add_lora(copy.deepcopy(model), lora, "reward") if hydra else model
     judge = RewardModel.from_policy(scored, copy_decoder=not hydra)
-    config = ppo.PPOConfig(**settings, critic=setting.get("critic", "separate"), num_inner_epochs=1)
-    return ppo.PPOTrainer(config, policy, tokenizer, judge, rows, [])
+    own = ppo.PPOConfig(**settings, critic=setting.get("critic", "separate"), num_inner_epochs=1)
+    return ppo.PPOTrainer(own, policy, tokenizer, judge, rows, [])
 
 
 def build(setting: dict[str, Any]) -> Any:
