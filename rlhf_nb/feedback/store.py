@@ -202,10 +202,10 @@ class FeedbackStore:
         """
         if not (user.strip() or source):
             raise DataError("feedback without a user can't be limited, weighed or deleted: name a user or a session.")
-        who = {"user": self.hashed(f"{source}/{user}" if source else user)}
-        if source:
-            who |= {"name": self.hashed(user) if user.strip() else "", "source": self.hashed(source)}
-        stamp = replace(said.checked(), id=secrets.token_hex(8), time=round(time.time(), 3), **who)
+        whole = self.hashed(f"{source}/{user}" if source else user)
+        name, place = (self.hashed(x) if x.strip() and source else "" for x in (user, source))
+        new = {"id": secrets.token_hex(8), "user": whole, "name": name, "source": place}
+        stamp = replace(said.checked(), time=round(time.time(), 3), **new)  # type: ignore[arg-type]
         kept = stamp if said.consent else replace(stamp, prompt=None, answers=(), reason="")
         append_line(self.path, line_of(kept), durable=True, lost="the feedback was not stored")
         return kept
