@@ -17,7 +17,7 @@ pytest.importorskip("openai", reason="the official client isn't installed: pip i
 from test_serve import Running, folder  # noqa: F401
 from test_serve_hostile import exchange
 
-from rlhf_nb.app.serve import _routers
+from rlhf_nb.serve.start import _routers
 from rlhf_nb.run.log import resident_mb
 from rlhf_nb.serve.gate import new_key
 from rlhf_nb.serve.settings import ServeConfig
