@@ -17,10 +17,10 @@ pytest.importorskip("openai", reason="the official client isn't installed: pip i
 from test_serve import Running, folder  # noqa: F401
 from test_serve_hostile import exchange
 
-from rlhf_nb.serve.start import _routers
 from rlhf_nb.run.log import resident_mb
 from rlhf_nb.serve.gate import new_key
 from rlhf_nb.serve.settings import ServeConfig
+from rlhf_nb.serve.start import _routers
 
 KEYS = {name: new_key(name) for name in ("ann", "eve")}
 FIELDS = ("prompt", "messages", "answers", "user", "no such thing")
