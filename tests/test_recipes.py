@@ -15,11 +15,11 @@ from rlhf_nb.app.cli import app, recipe_kind, recipes
 from rlhf_nb.app.doctor import doctor
 from rlhf_nb.core import Precision
 from rlhf_nb.data.sums import STORIES, problems
+from rlhf_nb.data.worlds import made_rows
 from rlhf_nb.rewards.answers import Number
 from rlhf_nb.scale.plan import plan
 from rlhf_nb.scale.topology import job_of, shape_of
 from rlhf_nb.train.registry import get
-from rlhf_nb.train.setup import made_rows
 from rlhf_nb.train.stage import make_trainer
 
 SINGLE = {name: path for name, path in recipes().items() if recipe_kind(path) != "run"}

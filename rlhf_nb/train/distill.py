@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts, tokenize_prompts, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..rollout.backends import Sampler, make_sampler
@@ -22,7 +23,7 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from .setup import Row, TextMethod, TextTrainer
 from ..types import Completions, LossSum, PromptBatch, host
 
 # %% auto #0

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences, tokenize_preferences
+from ..data.worlds import toy_presets
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..losses.kto import RunningMean
@@ -21,7 +22,7 @@ from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
 from ..models.adapters import Reference
 from .registry import register
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
-from .setup import Row, split_pairs, toy_presets
+from .setup import Row, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0

@@ -18,12 +18,13 @@ from ..core import DataError, evaluating
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
 from ..data.templates import speaks_chat
+from ..data.worlds import toy_presets
 from ..scoring.trees import plan
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
-from .setup import Row, in_kind, toy_presets
+from .setup import Row, in_kind
 from ..types import Completions, LossSum
 
 # %% auto #0

@@ -19,6 +19,7 @@ from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
 from ..data.templates import speaks_chat
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.starts import weight_digest
@@ -27,7 +28,7 @@ from ..scoring.check import check_scores
 from ..scoring.head import text_config
 from .fit_head import Fitted, cut_body, difference_states, fit_members, keep_fit, read_fit, set_heads
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
+from .setup import Row, TextMethod, TextTrainer, split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0

@@ -19,7 +19,6 @@ from torch import nn
 
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import ConfigError, DataError, Precision, decide_precision, derive_seed
-from ..data import toy
 from ..data.convert import to_unpaired
 from ..data.formats import DataWarning, format_of, renamed, to_rows
 from ..data.cache import cache_key, code_digest, default_folder, files_digest, kept_tokens, tokenizer_digest
@@ -28,8 +27,7 @@ from ..data.readers import OpenRows, open_rows
 from ..data.shapes import PLAIN, DataNote, Reading
 from ..data.sources import MemorySource, StreamSource, deduplicate, hold_out, row_key, row_lengths
 from ..data.templates import speaks_chat
-from ..data.legs import is_legs, legs_demonstrations, legs_pairs, legs_prompts, legs_steps
-from ..data.sums import is_sums, sums_demonstrations, sums_pairs, sums_prompts
+from ..data.worlds import Kind, made_rows, names, world_of
 from ..models.reference import MovingReference
 from ..rewards.base import Ensemble, RewardModelFn
 from ..rewards.classifier import ClassifierReward
@@ -40,19 +38,17 @@ from ..scoring.scores import TokenScores, completion_logps
 from ..scoring.trees import plan
 from ..models.adapters import Reference, add_lora
 from ..models.starts import keep_starts, read_starts
-from ..models.load import adapter_names, check_window, is_toy, load_causal_lm, load_tokenizer, save_model
+from ..models.load import adapter_names, check_window, load_causal_lm, load_tokenizer, save_model
 from ..types import Completions, PreferenceBatch
 from ..untrusted import json_value
 
 Row = dict[str, Any]
-Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'TOY_ROWS', 'TOY_HELD_OUT', 'SUMS_ROWS', 'LEGS_ROWS', 'Pairs', 'CausalScorer', 'load_policy',
-           'made_rows', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind',
-           'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'leaked', 'toy_presets',
-           'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of', 'check_adapters',
-           'dropout_left_out', 'kept_length', 'TextTrainer']
+__all__ = ['Row', 'Pairs', 'CausalScorer', 'load_policy', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of',
+           'reading_of', 'in_kind', 'raw_rows', 'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows',
+           'leaked', 'TextMethod', 'frozen_parts', 'split_pairs', 'token_key', 'tokens_of', 'seeds_of',
+           'check_adapters', 'dropout_left_out', 'kept_length', 'TextTrainer']
 
 # %% ../../nbs/train/setup.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -87,78 +83,15 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     return net, tokenizer, precision
 
 # %% ../../nbs/train/setup.ipynb #96e347be
-TOY_ROWS = {"sft": 8000, "preference": 6400, "unpaired": 6400, "prompt": 4096}  # the toy world makes for a method
-TOY_HELD_OUT = 256
-
-
-def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows of the toy world; what is held out asks questions that training never asks."""
-    n, here, there = TOY_ROWS[kind], derive_seed(seed, kind), derive_seed(seed, kind, "held out")
-    if kind == "preference":
-        return toy.preference_rows(n, here), toy.preference_rows(TOY_HELD_OUT, there, labels="gold", test=True)
-    if kind == "unpaired":  # each question's two answers in different rows; half of the pairs, so as many answers
-        pairs, held = _toy_rows("preference", seed)
-        return list(to_unpaired(pairs[: n // 2])), list(to_unpaired(held))
-    if kind == "prompt":
-        return toy.train_prompts(n, here), toy.test_prompts(TOY_HELD_OUT, there)
-    rows = toy.sft_rows(n + TOY_HELD_OUT, here)[:n]  # as always, so that numbers of toy runs stay comparable
-    return rows, toy.sft_rows(TOY_HELD_OUT, there, test=True)
-
-
-SUMS_ROWS = 4000
-
-
-def _sums_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
-    """Word problems (`data.sums`); what is held out asks for sums that training never asks for, the same ones whatever the seed."""
-    make = {"preference": sums_pairs, "unpaired": sums_pairs, "prompt": sums_prompts, "sft": sums_demonstrations}[kind]
-    rows, held = make(SUMS_ROWS, derive_seed(seed, kind)), make(TOY_HELD_OUT, 0, True)
-    return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
-
-
-LEGS_ROWS = 4000
-
-
-def _legs_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
-    """Sums written out leg by leg (`data.legs`); what is held out asks for other sums, the same ones whatever the seed."""
-    if kind == "stepwise":
-        return legs_steps(LEGS_ROWS, derive_seed(seed, kind)), legs_steps(TOY_HELD_OUT, 0, True)
-    make = {"preference": legs_pairs, "unpaired": legs_pairs, "prompt": legs_prompts, "sft": legs_demonstrations}[kind]
-    n = LEGS_ROWS if kind != "sft" else 5 * LEGS_ROWS
-    rows, held = make(n, derive_seed(seed, kind)), make(TOY_HELD_OUT, 0, True)
-    return (list(to_unpaired(rows)), list(to_unpaired(held))) if kind == "unpaired" else (rows, held)
-
-
-def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[Row]] | None:
-    """Rows to train on and held-out rows that the package makes itself; None where a name stands for none of its worlds.
-
-    Args:
-        name: "toy", "sums", "legs", or a place of data.
-        kind: "sft", "preference", "unpaired", "prompt" or "stepwise".
-        seed: of the generators.
-
-    Raises:
-        DataError: a world has no rows of this kind.
-    """
-    if is_legs(name):
-        return _legs_rows(kind, seed)
-    if kind == "stepwise" and (is_toy(name) or is_sums(name)):
-        raise DataError(
-            f"data.path is {name}, and its answers have no steps that could be judged: data.path=legs has, or give a file with prompt, completions and labels."
-        )
-    if is_toy(name):
-        return _toy_rows(kind, seed)
-    return _sums_rows(kind, seed) if is_sums(name) else None
-
-
 def place_of(data: DataConfig) -> str:
-    """File, directory or hub name of a run's rows, or "toy", "sums" or "legs".
+    """File, directory or hub name of a run's rows, or the name of a world.
 
     Raises:
         ConfigError: nobody has said where they are.
     """
     if data.path is None:
         raise ConfigError(
-            "data.path is null: set it to a file, a directory, a hub name, or 'toy', 'sums' or 'legs' for a world made here.",
+            f"data.path is null: set it to a file, a directory, a hub name, or {names()} for a world made here.",
             python="In Python a trainer also takes rows=.",
         )
     return data.path
@@ -231,7 +164,7 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
     """A function that opens a config's rows from their start, with the columns renamed as it says.
 
     Args:
-        data: of a run; not the toy world.
+        data: of a run; no world.
         split: default: `data.split`.
         streaming: a hub dataset isn't downloaded as a whole; default: `data.streaming`.
 
@@ -417,21 +350,6 @@ def leaked(rows: Iterable[Row], held_out: Sequence[Row]) -> int:
     there = set(asked)
     found = {t for row in rows if (t := tokens(row)) in there}
     return sum(t in found for t in asked)
-
-
-def toy_presets(folder: str, optimizer: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
-    """The presets of a method: its defaults, and what is good in the toy world.
-
-    Args:
-        folder: of the toy run, below `runs`.
-        optimizer: its settings in the toy world.
-        more: what else the toy run has of its own.
-    """
-    toy_run: dict[str, Any] = {
-        "output_dir": f"runs/{folder}", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_length": 128, "max_prompt_length": 64},
-        "device": "cpu", "mini_batch_size": 32, "token_budget": 2048, "optimizer": optimizer,
-    }  # fmt: skip
-    return {"default": {}, "toy": toy_run | more}
 
 
 class TextMethod(BaseMethod):
@@ -749,7 +667,7 @@ class TextTrainer(Trainer):
             if data.columns or data.shape or data.attributes:
                 rows = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, config.seed)))
             return _Given("in memory", [(rows, [])], eval_rows or [])
-        if data.streaming and not any(made(data.path) for made in (is_toy, is_sums, is_legs)):
+        if data.streaming and world_of(data.path) is None:
             held = held_out_of_stream(data, self.kind, config.seed)
             return _Given("streamed", [], held if eval_rows is None else eval_rows)
         cached = bool(data.cache) and eval_rows is None

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import derive_seed
 from ..data.sources import collate_completions, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from .setup import Row, TextMethod, TextTrainer
 from ..types import Completions, LossSum
 
 # %% auto #0

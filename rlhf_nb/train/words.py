@@ -14,10 +14,11 @@ from torch import nn
 
 from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
+from ..data.worlds import model_world, FIRST
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
 from ..models.starts import read_starts
-from ..models.load import ensure_pad, is_made, is_toy, load_tokenizer, pretrained, resize_embeddings
+from ..models.load import ensure_pad, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
 from ..run.hf_callbacks import as_callback
 from ..run.loop import Trainer
@@ -136,10 +137,9 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 def _model_type(model: Any, config: Any) -> str:
     """The architecture of a model, or of the one that a config names."""
     name = config.model.name_or_path
-    if model is None and (name is None or is_toy(name)):
-        return "llama"
-    if model is None and is_made(name):
-        return "gpt2"
+    if model is None and (world := FIRST if name is None else model_world(name)) is not None:
+        assert world.model is not None
+        model = world.model()
     if model is None:
         from transformers import AutoConfig
 
