@@ -23,8 +23,8 @@ FOLDS, INNER = 5, 4
 def pair_rows(path: Path, tokenizer: Any, most: int | None = None) -> list[dict[str, Any]]:
     """Pairs as `rlhf-nb reward` tokenizes them."""
     from rlhf_nb.config import DataConfig
+    from rlhf_nb.data.rows import load_rows
     from rlhf_nb.data.sources import tokenize_preferences
-    from rlhf_nb.train.setup import load_rows
 
     rows = load_rows(DataConfig(path=str(path)), "preference")[0]
     return tokenize_preferences(rows[:most], tokenizer, 640, max_prompt_length=384, warn=False)

@@ -27,7 +27,7 @@ from ..models.heads import RewardModel
 from ..data.worlds import gold_of, world_of
 from ..models.load import load_tokenizer
 from ..train.entries import RewardEntry, load_models
-from ..train.setup import raw_rows
+from ..data.rows import raw_rows
 from ..train.stage import write_json
 
 # %% auto #0

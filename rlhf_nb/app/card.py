@@ -25,7 +25,7 @@ from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain, read_metrics
 from ..train.online import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
-from ..train.setup import load_rows
+from ..data.rows import load_rows
 from ..train.stage import read_json
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
 from ..widgets.charts import to_png

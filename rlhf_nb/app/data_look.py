@@ -23,7 +23,8 @@ from ..data.templates import as_chat, speaks_chat
 from ..train.kto import tokenize_labelled
 from ..train.registry import get
 from ..data.worlds import Kind, made_rows
-from ..train.setup import Row, raw_rows, reading_of
+from ..data.rows import raw_rows, reading_of
+from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',

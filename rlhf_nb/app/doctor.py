@@ -35,15 +35,9 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from rlhf_nb.train.setup import (
-    Row,
-    dropout_left_out,
-    in_kind,
-    parts_of,
-    place_of,
-    raw_rows,
-    reading_of,
-)
+from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
+from ..data.worlds import Row
+from ..models.policy import dropout_left_out
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',

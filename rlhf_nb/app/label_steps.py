@@ -33,7 +33,7 @@ from ..train.entries import RewardEntry
 from ..train.process import StepConfig
 from ..train.rlaif import append_rows, keep_rows
 from ..data.worlds import made_rows, world_of
-from ..train.setup import raw_rows
+from ..data.rows import raw_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0

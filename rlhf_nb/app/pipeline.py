@@ -47,7 +47,8 @@ from ..scale.launch import check_request, launch
 from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
-from ..train.setup import Row, load_rows
+from ..data.rows import load_rows
+from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch

@@ -23,7 +23,9 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer
+from ..data.worlds import Row
+from .method import TextMethod
+from .trainer import TextTrainer
 from ..types import Completions, LossSum, PromptBatch, host
 
 # %% auto #0
@@ -250,7 +252,7 @@ class Distill(TextMethod):
 
 # %% ../../nbs/train/distill.ipynb #b5d1e8e9
 @register(
-    "distill", DistillConfig, rows="prompt", holds=("policy", "reference"), starts_from=("sft",),
+    "distill", DistillConfig, stage=11, rows="prompt", holds=("policy", "reference"), starts_from=("sft",),
     about="Teach a small model what a larger one would say (on_policy, divergence=reverse_kl, forward_kl, js).",
 )  # fmt: skip
 class DistillTrainer(TextTrainer):

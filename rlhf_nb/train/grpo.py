@@ -151,7 +151,7 @@ class GRPO(OnlineMethod):
 
 # %% ../../nbs/train/grpo.ipynb #57ffd691
 @register(
-    "grpo", GRPOConfig, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
+    "grpo", GRPOConfig, stage=6, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
     about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
 )  # fmt: skip
 class GRPOTrainer(OnlineTrainer):

@@ -24,7 +24,8 @@ from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_l
 from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
-from .setup import Row, in_kind
+from ..data.rows import in_kind
+from ..data.worlds import Row
 from ..types import Completions, LossSum
 
 # %% auto #0
@@ -281,7 +282,7 @@ class KTO(OfflineMethod):
 
 # %% ../../nbs/train/kto.ipynb #aa188a22
 @register(
-    "kto", KTOConfig, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
+    "kto", KTOConfig, stage=10, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
     holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
     about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip

@@ -18,7 +18,9 @@ from ..models.load import disable_dropout, load_causal_lm, load_tokenizer, other
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
-from .setup import Row, TextMethod, TextTrainer, frozen_parts
+from ..data.worlds import Row
+from .method import TextMethod, frozen_parts
+from .trainer import TextTrainer
 from ..types import Batch, Completions
 
 # %% auto #0

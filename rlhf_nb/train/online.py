@@ -35,7 +35,9 @@ from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..scoring.check import self_check
-from .setup import Row, TextMethod, TextTrainer, frozen_parts
+from ..data.worlds import Row
+from .method import TextMethod, frozen_parts
+from .trainer import TextTrainer
 from .watched import EvalConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 

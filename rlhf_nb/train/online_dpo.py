@@ -16,7 +16,7 @@ from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
-from .setup import Row
+from ..data.worlds import Row
 from ..types import LossSum, Rollout, where_true
 
 # %% auto #0
@@ -80,7 +80,7 @@ class OnlineDPO(PairMethod):
 
 # %% ../../nbs/train/online_dpo.ipynb #0fa57aba
 @register(
-    "online", OnlineDPOConfig, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
+    "online", OnlineDPOConfig, stage=8, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
 class OnlineDPOTrainer(OnlineTrainer):

@@ -22,7 +22,7 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .setup import Row
+from ..data.worlds import Row
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -234,7 +234,7 @@ def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference 
 
 
 @register(
-    "ppo", PPOConfig, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
+    "ppo", PPOConfig, stage=5, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
     holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
 )  # fmt: skip
 class PPOTrainer(OnlineTrainer):

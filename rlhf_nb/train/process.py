@@ -21,7 +21,9 @@ from ..losses.process import step_loss
 from ..models.process import ProcessModel
 from ..scoring.check import check_scores
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer
+from ..data.worlds import Row
+from .method import TextMethod
+from .trainer import TextTrainer
 from ..types import Completions, LossSum, pad_rows
 
 # %% auto #0
@@ -222,7 +224,7 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
 
 # %% ../../nbs/train/process.ipynb #2dc97cf8
 @register(
-    "process", ProcessConfig, rows="stepwise", leaves="process", holds=("reward model",),
+    "process", ProcessConfig, stage=4, rows="stepwise", leaves="process", holds=("reward model",),
     about="Learn a process reward model from labelled steps.",
 )  # fmt: skip
 class ProcessTrainer(TextTrainer):

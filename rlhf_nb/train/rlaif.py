@@ -50,7 +50,8 @@ from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .entries import RewardEntry, build_rewards
 from .registry import register
 from ..untrusted import Unreadable, json_value
-from .setup import Row, load_rows
+from ..data.rows import load_rows
+from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',
@@ -384,7 +385,7 @@ _FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may c
 
 
 @register(
-    "rlaif", RLAIFConfig, rows="prompt", leaves="pairs",
+    "rlaif", RLAIFConfig, stage=2, rows="prompt", leaves="pairs",
     about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
 )  # fmt: skip
 class Labelling:

@@ -115,7 +115,7 @@ class RLOO(OnlineMethod):
 
 # %% ../../nbs/train/rloo.ipynb #6b7a4735
 @register(
-    "rloo", RLOOConfig, rows="prompt", online=True, holds=("policy", "reference"),
+    "rloo", RLOOConfig, stage=7, rows="prompt", online=True, holds=("policy", "reference"),
     about="Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
 )  # fmt: skip
 class RLOOTrainer(OnlineTrainer):
