@@ -83,7 +83,8 @@ def _labellers(prompts: Sequence[str], completions: Sequence[str], **columns: An
 
 def _place(prompt: str) -> int:
     """Of the kind of question that a prompt of the toy world asks."""
-    return ("one", "sum", "about", "home", "young", "food").index(toy.read_question(prompt).kind)
+    order = dict.fromkeys(("one", "sum", "about", "home", "young", "food", *toy.KINDS))
+    return list(order).index(toy.read_question(prompt).kind)
 
 # %% ../../nbs/data/worlds.ipynb #2ca60a71
 WORLDS = (

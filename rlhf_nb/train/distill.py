@@ -26,6 +26,7 @@ from .registry import register
 from ..data.worlds import Row
 from .method import TextMethod
 from .trainer import TextTrainer
+from .words import takes_trl
 from ..types import Completions, LossSum, PromptBatch, host
 
 # %% auto #0
@@ -268,6 +269,7 @@ class DistillTrainer(TextTrainer):
     kind, method_class = "prompt", Distill
     method: Distill
 
+    @takes_trl
     def __init__(
         self, config: DistillConfig, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None, eval_rows: list[Row] | None = None,
         teacher: Any = None, callbacks: Iterable[Callback] = (), **options: Any,

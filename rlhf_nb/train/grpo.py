@@ -107,7 +107,9 @@ class GRPO(OnlineMethod):
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages; dead groups are replaced by further prompts for up to `resample` rounds."""
-        r = super().collect(batch, step)
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        r = self.noted(self.advantages(scored))
         for again in range(1, self.config.resample + 1):
             alive = self._alive(r)
             prompts = None if alive.all() or self.more_prompts is None else self.more_prompts()

@@ -21,6 +21,7 @@ from ..run.engine import Engine
 from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
+from .words import takes_trl
 from ..types import Batch, Completions
 
 # %% auto #0
@@ -203,6 +204,7 @@ class OfflineTrainer(TextTrainer):
 
     method_class: Callable[..., OfflineMethod]
 
+    @takes_trl
     def __init__(
         self,
         config: Any,

@@ -38,6 +38,7 @@ from ..scoring.check import self_check
 from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
+from .words import takes_trl
 from .watched import EvalConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
@@ -226,7 +227,7 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
 
 # %% ../../nbs/train/online.ipynb #628aa003
 class OnlineMethod(TextMethod):
-    """A method that learns from its own answers; a subclass writes `advantages`, `denominators` and `loss`.
+    """A method that learns from its own answers; a subclass writes `collect`, `advantages`, `denominators` and `loss`.
 
     Args:
         model: the policy, a causal language model.
@@ -413,9 +414,16 @@ class OnlineMethod(TextMethod):
         r.advantages = torch.where(r.completion_mask, r.need("advantages"), 0.0)
         return r
 
+    @abstractmethod
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answer prompts, score the answers, compute advantages; last of all, leave out what was cut."""
-        r = self.advantages(self.score(self.rollout(batch, step)))
+        """Answers (`rollout`), their scores, their advantages; `noted` is last."""
+
+    def noted(self, r: Rollout) -> Rollout:
+        """A rollout after its numbers were taken, without what was cut.
+
+        Args:
+            r: with advantages.
+        """
         seen = r.seen()  # measured on the host, so that a GPU is asked once for everything
         self._collected, r = self.measure(seen), self.leave_out_cut(r)
         self._samples = rollout_samples(self.leave_out_cut(seen), self.config.samples_per_step)
@@ -574,6 +582,7 @@ class OnlineTrainer(TextTrainer):
     method: OnlineMethod
     method_class: type[OnlineMethod]
 
+    @takes_trl
     def __init__(
         self,
         config: Any,

@@ -17,7 +17,7 @@ from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
 from ..data.worlds import Row
-from ..types import LossSum, Rollout, where_true
+from ..types import LossSum, PromptBatch, Rollout, where_true
 
 # %% auto #0
 __all__ = ['OnlineDPO', 'OnlineDPOTrainer']
@@ -31,6 +31,12 @@ class OnlineDPO(PairMethod):
 
     name = "online_dpo"
     columns = ("reward", "rewards/accuracies", "rewards/margins", "pairs/ties", "completions/mean_length", "lr")
+
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers, scores and pairs; of more than two answers to a prompt two stay."""
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.pairs(self.noted(self.advantages(scored)))
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:

@@ -119,7 +119,9 @@ class PPO(OnlineMethod):
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages and returns; in the first `critic_warmup_steps` steps only the critic learns from them."""
         self.warming = step < self.config.critic_warmup_steps
-        return super().collect(batch, step)
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs and values; where policy and critic share their states, one pass gives both."""

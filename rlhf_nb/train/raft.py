@@ -14,7 +14,7 @@ from ..config import PathText, option
 from ..losses.sft import sft_loss
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from ..types import LossSum, Rollout, host
+from ..types import LossSum, PromptBatch, Rollout, host
 
 # %% auto #0
 __all__ = ['RAFTConfig', 'RAFT', 'RAFTTrainer']
@@ -54,6 +54,12 @@ class RAFT(OnlineMethod):
     def imitates(self) -> bool:
         """Good answers are imitated, whoever gave them."""
         return True
+
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers, their scores, and which of them are the best of their group."""
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:

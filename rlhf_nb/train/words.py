@@ -311,12 +311,11 @@ def takes_trl(init: _Init) -> _Init:
         kind = None if "_translated" in vars(self) else config_of(cls)
         if kind is not None:  # once: the constructors of parents are given our arguments
             self._translated = True
-            makers = [inspect.signature(vars(c)["__init__"]) for c in cls.__mro__ if "__init__" in vars(c)]
-            named = [
-                p.name for m in makers for p in m.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            ]
-            takes = [name for name in dict.fromkeys(named) if name != "self"]
-            args, given = (), our_arguments(cls.__name__, kind, takes, args, given)
+            makers = [vars(c)["__init__"] for c in cls.__mro__ if "__init__" in vars(c)]
+            makers = makers[makers.index(translated) :]
+            named = [p for m in makers for p in inspect.signature(m).parameters.values()]
+            takes = dict.fromkeys(p.name for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            args, given = (), our_arguments(cls.__name__, kind, [n for n in takes if n != "self"], args, given)
         init(self, *args, **given)
 
     return cast(_Init, translated)
