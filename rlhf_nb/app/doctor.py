@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from rlhf_nb.data.sources import (
 )  # fmt: skip
 from ..data.worlds import Kind, made_rows, model_world
 from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
+from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict, shape_of
@@ -41,9 +42,9 @@ from ..models.policy import dropout_left_out
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
-           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'estimate_memory',
-           'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'Start',
-           'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
+           'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
+           'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/app/doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -264,6 +265,25 @@ def check_threads(threads: int | None = None, cores: int | None = None) -> list[
         fix = f"export OMP_NUM_THREADS={cores // 2 if cores > 8 else cores}"
         return [Finding("note", what, "larger models train faster on more threads", fix)]
     return [Finding("ok", what, "no thread waits for a core")]
+
+
+def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
+    """Which families of models are fast with the installed transformers.
+
+    Args:
+        families: of each whether it is; None: what `fast.support.fast_families` says.
+    """
+    import transformers
+
+    known = fast_families() if families is None else families
+    slow, fast = (", ".join(k for k, v in known.items() if v is good) for good in (False, True))
+    if not slow:
+        return [
+            Finding("ok", f"fast paths know {fast}", f"transformers {transformers.__version__} is as it was compared")
+        ]
+    what = f"transformers {transformers.__version__} writes {slow} in a way that was never compared with the fast paths"
+    why = f"these models give the same numbers, several times slower{f'; {fast} are fast' if fast else ''}"
+    return [Finding("warning", what, why, "install the transformers of requirements.lock, or a newer rlhf_nb")]
 
 # %% ../../nbs/app/doctor.ipynb #6ca18fe4
 LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
@@ -546,7 +566,7 @@ def doctor(config: Any) -> list[Finding]:
         What was found, worst first; an "error" means that training would fail.
     """
     found = _examine_stages(config) if isinstance(config, PipelineConfig) else examine(config)
-    return sorted(dict.fromkeys(found), key=lambda f: LEVELS.index(f.level))
+    return sorted(dict.fromkeys(found + check_speed()), key=lambda f: LEVELS.index(f.level))
 
 
 def _examine_stages(config: PipelineConfig) -> list[Finding]:
