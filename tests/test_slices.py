@@ -65,7 +65,7 @@ def test_a_process_that_gets_little_of_a_busy_machine_is_no_hanging_one(monkeypa
     monkeypatch.setattr(patience, "cpu_seconds", lambda pids: clock["cpu"])
     monkeypatch.setattr(patience.time, "monotonic", lambda: clock["wall"])
     watch = patience.Watch([1], cpu=300, idle=120)
-    for _ in range(1000):  # a hundredth of a core, for hours
+    for _ in range(500):  # a hundredth of a core, for hours
         clock["wall"] += 30
         clock["cpu"] += 0.3
         watch.look()
