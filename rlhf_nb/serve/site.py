@@ -20,7 +20,8 @@ from ..core import ConfigError, DataError, ModelError, decide_precision, did_you
 from ..data.formats import Message
 from ..data.hub import sha256_of
 from ..data.templates import encode_chat, encode_prompts
-from ..models.files import base_of_adapter, find_model, is_made, load_or_explain
+from ..data.worlds import model_world
+from ..models.files import base_of_adapter, find_model, load_or_explain
 from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
@@ -114,7 +115,7 @@ def settled(config: ServeConfig) -> ServeConfig:
 
 def version_of(place: str) -> str:
     """Twelve digits for the weights in a folder or file; the name itself of what is made in memory."""
-    if is_made(place):
+    if model_world(place):
         return str(place)
     where = Path(find_model(place)[1])
     files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
