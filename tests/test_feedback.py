@@ -139,3 +139,37 @@ def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:
     (saw,) = models_that_saw(made.users[0], store, [tmp_path / "runs"])
     assert saw.folder.name == "dpo" and saw.through == "pairs.jsonl"
     assert models_that_saw("nobody", store, [tmp_path / "runs"]) == []
+
+
+@pytest.mark.parametrize("names", [3, 20, 10**6])
+def test_new_names_of_one_address_are_one_opinion(names: int) -> None:
+    """A fifth of the votes is hostile, under so many names; counting heads must be beaten by ten points."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.feedback.annotators import aggregate
+    from rlhf_nb.feedback.people import simulate
+    from rlhf_nb.widgets.labels import make_pairs
+
+    prompts = [row["prompt"] for row in toy.train_prompts(500, seed=3)]
+    speakers = {n: [toy.speak(p, n, random.Random(i)) for i, p in enumerate(prompts)] for n in toy.PERSONAS}
+    said = []
+    for i, (who, x) in enumerate(simulate(make_pairs(prompts, speakers, per_prompt=1, seed=0))):
+        user = f"mallory-{i % names}" if who == "mallory" else who
+        said.append(Feedback(**{**x.__dict__, "user": user, "source": "one key", "id": f"{i:06d}"}))
+
+    def right(rows: list[dict[str, object]]) -> float:
+        gaps = [toy.gold_reward([str(r["prompt"])] * 2, [str(r["chosen"]), str(r["rejected"])]) for r in rows]
+        return sum(float(a > b) for a, b in gaps if a != b) / sum(bool(a != b) for a, b in gaps)
+
+    assert right(aggregate(said).pairs) > right(aggregate(said, robust=False).pairs) + 0.1
+
+
+def test_a_name_is_forgotten_under_every_key_and_address(tmp_path: Path) -> None:
+    from rlhf_nb.feedback.store import forget
+
+    store = FeedbackStore(tmp_path / "feedback.jsonl")
+    for source in ("key ann", "address 10.0.0.1"):
+        for user in ("u-17", "u-18"):
+            store.add(user, Feedback("rating", "up", "p", ("a",), ("v1",), consent=True), source)
+    assert len({x.user for x in store.all()}) == 4 and len(forget(store, "u-17").ids) == 2
+    assert {x.name for x in store.all()} == {store.hashed("u-18")}
+    assert len(forget(store, "key ann").ids) == 1

@@ -20,8 +20,8 @@ from .store import Feedback
 from ..train.reward import fit_words, word_bags
 
 # %% auto #0
-__all__ = ['PRIOR', 'Vote', 'votes_of', 'limited', 'Estimate', 'dawid_skene', 'margins_of_others', 'User', 'Aggregate',
-           'aggregate']
+__all__ = ['ESTABLISHED', 'PRIOR', 'Vote', 'accounts', 'votes_of', 'limited', 'Estimate', 'dawid_skene', 'margins_of_others',
+           'User', 'Aggregate', 'aggregate']
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720006
 class Vote(NamedTuple):
@@ -34,6 +34,21 @@ class Vote(NamedTuple):
 
 
 _SIDES = {"first": 1, "second": -1, "up": 1, "down": -1}
+ESTABLISHED = 10  # votes with which a name is judged by itself
+
+
+def accounts(said: Sequence[Feedback]) -> dict[str, str]:
+    """Who answers for each user's votes: a name with a history for itself; new names together with the others of their key or address.
+
+    Args:
+        said: as `FeedbackStore.standing` gives it.
+    """
+    votes = [x for x in said if x.item and x.value in _SIDES]
+    own = Counter(x.user for x in votes)
+    group = {x.user: f"new names of {x.source}" if x.source else "new names" for x in votes}
+    many = Counter(group[x.user] for x in votes if own[x.user] < ESTABLISHED and x.source)
+    small = {u: g if many[g] >= ESTABLISHED else "new names" for u, g in group.items()}
+    return {u: u if n >= ESTABLISHED else small[u] for u, n in own.items()}
 
 
 def votes_of(said: Sequence[Feedback]) -> tuple[list[Vote], dict[str, Feedback]]:
@@ -260,6 +275,9 @@ def aggregate(
         rounds: of model and reliabilities in turn.
     """
     everything, items = votes_of(said)
+    if robust:
+        owner = accounts(said)
+        everything = [v._replace(user=owner[v.user]) for v in everything]
     votes = limited(everything, most) if robust else everything
     left = {
         "no vote: a tie, a comment, or no consent": len(said) - len(everything),

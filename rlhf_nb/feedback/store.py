@@ -270,7 +270,7 @@ def forget(store: FeedbackStore, user: str) -> Forgotten:
 
     Args:
         store: it is written anew and replaced whole.
-        user: as to `add`, or the hash that stands in the file.
+        user: the name as to `add`, whatever keys and addresses it came from; a key or an address; or a hash that stands in the file.
 
     Raises:
         DataError: nobody of that name has said anything.
@@ -284,8 +284,12 @@ def forget(store: FeedbackStore, user: str) -> Forgotten:
         with writing(store.path, alone=True), open(store.path, "rb") as old, open(aside, "wb") as new:
             names = {user, store.hashed(user)} if store.key_path.exists() else {user}
             for line in json_lines(old):
-                owner = line.value.get("annotator") if isinstance(line.value, dict) else None
-                if owner in names:
+                owners = (
+                    {line.value.get(k) for k in ("annotator", "name", "from")}
+                    if isinstance(line.value, dict)
+                    else set()
+                )
+                if owners & names:
                     ids.append(str(line.value.get("id")))
                     continue
                 if line.problem or line.value is None:
