@@ -15,7 +15,7 @@ import argparse
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_nb.train.candidates import compare_all
+from rlhf_nb.pipeline.candidates import compare_all
 
 SETTINGS = 8
 PAIRS = SETTINGS * (SETTINGS - 1) // 2

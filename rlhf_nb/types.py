@@ -533,6 +533,10 @@ class PromptBatch(Batch):
         """int64[B], tokens of each prompt."""
         return along(lambda m: m.sum(1), self.prompt_mask)
 
+    def token_lists(self) -> list[list[int]]:
+        """Token ids of each prompt, without pads."""
+        return [ids[mask].tolist() for ids, mask in zip(self.prompt_ids.cpu(), self.prompt_mask.cpu())]
+
     def check(self: _Q) -> _Q:
         """Raise DataError if the columns don't belong together; return self."""
         _check_prompts(self)

@@ -15,7 +15,8 @@ import rlhf_nb.fast.blocks as blocks
 from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer
 from rlhf_nb.core import ModelError
 from rlhf_nb.data import toy
-from rlhf_nb.fast.support import can_run, distrust, use_fast
+from rlhf_nb.fast.support import FAMILIES, can_run, distrust, fast_families, use_fast
+from rlhf_nb.pipeline.doctor import check_speed
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scoring.scores import completion_logps, completion_values
 from rlhf_nb.types import Completions
@@ -335,3 +336,21 @@ def test_reward_models_check_their_scores_and_go_on_plainly(
     decoders = [m.decoder for m in trainer.method.members]
     assert len(decoders) == 2 and (checked["scorer"] > checked["bound"]) is broken
     assert all((can_run(d) is not None) is broken for d in decoders)
+
+
+def test_every_known_family_is_fast_with_the_installed_transformers() -> None:
+    """A release with another text of these models would lose the speed: this test and the doctor say so."""
+    slow = [name for name, fast in fast_families().items() if not fast]
+    assert len(fast_families()) == len(FAMILIES)
+    assert not slow, (
+        f"transformers {transformers.__version__} writes {', '.join(slow)} in a way that fast.support.VERIFIED doesn't list: read what changed, "
+        "run this file and the sweep with that release, and add what `python .ci/fast_table.py` prints"
+    )
+    assert [f.level for f in check_speed()] == ["ok"]
+
+
+def test_the_doctor_names_families_that_lost_their_speed() -> None:
+    (finding,) = check_speed({"Llama": False, "Qwen2": True, "GPT2": False})
+    assert (
+        finding.level == "warning" and "writes Llama, GPT2 in a way" in finding.what and "Qwen2 are fast" in finding.why
+    )

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_nb.pipeline.candidates import standings
 from rlhf_nb.run.callbacks import Callback
 from rlhf_nb.run.overopt import StopAtPeak
 from rlhf_nb.sequential import ALPHA
-from rlhf_nb.train.candidates import standings
 from rlhf_nb.widgets.health import CHECKS, health
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,7 @@ def dotted(path: Path) -> str:
 
 LONG = (
     "feedback_to_next_version",
-)  # half a minute of training; what it calls is tested by `app.cycle` and test_cycle.py
+)  # half a minute of training; what it calls is tested by `pipeline.cycle` and test_cycle.py
 
 FORKS = """
 import json, os, signal, sys
@@ -57,7 +57,7 @@ NotebookClient(nb, timeout=240, kernel_name="python3", resources={"metadata": {"
 
 SETTINGS = {
     "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": os.environ.get("RLHF_NB_TEST_THREADS", "1"),
     "MPLBACKEND": "Agg",
     "PYTHONWARNINGS": "ignore,error:held-out rows",  # what is held out must not stand in the training rows: TextTrainer compares them
 }

@@ -315,6 +315,58 @@ def test_a_sign_of_life_that_meets_the_release(tmp_path: Path, monkeypatch: pyte
     assert not wrong
 
 
+HOLDS = """
+import sys, time
+import filelock
+import rlhf_nb.run.lock as lock
+lock.BEAT = 0.05
+if sys.argv[1] == "ours":
+    kept = lock.RunLock(sys.argv[2]); kept.acquire()
+else:
+    kept = filelock.SoftFileLease(sys.argv[2] + "/lease", lease_duration=0.3); kept.acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def stopped(kind: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that holds a folder and then stands still, as after Ctrl-Z."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, kind, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGSTOP)
+    return process
+
+
+def test_why_the_lock_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped keeps its folder, another machine's dead one doesn't; filelock offers the one or the other."""
+    filelock: Any = pytest.importorskip("filelock")
+    if not hasattr(filelock, "SoftFileLease"):
+        pytest.skip("this filelock has no leases")
+    monkeypatch.setattr(lock, "STALE", 0.5)
+    for kind in ("ours", "lease"):
+        process = stopped(kind, tmp_path)
+        try:
+            time.sleep(1.0)
+            if kind == "ours":
+                with pytest.raises(RunError, match=f"in use by process {process.pid} on this machine"):
+                    RunLock(tmp_path).acquire()
+            else:
+                with filelock.SoftFileLease(str(tmp_path / "lease"), lease_duration=0.3, timeout=10):
+                    pass  # taken from a process that lives
+        finally:
+            process.kill()
+            process.wait()
+    (tmp_path / "marker").write_text("12\nnode-7\n")
+    os.utime(tmp_path / "marker", (0, 0))
+    with pytest.raises(filelock.Timeout):
+        filelock.SoftFileLock(str(tmp_path / "marker")).acquire(timeout=1.0)
+    gone = {"machine": "node-7/0/0", "pid": 12, "born": "5", "since": 0.0, "token": "y"}
+    (tmp_path / "lock.json").write_text(json.dumps(gone))
+    os.utime(tmp_path / "lock.json", (0, 0))
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path).told["token"] != "y"  # type: ignore[union-attr]
+
+
 THIEVES = """
 import os, sys, time
 from rlhf_nb.run.lock import RunLock
@@ -355,7 +407,7 @@ def test_two_thieves_of_one_lock(tmp_path: Path) -> None:
 
 def small(root: Path) -> Any:
     """A pipeline of a tiny untrained model and three steps of SFT."""
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
     sft = {"steps": 3, "epochs": None, "mini_batch_size": 4}
     none = {"reward": None, "ppo": None, "eval_prompts": 4, "questions": 0}

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError
-from .decoder import Cost
+from .decoder import Cost, Decoder
 from .speculative import Tape
 from ..fast.support import can_run, unwrapped
 from ..rollout.choosing import Chooser
-from ..rollout.sampler import as_rollout, check_request, eos_ids, eval_mode, pad_id
-from ..types import PromptBatch, Rollout
+from ..rollout.backends import Request, answers_to_tensors
+from ..rollout.sampler import as_rollout, check_request, eval_mode, pad_id
+from ..types import Rollout
 
 # %% auto #0
 __all__ = ['Beam']
@@ -55,7 +55,7 @@ class _Reader:
         return logits
 
 
-class Beam:
+class Beam(Decoder):
     """The likeliest answer that a search with several beginnings finds.
 
     Args:
@@ -65,50 +65,34 @@ class Beam:
     Source: Wu et al., arXiv 1609.08144, section 7 (with the plain power of the length as the divisor).
     """
 
-    exact, keeps_policy = True, False
-    slots_in_use: float | None = None
-
     def __init__(self, beams: int = 4, length_penalty: float = 1.0) -> None:
         if beams < 1 or length_penalty < 0:
             raise ConfigError(
                 f"beam search: beams={beams} must be at least 1, length_penalty={length_penalty} at least 0."
             )
         self.beams, self.alpha, self.name = beams, length_penalty, f"beam search, {beams} beams"
-        self.cost: Cost | None = None
 
     @torch.inference_mode()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; nothing is drawn, so seeds change nothing. Log-probs are the policy's own; several answers are the best finds."""
-        begin, bare, new, device = (
-            time.perf_counter(),
-            unwrapped(model),
-            sampling.max_new_tokens,
-            prompts.prompt_ids.device,
-        )
-        if num_samples > self.beams:
+        begin, bare, prompts, tokenizer = time.perf_counter(), unwrapped(model), request.prompts, request.tokenizer
+        if request.num_samples > self.beams:
             raise ConfigError(
-                f"{self.name} finds {self.beams} answers to a prompt, and {num_samples} were asked for: raise beams."
+                f"{self.name} finds {self.beams} answers to a prompt, and {request.num_samples} were asked for: raise beams."
             )
-        check_request(bare, prompts, sampling, 1)
-        stop = eos_ids(bare, tokenizer) if eos is None else eos
-        choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=device))
-        found, computed = [], 0
+        check_request(bare, prompts, request.sampling, 1)
+        stop, choose = request.ends(bare), request.choose(bare)
+        best, computed = list[tuple[list[int], list[float], float]](), 0
         with eval_mode(model):
-            for ids, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu()):
-                best, n = self._search(bare, ids[mask].tolist(), choose, set(stop), new)
-                found += best[:num_samples]
+            for ids in prompts.token_lists():
+                finds, n = self._search(bare, ids, choose, set(stop), request.sampling.max_new_tokens)
+                best += finds[: request.num_samples]
                 computed += n
-        rows = prompts[torch.arange(len(prompts)).repeat_interleave(num_samples).to(device)]
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(a) for a, _, _ in found], True, pad_id(tokenizer)).to(device)
-        logps = nn.utils.rnn.pad_sequence([torch.tensor(x) for _, x, _ in found], True, 0.0).to(device)
-        lens = torch.tensor([len(a) for a, _, _ in found], device=device)
-        finished = torch.tensor([a[-1] in set(stop) for a, _, _ in found], device=device)
-        gains = {"log-prob of an answer": sum(sum(x) for _, x, _ in found) / len(found)}
-        self.cost = Cost(len(found), computed, int(lens.sum()), time.perf_counter() - begin, gains=gains)
-        return as_rollout(rows, 1, ids, lens, finished, logps, tokenizer)
+        answers, logps = [a for a, _, _ in best], [x for _, x, _ in best]
+        tensors = answers_to_tensors(answers, logps, stop, pad_id(tokenizer), prompts.prompt_ids.device)
+        gains = {"log-prob of an answer": sum(map(sum, logps)) / len(best)}
+        self.cost = Cost(len(best), computed, sum(map(len, answers)), time.perf_counter() - begin, gains=gains)
+        return as_rollout(prompts, request.num_samples, *tensors, tokenizer)
 
     def _search(
         self, model: Any, prompt: list[int], choose: Chooser, ends: set[int], new: int

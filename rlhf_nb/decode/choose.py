@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError, DataError, derive_seed
-from .decoder import Cost, Decoder, Plain
+from .decoder import Cost, Decoder, Plain, paid
 from ..rewards.answers import extract_number
 from ..rewards.base import Rewards
+from ..rollout.backends import Request
 from ..rollout.choosing import inverse_cdf
 from ..rollout.numbers import uniforms
-from ..rollout.sampler import earlier
-from ..types import PromptBatch, Rollout
+from ..rollout.sampler import addresses
+from ..types import Rollout
 
 # %% auto #0
 __all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_of',
@@ -280,7 +280,7 @@ def pick_different(scores: Sequence[float], texts: Sequence[str], count: int, di
     return picked
 
 
-class OneOfMany:
+class OneOfMany(Decoder):
     """Draw n answers and keep one.
 
     Args:
@@ -291,41 +291,23 @@ class OneOfMany:
         diversity: see `pick_different`; 0: answers are picked one by one, each from its own n draws.
     """
 
-    exact, keeps_policy = True, False
-    slots_in_use: float | None = None
-
     def __init__(self, name: str, n: int, weigh: Weigher, inner: Decoder | None = None, diversity: float = 0.0) -> None:
         if n < 1:
             raise ConfigError(f"{name}: n is {n}, and at least one answer must be drawn.")
         if diversity < 0:
             raise ConfigError(f"{name}: diversity is {diversity}; below 0 it would reward answers that are alike.")
-        self.name, self.n, self.weigh, self.inner, self.diversity = (
-            f"{name}, n = {n}",
-            n,
-            weigh,
-            inner or Plain(),
-            diversity,
-        )
-        self.cost: Cost | None = None
+        self.name, self.n, self.weigh, self.inner = f"{name}, n = {n}", n, weigh, inner or Plain()
+        self.diversity = diversity
         self.draws: Rollout | None = None  # of the last call, all of them
         self.scores: Tensor | None = None  # [answers, n], of the last call
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; log-probs are the policy's own, not those of the choice."""
-        begin = time.perf_counter()
-        if greedy:
-            raise ConfigError(
-                f"{self.name} chooses among different draws, and the likeliest answer is always the same: leave greedy out."
-            )
-        r = self.inner.generate(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples * self.n, eos=eos
-        )  # fmt: skip
-        paid = self.inner.cost
-        assert paid is not None
+        begin, num_samples, prompts = time.perf_counter(), request.num_samples, request.prompts
+        self.one_kind(request)
+        r = self.inner.generate(model, **vars(replace(request, num_samples=num_samples * self.n)))
+        bill = paid(self.inner)
         pool = self.n * num_samples if self.diversity else self.n
         weights, scores, read = self.weigh(r, pool)
         groups = torch.arange(len(weights)) * pool
@@ -339,17 +321,16 @@ class OneOfMany:
             rows = (groups[:, None] + torch.tensor(picks)).flatten()
             kl, kl_is = None, ""
         else:
-            repeat = torch.arange(len(prompts)).repeat_interleave(num_samples)
-            sample = earlier(prompts)[repeat] * num_samples + torch.arange(num_samples).repeat(len(prompts))
-            u = uniforms(derive_seed(seed, "choice"), step, prompts.uid.cpu()[repeat], sample, 1)[:, 0]
+            repeat, sample = addresses(prompts, num_samples)
+            u = uniforms(derive_seed(request.seed, "choice"), request.step, prompts.uid.cpu()[repeat], sample, 1)[:, 0]
             rows = groups + inverse_cdf(weights, u)
             kl, kl_is = self._kl(weights, scores)
-        kl = None if paid.kl is None else kl  # a filter moved the draws themselves
+        kl = None if bill.kl is None else kl  # a filter moved the draws themselves
         self.draws, self.scores, self.exact = r, scores, self.inner.exact
         kept = r[rows.to(r.completion_ids.device)]
-        gains = paid.gains | self._gains(scores, rows, weights)
+        gains = bill.gains | self._gains(scores, rows, weights)
         self.cost = Cost(
-            len(kept), paid.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, paid.read + read, kl,
+            len(kept), bill.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, bill.read + read, kl,
             kl_is if kl is not None else "", gains,
         )  # fmt: skip
         return kept
@@ -379,7 +360,7 @@ def best_of_n(reward: Any, n: int = 16, inner: Decoder | None = None, diversity:
     return OneOfMany("best of n", n, weigh_best(reward), inner, diversity)
 
 # %% ../../nbs/decode/choose.ipynb #bea4f3a0
-class Rejection:
+class Rejection(Decoder):
     """Draw until the score reaches a threshold, n times at most.
 
     Args:
@@ -389,48 +370,33 @@ class Rejection:
         inner: who draws; None: the policy.
     """
 
-    exact, keeps_policy = True, False
-    slots_in_use: float | None = None
-
     def __init__(self, reward: Any, threshold: float, n: int = 16, inner: Decoder | None = None) -> None:
         if n < 1:
             raise ConfigError(f"rejection: n is {n}, and at least one answer must be drawn.")
         self.reward, self.threshold, self.n, self.inner = reward, threshold, n, inner or Plain()
         self.name = f"rejection below {threshold:g}"
-        self.cost: Cost | None = None
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; log-probs are the policy's own."""
         begin = time.perf_counter()
-        if greedy:
-            raise ConfigError(
-                f"{self.name} draws again, and the likeliest answer is always the same: leave greedy out."
-            )
-        rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
-        asked = replace(
-            prompts[rows.to(prompts.uid.device)],
-            before=earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts)),
-        )
-        open_, best = torch.arange(len(asked)), torch.full((len(asked),), -torch.inf, dtype=torch.float64)
+        self.one_kind(request)
+        rows, before = addresses(request.prompts, request.num_samples)
+        batch = request.prompts[rows.to(request.prompts.uid.device)]
+        open_, best = torch.arange(len(rows)), torch.full((len(rows),), -torch.inf, dtype=torch.float64)
         parts: list[Rollout] = []
-        where = torch.zeros(len(asked), dtype=torch.int64)  # which of all draws each answer is
-        nats = torch.zeros(len(asked), dtype=torch.float64)
+        where = torch.zeros(len(rows), dtype=torch.int64)  # which of all draws each answer is
+        nats = torch.zeros(len(rows), dtype=torch.float64)
         spent, drawn, first, seen = None, 0, 0.0, 0
         while len(open_) and drawn < self.n:
-            some = replace(asked[open_.to(asked.uid.device)], before=asked.before[open_])  # type: ignore[index]
-            r = self.inner.generate(
-                model, some, sampling, tokenizer=tokenizer, seed=derive_seed(seed, "draw", drawn), step=step, eos=eos
-            )
+            some = replace(batch[open_.to(batch.uid.device)], before=before[open_])
+            again = replace(request, prompts=some, seed=derive_seed(request.seed, "draw", drawn), num_samples=1)
+            r = self.inner.generate(model, **vars(again))
             scores, read = _score(self.reward, r, 1)
             scores = scores[:, 0]
-            paid = self.inner.cost
-            assert paid is not None
-            paid = replace(paid, read=paid.read + read)
-            spent = paid if spent is None else spent + paid
+            bill = paid(self.inner)
+            bill = replace(bill, read=bill.read + read)
+            spent = bill if spent is None else spent + bill
             first = float(scores.mean()) if drawn == 0 else first
             better = scores > best[open_]
             where[open_[better]] = seen + better.nonzero()[:, 0]
@@ -439,12 +405,12 @@ class Rejection:
             open_ = open_[scores < self.threshold]
             nats[open_] += 1 / drawn
         assert spent is not None
-        kept = Rollout.cat(parts, tokenizer.pad_token_id or 0)[where.to(parts[0].completion_ids.device)]
+        kept = Rollout.cat(parts, request.tokenizer.pad_token_id or 0)[where.to(parts[0].completion_ids.device)]
         self.exact = self.inner.exact
         gains = {
             "score of a draw": first,
             "score of what is kept": float(best.mean()),
-            "share that reached it": 1 - len(open_) / len(asked),
+            "share that reached it": 1 - len(open_) / len(rows),
         }
         known = spent.kl is not None and not len(open_)
         self.cost = Cost(

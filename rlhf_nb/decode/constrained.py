@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError, ModelError
-from .decoder import Cost
-from .mixed import nats_moved
+from .decoder import Cost, Decoder
+from .mixed import mean_nats, nats_moved
 from ..fast.support import unwrapped
-from ..rollout.choosing import Chooser
+from ..rollout.backends import Request
 from ..rollout.mixture import sample_together
-from ..rollout.sampler import check_request, eos_ids, eval_mode
-from ..types import PromptBatch, Rollout
+from ..rollout.sampler import check_request, eval_mode
+from ..types import Rollout
 from ..untrusted import Unreadable, json_value
 
 log = logging.getLogger(__name__)
@@ -157,21 +156,19 @@ class _Writing:
         return sum(fits) / len(fits)
 
 
-class Constrained:
+class Constrained(Decoder):
     """The policy's answers with every token struck out that leaves a form.
 
     Args:
         form: what answers must look like.
     """
 
-    exact, keeps_policy = False, False
-    slots_in_use: float | None = None
+    exact = False
 
     def __init__(self, form: Form) -> None:
         self.form, self.grammar = form, form.compiled()
         self.name = f"constrained by a {form.said.replace('_', ' ')}"
         self._known: tuple[Any, ...] = (None, None)
-        self.cost: Cost | None = None
 
     def _matcher(self, tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
         """At the beginning of the form, for a tokenizer; it takes a second, so the last one is kept."""
@@ -192,22 +189,19 @@ class Constrained:
         return self._known[1]
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; log-probs are those of the masked policy."""
-        begin, bare = time.perf_counter(), unwrapped(model)
-        ends = eos_ids(bare, tokenizer) if eos is None else eos
+        begin, bare, sampling, rows = time.perf_counter(), unwrapped(model), request.sampling, len(request.prompts)
+        ends = request.ends(bare)
         if sampling.min_new_tokens or not ends:
             what = (
                 f"min_new_tokens={sampling.min_new_tokens} forbids" if ends else "an empty list of EOS tokens forbids"
             )
             raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} that. Leave it out.")
-        check_request(bare, prompts, sampling, num_samples)
+        check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
-        writing = _Writing(self._matcher(tokenizer, len(weight), ends), len(prompts) * num_samples, set(ends))
-        choose = Chooser(sampling, torch.tensor(ends, dtype=torch.int64, device=weight.device))
+        writing = _Writing(self._matcher(request.tokenizer, len(weight), ends), rows * request.num_samples, set(ends))
+        choose = request.choose(bare)
         nats: list[Tensor] = []
 
         def combined(said: list[Callable[[], Tensor]]) -> Tensor:
@@ -218,12 +212,12 @@ class Constrained:
             return moved
 
         with eval_mode(bare):
-            r = sample_together(
-                [bare], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy, num_samples=num_samples,
-                eos=ends, heard=writing.heard,
-            )  # fmt: skip
-        self.cost = self._bill(r, writing, None if greedy else torch.stack(nats, 1), time.perf_counter() - begin)
-        cut = round((1 - self.cost.gains["whole"]) * len(r))
+            r = sample_together([bare], combined, request, writing.heard)
+        n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
+        gains = {"whole": writing.whole(), "ms of masks per token": 1000 * writing.seconds / n}
+        seconds, kl_is = time.perf_counter() - begin, "" if request.greedy else "estimate"
+        self.cost = Cost(len(r), n, n, seconds, kl=kl, kl_is=kl_is, gains=gains)
+        cut = round((1 - gains["whole"]) * len(r))
         if cut:
             log.warning(
                 "%d of %d answers were cut at max_new_tokens=%d before they were whole: raise it.",
@@ -232,10 +226,3 @@ class Constrained:
                 sampling.max_new_tokens,
             )
         return r
-
-    def _bill(self, r: Rollout, writing: _Writing, nats: Tensor | None, seconds: float) -> Cost:
-        """What a call cost."""
-        n = int(r.completion_lens.sum())
-        kl = None if nats is None else max(0.0, float(torch.where(r.completion_mask, nats, 0.0).sum(1).double().mean()))
-        gains = {"whole": writing.whole(), "ms of masks per token": 1000 * writing.seconds / n}
-        return Cost(len(r), n, n, seconds, kl=kl, kl_is="" if kl is None else "estimate", gains=gains)

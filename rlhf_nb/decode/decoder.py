@@ -6,16 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
 from torch import nn
 
-from ..config import SamplingConfig
-from ..rollout.backends import Sampler, make_sampler
-from ..types import PromptBatch, Rollout
+from ..core import ConfigError
+from ..rollout.backends import Request, Sampler, make_sampler
+from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Cost', 'Decoder', 'Plain', 'total']
+__all__ = ['Cost', 'Decoder', 'paid', 'Plain', 'total']
 
 # %% ../../nbs/decode/decoder.ipynb #04b9909f
 @dataclass(frozen=True)
@@ -66,43 +64,54 @@ class Cost:
         return "; ".join(parts) + (f". Gain: {gained}" if gained else "")
 
 # %% ../../nbs/decode/decoder.ipynb #2abbe6ae
-class Decoder(Sampler, Protocol):
+class Decoder(Sampler):
     """Prompts to answers, at a cost.
 
     keeps_policy: its answers have the policy's own distribution, so that a policy gradient may be taken from them.
     cost: of the last call; None before the first.
     """
 
-    keeps_policy: bool
-    cost: Cost | None
+    exact = True
+    keeps_policy = False
+    cost: Cost | None = None
+
+    def one_kind(self, request: Request) -> None:
+        """Refuse what cannot be drawn twice.
+
+        Raises:
+            ConfigError: greedy answers were asked for, and this decoder chooses among several.
+        """
+        if request.greedy:
+            raise ConfigError(
+                f"{self.name} chooses among different draws, and the likeliest answer is always the same: leave greedy out."
+            )
 
 
-class Plain:
+def paid(decoder: Decoder) -> Cost:
+    """What the last call cost."""
+    assert decoder.cost is not None
+    return decoder.cost
+
+
+class Plain(Decoder):
     """The policy's own samples, as a decoder.
 
     Args:
         sampler: who draws; None: whom the sampling settings name.
     """
 
-    name, exact, keeps_policy = "plain", True, True
-    slots_in_use: float | None = None
+    name, keeps_policy = "plain", True
 
     def __init__(self, sampler: Sampler | None = None) -> None:
         self.sampler = sampler
         self.exact = sampler is None or sampler.exact
-        self.cost: Cost | None = None
 
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`."""
-        begin, sampler = time.perf_counter(), self.sampler or make_sampler(sampling)
-        r = sampler.generate(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos
-        )  # fmt: skip
+        begin, sampler = time.perf_counter(), self.sampler or make_sampler(request.sampling)
+        r = sampler.generate(model, **vars(request))
         self.exact, self.slots_in_use = sampler.exact, sampler.slots_in_use
-        n, filtered = int(r.completion_lens.sum()), sampling.filtered or greedy
+        n, filtered = int(r.completion_lens.sum()), request.sampling.filtered or request.greedy
         kl = None if filtered else 0.0  # a filter's answers are another distribution's than the policy's
         self.cost = Cost(len(r), n, n, time.perf_counter() - begin, kl=kl, kl_is="" if filtered else "exact")
         return r

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError
-from .decoder import Cost
+from .decoder import Cost, Decoder
 from ..fast.support import unwrapped
 from ..rollout.choosing import Chooser
+from ..rollout.backends import Request
 from ..rollout.mixture import sample_together
-from ..rollout.sampler import eos_ids, eval_mode
-from ..types import PromptBatch, Rollout
+from ..rollout.sampler import eval_mode
+from ..types import Rollout
 
 # %% auto #0
-__all__ = ['nats_moved', 'Mixed']
+__all__ = ['nats_moved', 'mean_nats', 'Mixed']
 
 # %% ../../nbs/decode/mixed.ipynb #d4f3135b
 def nats_moved(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
@@ -38,7 +38,12 @@ def nats_moved(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tenso
     return nats
 
 
-class Mixed:
+def mean_nats(r: Rollout, nats: list[Tensor]) -> float:
+    """Nats per answer, of what `nats_moved` says at each place."""
+    return max(0.0, float(torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double().mean()))
+
+
+class Mixed(Decoder):
     """Logits of the policy, moved towards another model's or away from them.
 
     Args:
@@ -49,8 +54,7 @@ class Mixed:
     Source: Liu et al., arXiv 2402.02992 (between two models); Li et al., arXiv 2210.15097 (contrastive).
     """
 
-    exact, keeps_policy = False, False
-    slots_in_use: float | None = None
+    exact = False
 
     def __init__(self, other: Any, weight: float, plausible: float = 0.0) -> None:
         if not math.isfinite(weight) or not 0 <= plausible < 1:
@@ -59,7 +63,6 @@ class Mixed:
             )
         self.other, self.weight, self.plausible = other, weight, plausible
         self.name = f"{'mixture' if weight >= 0 else 'contrast'}, weight {weight:g}"
-        self.cost: Cost | None = None
 
     def join(self, own: Tensor, others: Tensor) -> Tensor:
         """[B, V] logits of both as one."""
@@ -69,10 +72,7 @@ class Mixed:
         return joined.masked_fill(own < own.max(-1, keepdim=True).values + math.log(self.plausible), -torch.inf)
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; log-probs are those of the mixture."""
         begin = time.perf_counter()
         both: tuple[Any, Any] = (unwrapped(model), unwrapped(self.other))
@@ -81,10 +81,7 @@ class Mixed:
             raise ConfigError(
                 f"the policy has {sizes[0]} tokens and the other model {sizes[1]}: logits are mixed token by token, so both need one vocabulary."
             )
-        stop = eos_ids(both[0], tokenizer) if eos is None else eos
-        choose = Chooser(
-            sampling, torch.tensor(stop, dtype=torch.int64, device=both[0].get_input_embeddings().weight.device)
-        )
+        choose = request.choose(both[0])
         nats: list[Tensor] = []
 
         def combined(said: list[Callable[[], Tensor]]) -> Tensor:
@@ -95,14 +92,7 @@ class Mixed:
             return joined
 
         with eval_mode(both[0]), eval_mode(both[1]):
-            r = sample_together(
-                both, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy, num_samples=num_samples, eos=stop
-            )  # fmt: skip
-        n = int(r.completion_lens.sum())
-        kl = (
-            None
-            if greedy
-            else max(0.0, float(torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double().mean()))
-        )
-        self.cost = Cost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if greedy else "estimate")
+            r = sample_together(both, combined, request)
+        n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
+        self.cost = Cost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if request.greedy else "estimate")
         return r

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError, derive_seed
-from .decoder import Cost
+from .decoder import Cost, Decoder
 from ..fast.support import unwrapped
 from ..rewards.base import Rewards
 from ..rollout.choosing import Chooser
-from ..rollout.sampler import as_rollout, check_request, eos_ids, eval_mode, pad_id, sample_tokens
+from ..rollout.backends import Request
+from ..rollout.sampler import as_rollout, check_request, eval_mode, pad_id, sample_tokens
 from ..types import Completions, PromptBatch, Rollout
 
 # %% auto #0
@@ -90,7 +90,7 @@ def _rollout(
     return as_rollout(prompts, 1, ids, lens, torch.tensor(list(finished), device=device), said, tokenizer)
 
 
-class Guided:
+class Guided(Decoder):
     """Beginnings that a scorer likes are continued, block by block.
 
     Args:
@@ -103,34 +103,23 @@ class Guided:
     Source: Mudgal et al., arXiv 2310.17022, section 2.3 (one beam).
     """
 
-    exact, keeps_policy = True, False
-    slots_in_use: float | None = None
-
     def __init__(self, scorer: Scorer, branch: int = 8, beams: int = 1, block: int = 4, reward: Any = None) -> None:
         if min(branch, beams, block) < 1:
             raise ConfigError(f"guided search: branch={branch}, beams={beams} and block={block} must be at least 1.")
         self.scorer, self.branch, self.beams, self.block, self.reward = scorer, branch, beams, block, reward
         self.name = f"guided, {branch} continuations of {block} tokens"
-        self.cost: Cost | None = None
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; log-probs are the policy's own."""
-        begin, bare, new = time.perf_counter(), unwrapped(model), sampling.max_new_tokens
-        if greedy:
-            raise ConfigError(
-                f"{self.name} chooses among different draws, and the likeliest is always the same: leave greedy out."
-            )
-        check_request(bare, prompts, sampling, num_samples)
-        stop, pad = eos_ids(bare, tokenizer) if eos is None else eos, pad_id(tokenizer)
-        batch = prompts[torch.arange(len(prompts)).repeat_interleave(num_samples).to(prompts.uid.device)]
-        asked = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids.cpu(), batch.prompt_mask.cpu())]
-        finals, tokens, read = _Finals(self.reward, self.scorer, tokenizer), 0, 0
+        begin, prompts, sampling, tokenizer = time.perf_counter(), request.prompts, request.sampling, request.tokenizer
+        self.one_kind(request)
+        check_request(unwrapped(model), prompts, sampling, request.num_samples)
+        stop, pad, new = request.ends(model), pad_id(tokenizer), sampling.max_new_tokens
+        batch = prompts[torch.arange(len(prompts)).repeat_interleave(request.num_samples).to(prompts.uid.device)]
+        ids_of, finals, tokens, read = batch.token_lists(), _Finals(self.reward, self.scorer, tokenizer), 0, 0
         # of each prompt: (answer, log-probs, ended, value)
-        beams: list[list[tuple[list[int], list[float], bool, float]]] = [[([], [], False, 0.0)] for _ in asked]
+        beams: list[list[tuple[list[int], list[float], bool, float]]] = [[([], [], False, 0.0)] for _ in ids_of]
         for done in range(0, new, self.block):
             open_ = [(i, a, x) for i, kept in enumerate(beams) for a, x, ended, _ in kept if not ended]
             if not open_:
@@ -141,25 +130,18 @@ class Guided:
                 "min_new_tokens": max(0, min(self.block, sampling.min_new_tokens - done)),
             }
             ids, logps, lens, ended = sample_tokens(
-                model, PromptBatch.from_lists([[*asked[i], *a] for i, a, _ in open_]), sampling.model_copy(update=how), eos=stop, pad=pad,
-                seed=derive_seed(seed, "block", done), step=step, num_samples=self.branch,
+                model, PromptBatch.from_lists([[*ids_of[i], *a] for i, a, _ in open_]), sampling.model_copy(update=how), eos=stop, pad=pad,
+                seed=derive_seed(request.seed, "block", done), step=request.step, num_samples=self.branch,
             )  # fmt: skip
             tokens += int(lens.sum())
-            grown = [
-                (i, [*a, *t[:n]], [*x, *p[:n]], e)
-                for (i, a, x), t, p, n, e in zip(
-                    [o for o in open_ for _ in range(self.branch)],
-                    ids.tolist(),
-                    logps.tolist(),
-                    lens.tolist(),
-                    ended.tolist(),
-                )
-            ]
+            each = [o for o in open_ for _ in range(self.branch)]
+            drawn = zip(each, *(x.tolist() for x in (ids, logps, lens, ended)))
+            grown = [(i, [*a, *t[:n]], [*x, *p[:n]], e) for (i, a, x), t, p, n, e in drawn]
             whole = [g for g in grown if g[3] or left <= self.block]
             parts = [g for g in grown if not (g[3] or left <= self.block)]
-            values = finals(batch, [g[0] for g in whole], [asked[g[0]] for g in whole], [g[1] for g in whole])
+            values = finals(batch, [g[0] for g in whole], [ids_of[g[0]] for g in whole], [g[1] for g in whole])
             if parts:
-                values += [float(v) for v in self.scorer([asked[g[0]] for g in parts], [g[1] for g in parts])]
+                values += [float(v) for v in self.scorer([ids_of[g[0]] for g in parts], [g[1] for g in parts])]
                 read += min(self.block, left) * len(parts)
             pools: list[list[tuple[list[int], list[float], bool, float]]] = [
                 [b for b in kept if b[2]] for kept in beams
@@ -241,7 +223,7 @@ class Tree:
         return token
 
 # %% ../../nbs/decode/search.ipynb #c3099f6a
-class MCTS:
+class MCTS(Decoder):
     """Monte Carlo tree search over tokens, with the policy as prior and a scorer as value.
 
     Args:
@@ -254,9 +236,6 @@ class MCTS:
     Source: Liu et al., arXiv 2309.15028 (PPO-MCTS); the stretched mean: Schrittwieser et al., arXiv 1911.08265, appendix B.
     """
 
-    exact, keeps_policy = True, False
-    slots_in_use: float | None = None
-
     def __init__(
         self, scorer: Scorer, simulations: int = 16, branch: int = 8, c_puct: float = 1.5, reward: Any = None
     ) -> None:
@@ -264,50 +243,31 @@ class MCTS:
             raise ConfigError(
                 f"mcts: simulations={simulations} and branch={branch} must be at least 1, c_puct={c_puct} above 0."
             )
-        self.scorer, self.simulations, self.branch, self.c_puct, self.reward = (
-            scorer,
-            simulations,
-            branch,
-            c_puct,
-            reward,
-        )
+        self.scorer, self.simulations, self.branch = scorer, simulations, branch
+        self.c_puct, self.reward = c_puct, reward
         self.name = f"mcts, {simulations} simulations a token"
-        self.cost: Cost | None = None
 
     @torch.no_grad()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; nothing is drawn, so seeds change nothing. Log-probs are the policy's own."""
-        begin, bare = time.perf_counter(), unwrapped(model)
-        if num_samples > 1:
+        begin, bare, prompts, tokenizer = time.perf_counter(), unwrapped(model), request.prompts, request.tokenizer
+        if request.num_samples > 1:
             raise ConfigError(
-                f"{self.name} finds one answer to a prompt, and {num_samples} were asked for: all would be the same."
+                f"{self.name} finds one answer to a prompt, and {request.num_samples} were asked for: all would be the same."
             )
-        check_request(bare, prompts, sampling, 1)
-        stop = eos_ids(bare, tokenizer) if eos is None else eos
-        choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=prompts.prompt_ids.device))
-        asked = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
-        trees, finals = [Tree(self.c_puct) for _ in asked], _Finals(self.reward, self.scorer, tokenizer)
-        opened, ends = 0, set(stop)
+        check_request(bare, prompts, request.sampling, 1)
+        choose, new, ids_of = request.choose(bare), request.sampling.max_new_tokens, prompts.token_lists()
+        trees, finals = [Tree(self.c_puct) for _ in ids_of], _Finals(self.reward, self.scorer, tokenizer)
+        opened, ends = 0, set(request.ends(bare))
         with eval_mode(model):
             while live := [i for i, t in enumerate(trees) if not t.done]:
                 for _ in range(self.simulations):
-                    opened += self._simulate(
-                        bare, prompts, asked, trees, live, choose, ends, finals, sampling.max_new_tokens
-                    )
+                    opened += self._simulate(bare, prompts, ids_of, trees, live, choose, ends, finals, new)
                 for i in live:
-                    trees[i].done = not trees[i].root.children or (
-                        trees[i].step() in ends or len(trees[i].answer) == sampling.max_new_tokens
-                    )
-        r = _rollout(
-            prompts,
-            [t.answer for t in trees],
-            [t.answer[-1] in ends for t in trees],
-            [t.logps for t in trees],
-            tokenizer,
-        )
+                    t = trees[i]
+                    t.done = not t.root.children or t.step() in ends or len(t.answer) == new
+        answers = [t.answer for t in trees]
+        r = _rollout(prompts, answers, [a[-1] in ends for a in answers], [t.logps for t in trees], tokenizer)
         gains = {"value of what is kept": sum(t.root.mean for t in trees) / len(trees)}
         self.cost = Cost(
             len(r), opened, int(r.completion_lens.sum()), time.perf_counter() - begin, opened + finals.read, gains=gains

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, derive_seed
-from .decoder import Cost, Plain
+from .decoder import Cost, Decoder, Plain, paid
 from ..fast import decode as fast
 from ..fast.support import can_run, unwrapped
 from ..models.load import adapter_names, using_adapter
 from ..rollout.choosing import Chooser, inverse_cdf
+from ..rollout.backends import Request
 from ..rollout.numbers import uniforms
-from ..rollout.sampler import as_rollout, check_request, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
+from ..rollout.sampler import addresses, as_rollout, check_request, cut_at_eos, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -311,7 +313,7 @@ class Pace:
             self.failures = max(0, self.failures - 2)
 
 # %% ../../nbs/decode/speculative.ipynb #58c30794
-class Speculative:
+class Speculative(Decoder):
     """The policy's own answers through a draft: the same distribution (with a look-up, the same tokens), fewer passes.
 
     Where the fast path doesn't know the model, or more rows are asked for at once than `most_rows` (a full batch is the better use of
@@ -323,8 +325,7 @@ class Speculative:
         most_rows: most answers at work at the same time.
     """
 
-    exact, keeps_policy = True, True
-    slots_in_use: float | None = None
+    keeps_policy = True
 
     def __init__(self, draft: Any = "look-up", ahead: int = 16, most_rows: int = 4) -> None:
         if ahead < 1 or most_rows < 1:
@@ -333,7 +334,6 @@ class Speculative:
             raise ConfigError(f"draft {draft!r} is neither look-up, reference nor a model.")
         self.draft, self.ahead, self.most_rows = draft, ahead, most_rows
         self.name = f"speculative ({draft if isinstance(draft, str) else type(draft).__name__})"
-        self.cost: Cost | None = None
         self.plain: str | None = None  # why the last call was drawn the plain way
 
     def _why_plain(self, model: Any, prompts: PromptBatch, sampling: SamplingConfig, rows: int) -> str | None:
@@ -349,50 +349,34 @@ class Speculative:
         return None
 
     @torch.inference_mode()
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`."""
-        begin, rows = time.perf_counter(), len(prompts) * num_samples
+        begin, prompts, sampling, tokenizer = time.perf_counter(), request.prompts, request.sampling, request.tokenizer
+        rows, num_samples, greedy = len(prompts) * request.num_samples, request.num_samples, request.greedy
         bare: Any = unwrapped(model)
         with eval_mode(model):
             self.plain = self._why_plain(bare, prompts, sampling, rows)
         if self.plain is not None:
             plain = Plain()
-            r = plain.generate(
-                model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos
-            )  # fmt: skip
-            assert plain.cost is not None
-            gains = {"tokens per pass": 1.0, "accepted": 0.0}
-            self.cost = Cost(
-                len(r),
-                plain.cost.tokens,
-                plain.cost.kept,
-                plain.cost.seconds,
-                kl=plain.cost.kl,
-                kl_is=plain.cost.kl_is,
-                gains=gains,
-            )
+            r = plain.answer(model, request)
+            self.cost = replace(paid(plain), gains={"tokens per pass": 1.0, "accepted": 0.0})
             return r
         device, new, pad = bare.get_input_embeddings().weight.device, sampling.max_new_tokens, pad_id(tokenizer)
         prompts = prompts.to(device)
-        stop = torch.tensor(eos_ids(bare, tokenizer) if eos is None else eos, dtype=torch.int64, device=device)
-        repeat = torch.arange(len(prompts)).repeat_interleave(num_samples)
-        sample = earlier(prompts)[repeat] * num_samples + torch.arange(num_samples).repeat(len(prompts))
-        where = (step, prompts.uid[repeat.to(device)], sample.to(device), new)
-        numbers = None if greedy else uniforms(seed, *where)
-        asked = [ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
-        texts = [list(asked[i]) for i in repeat.tolist()]
+        choose, (repeat, sample) = request.choose(bare, greedy), addresses(prompts, num_samples)
+        where = (request.step, prompts.uid[repeat.to(device)], sample.to(device), new)
+        numbers = None if greedy else uniforms(request.seed, *where)
+        begun = prompts.token_lists()
+        texts = [list(begun[i]) for i in repeat.tolist()]
         with eval_mode(model):
-            draft, accept = self._make_draft(bare, sampling, stop, seed, where, greedy)
-            found = _write(bare, texts, draft, Chooser(sampling, stop, greedy), numbers, accept, new, self.ahead)
+            draft, accept = self._make_draft(bare, sampling, choose.eos, request.seed, where, greedy)
+            found = _write(bare, texts, draft, choose, numbers, accept, new, self.ahead)
         ids, logps = (
             nn.utils.rnn.pad_sequence(x, True, v).to(device) for x, v in ((found.ids, pad), (found.logps, 0.0))
         )
         lens = torch.tensor([len(x) for x in found.ids], device=device)
-        finished = Chooser(sampling, stop).ended(ids.gather(1, lens[:, None] - 1)[:, 0])
-        cut_at_eos(ids, logps, Chooser(sampling, stop), pad)  # refuses log-probs that are not finite
+        finished = choose.ended(ids.gather(1, lens[:, None] - 1)[:, 0])
+        cut_at_eos(ids, logps, choose, pad)  # refuses log-probs that are not finite
         n, filtered = int(lens.sum()), sampling.filtered or greedy
         gains = {"tokens per pass": n / found.passes, "accepted": found.accepted / max(found.proposed, 1)}
         self.cost = Cost(

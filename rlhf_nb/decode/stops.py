@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SamplingConfig
 from ..core import ConfigError, did_you_mean
-from .decoder import Decoder, Plain
-from ..rollout.backends import OurSampler
-from ..rollout.sampler import eos_ids, pad_id
-from ..fast.support import unwrapped
-from ..types import PromptBatch, Rollout
+from .decoder import Decoder, Plain, paid
+from ..rollout.backends import OurSampler, Request
+from ..rollout.sampler import pad_id
+from ..types import Rollout
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -217,7 +215,7 @@ def cut_rollout(r: Rollout, stops: Stops, tokenizer: Any) -> tuple[Rollout, Tens
     return cut, stopped
 
 
-class Stopping:
+class Stopping(Decoder):
     """A decoder's answers, up to where rules end them.
 
     Args:
@@ -225,37 +223,27 @@ class Stopping:
         inner: who answers; None: the policy itself, which is stopped early.
     """
 
-    keeps_policy = False
-    slots_in_use: float | None = None
-
     def __init__(self, stops: Stops, inner: Decoder | None = None) -> None:
         self.stops, self.inner = stops, inner
         self.name = f"{'plain' if inner is None else inner.name}, up to {stops}"
         self.exact, self.cost = inner is None or inner.exact, None if inner is None else inner.cost
 
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`."""
         begin = time.perf_counter()
-        ends = set(eos_ids(unwrapped(model), tokenizer) if eos is None else eos)
+        ends, tokenizer = set(request.ends(model)), request.tokenizer
 
         def over(ids: list[int]) -> bool:
             text = tokenizer.decode([i for i in ids if i not in ends], skip_special_tokens=True)
             return self.stops.where(text) is not None
 
-        ours = self.inner is None and sampling.sampler in ("auto", "ours", "generate")
+        ours = self.inner is None and request.sampling.sampler in ("auto", "ours", "generate")
         inner: Decoder = self.inner or Plain(OurSampler(over=over) if ours else None)
-        r = inner.generate(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos
-        )  # fmt: skip
-        r, stopped = cut_rollout(r, self.stops, tokenizer)
-        self.exact, self.slots_in_use, paid = inner.exact, inner.slots_in_use, inner.cost
-        assert paid is not None
+        r, stopped = cut_rollout(inner.generate(model, **vars(request)), self.stops, tokenizer)
+        self.exact, self.slots_in_use, bill = inner.exact, inner.slots_in_use, paid(inner)
         self.cost = replace(
-            paid, kept=int(r.completion_lens.sum()), seconds=time.perf_counter() - begin,
-            kl_is="at most" if paid.kl else paid.kl_is,  # a text that is cut tells less
-            gains=paid.gains | {"share that was stopped": float(stopped.float().mean())},
+            bill, kept=int(r.completion_lens.sum()), seconds=time.perf_counter() - begin,
+            kl_is="at most" if bill.kl else bill.kl_is,  # a text that is cut tells less
+            gains=bill.gains | {"share that was stopped": float(stopped.float().mean())},
         )  # fmt: skip
         return r

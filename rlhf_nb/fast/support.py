@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'MOVERS', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled', 'changed_here', 'changed', 'split',
-           'fingerprint', 'unwrapped', 'decoder_of', 'distrust', 'can_run']
+           'fingerprint', 'fast_families', 'unwrapped', 'decoder_of', 'distrust', 'can_run']
 
 # %% ../../nbs/fast/support.ipynb #efd0d4b6
 _on: ContextVar[bool] = ContextVar("fast", default=True)
@@ -197,6 +198,19 @@ def fingerprint(source: str, prefix: str) -> str:
                 lines = source.splitlines()[text[0].lineno - 1 : text[-1].end_lineno]
                 found.append(getattr(node, "name", "") + "".join("".join(re.sub(r"#.*", "", x).split()) for x in lines))
     return hashlib.sha256("\n".join(sorted(found)).replace(prefix, "").encode()).hexdigest()[:8]
+
+
+def fast_families() -> dict[str, bool]:
+    """Of each family whether the installed transformers' code of it is one that was compared with ours."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    models = Path(spec.origin).parent / "models"
+    files = {name: models / family / f"modeling_{family}.py" for name, family in FAMILIES.items()}
+    return {
+        name.removesuffix("Model"): file.is_file()
+        and fingerprint(file.read_text(encoding="utf-8"), name.removesuffix("Model")) in VERIFIED
+        for name, file in files.items()
+    }
 
 
 _verified: dict[str, bool] = {}  # modeling module → whether its text is one that was read

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +15,59 @@ from torch import Tensor, nn
 from ..config import SamplingConfig
 from ..core import ConfigError, ModelError
 from ..fast.support import unwrapped
+from .choosing import Chooser
 from rlhf_nb.rollout.sampler import (
     as_rollout, cache_bytes_per_token, check_request, eos_ids, eval_mode, pad_id, sample,
 )  # fmt: skip
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
+__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
            'sampling_metrics']
 
 # %% ../../nbs/rollout/backends.ipynb #874653ef
-class Sampler(Protocol):
-    """Whoever lets a policy answer prompts.
+@dataclass(frozen=True)
+class Request:
+    """What a sampler is asked for; `sampler.generate(model, **vars(request))` asks another one for the same.
 
+    Args:
+        prompts: B prompts.
+        sampling: lengths, temperature and filters.
+        tokenizer: decodes, and names PAD and EOS.
+        seed, step, num_samples, greedy: as in `rollout.sampler.sample`.
+        eos: tokens that end an answer; None: the model's own.
+    """
+
+    prompts: PromptBatch
+    sampling: SamplingConfig
+    tokenizer: Any
+    seed: int
+    step: int = 0
+    num_samples: int = 1
+    greedy: bool = False
+    eos: list[int] | None = None
+
+    def ends(self, model: Any) -> list[int]:
+        """Tokens that end an answer of this model."""
+        return eos_ids(unwrapped(model), self.tokenizer) if self.eos is None else self.eos
+
+    def choose(self, model: Any, greedy: bool = False) -> Chooser:
+        """How tokens are chosen from this model's logits."""
+        device = unwrapped(model).get_input_embeddings().weight.device  # type: ignore[operator]
+        return Chooser(self.sampling, torch.tensor(self.ends(model), dtype=torch.int64, device=device), greedy)
+
+
+class Sampler:
+    """What lets a policy answer prompts: `answer`, and what is known of it.
+
+    name: in messages.
     exact: the log-probs it returns are a scoring pass's, up to the rounding of fp32, so that training may take them for π_old.
-    slots_in_use: of the last call: tokens that were kept ÷ tokens that were computed; None where nobody knows.
+    slots_in_use: of the last call: tokens that were kept ÷ tokens that were computed; None: not known.
     """
 
     name: str
     exact: bool
-    slots_in_use: float | None
+    slots_in_use: float | None = None
 
     def generate(
         self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
@@ -41,12 +75,17 @@ class Sampler(Protocol):
     ) -> Rollout:  # fmt: skip
         """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None.
 
-        greedy: the likeliest token instead of a drawn one; eos: tokens that end an answer, if not the model's own.
+        Args:
+            model: the policy. The others are those of `Request`.
         """
-        ...
+        return self.answer(model, Request(prompts, sampling, tokenizer, seed, step, num_samples, greedy, eos))
+
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
+        """What `generate` returns, for its arguments as one."""
+        raise NotImplementedError
 
 # %% ../../nbs/rollout/backends.ipynb #71b86d2c
-class OurSampler:
+class OurSampler(Sampler):
     """The sampler of `rollout.sampler`: one prefill for a group, finished rows leave, waiting ones enter.
 
     Args:
@@ -61,18 +100,12 @@ class OurSampler:
         self, batch_size: int | None = None, cache_bytes: int = 2 << 30, over: Callable[[list[int]], bool] | None = None
     ) -> None:
         self.batch_size, self.cache_bytes, self.over = batch_size, cache_bytes, over
-        self.slots_in_use: float | None = None
 
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`."""
         used: list[int] = []
-        r = sample(
-            model, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, num_samples=num_samples, greedy=greedy, eos=eos,
-            batch_size=self.batch_size, cache_bytes=self.cache_bytes, used=used, over=self.over,
-        )  # fmt: skip
+        how: dict[str, Any] = {"batch_size": self.batch_size, "cache_bytes": self.cache_bytes, "over": self.over}
+        r = sample(model, **vars(request), used=used, **how)
         self.slots_in_use = int(r.completion_lens.sum()) / sum(used)
         return r
 
@@ -99,7 +132,7 @@ def answers_to_tensors(
     return ids, lens, finished, nn.utils.rnn.pad_sequence([torch.tensor(x) for x in logps], True, 0.0).to(device)
 
 # %% ../../nbs/rollout/backends.ipynb #58e29289
-class TransformersContinuous:
+class TransformersContinuous(Sampler):
     """Continuous batching of transformers (`generate_batch`).
 
     With top-k or top-p its log-probs are those of the filtered distribution, from which it drew; ours are of the unfiltered one.
@@ -111,15 +144,11 @@ class TransformersContinuous:
     """
 
     name, exact = "transformers' continuous batching", False
-    slots_in_use: float | None = None
 
     def __init__(self, page_size: int = 32, cache_bytes: int = 2 << 30, **options: Any) -> None:
         self.page_size, self.cache_bytes, self.options = page_size, cache_bytes, options
 
-    def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
-        num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
-    ) -> Rollout:  # fmt: skip
+    def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; `seed` and `step` make samples differ, but don't make them repeatable."""
         import transformers
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -128,14 +157,15 @@ class TransformersContinuous:
             raise ConfigError(
                 f"transformers {transformers.__version__} is too old for {self.name}, whose settings had other names (5.23 was tested): use sampler=auto, or a newer one."
             )
+        sampling = request.sampling
         for name in ("min_new_tokens", "min_p"):
             if getattr(sampling, name):  # it would drop them, with a line in the log
                 raise ConfigError(
                     f"{self.name} can't do {name}={getattr(sampling, name)}: set it to 0, or use sampler=auto."
                 )
         bare: Any = unwrapped(model)
-        rows, pad = len(prompts) * num_samples, pad_id(tokenizer)
-        eos = eos_ids(bare, tokenizer) if eos is None else eos
+        prompts, num_samples, greedy = request.prompts, request.num_samples, request.greedy
+        rows, pad, eos = len(prompts) * num_samples, pad_id(request.tokenizer), request.ends(bare)
         each = math.ceil(check_request(bare, prompts, sampling, num_samples) / self.page_size) + 1
         pages = self.cache_bytes // (cache_bytes_per_token(bare) * self.page_size)  # at least for one row
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -145,12 +175,15 @@ class TransformersContinuous:
         )  # fmt: skip
         engine = ContinuousBatchingConfig(**{
             "page_size": self.page_size, "num_blocks": max(each, min(rows * each, pages)), "max_batch_tokens": 1024,
-            "max_requests_per_batch": rows, "return_logprobs": True, "seed": (seed * 1_000_003 + step) % 2**31, **self.options,
+            "max_requests_per_batch": rows, "return_logprobs": True, "seed": (request.seed * 1_000_003 + request.step) % 2**31, **self.options,
         })  # fmt: skip
-        asked = [row[mask].tolist() for row, mask in zip(prompts.prompt_ids.cpu(), prompts.prompt_mask.cpu())]
         # it takes the global random generators: afterwards they are as they were
         with eval_mode(model), torch.random.fork_rng([bare.device] if bare.device.type == "cuda" else []):
-            found = list(bare.generate_batch(asked, generation_config=how, continuous_batching_config=engine).values())
+            found = list(
+                bare.generate_batch(
+                    prompts.token_lists(), generation_config=how, continuous_batching_config=engine
+                ).values()
+            )
         problem = next((x.error for x in found if x.error), None)
         if len(found) != rows or problem:
             raise ModelError(
@@ -158,7 +191,7 @@ class TransformersContinuous:
             )
         tokens, logps = [list(x.generated_tokens) for x in found], [list(x.logprobs) for x in found]
         ids, lens, finished, said = answers_to_tensors(tokens, logps, eos, pad, bare.device)
-        return as_rollout(prompts, num_samples, ids, lens, finished, said, tokenizer)
+        return as_rollout(prompts, num_samples, ids, lens, finished, said, request.tokenizer)
 
 # %% ../../nbs/rollout/backends.ipynb #9396eb88
 def make_sampler(sampling: SamplingConfig, batch_size: int | None = None) -> Sampler:

@@ -16,7 +16,8 @@ from ..models.adapters import Reference
 from ..fast.support import unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
-from .sampler import as_rollout, cut_at_eos, earlier, eos_ids, eval_mode, pad_id
+from .backends import Request
+from .sampler import addresses, as_rollout, cut_at_eos, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -37,8 +38,7 @@ def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -
 # %% ../../nbs/rollout/mixture.ipynb #de422e00
 @torch.no_grad()
 def sample_together(
-    models: Sequence[Any], combined: Callable[[list[Callable[[], Tensor]]], Tensor], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
-    seed: int, step: int, greedy: bool = False, num_samples: int = 1, eos: list[int] | None = None,
+    models: Sequence[Any], combined: Callable[[list[Callable[[], Tensor]]], Tensor], request: Request,
     heard: Callable[[Tensor], None] | None = None,
 ) -> Rollout:  # fmt: skip
     """Answers of several models together.
@@ -46,21 +46,17 @@ def sample_together(
     Args:
         models: causal language models with one vocabulary, the policy first; in evaluation mode.
         combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of them.
-        prompts: B prompts; sampling: lengths, temperature, filters.
-        tokenizer, seed, step, greedy, num_samples, eos: as in `rollout.sampler.sample`.
+        request: prompts, lengths and the rest.
         heard: is told the tokens [B] of each place, rows of a prompt contiguous; those of a row that has ended mean nothing.
 
     Returns:
         As `sample`; `rollout_logps` are those of the combination.
     """
     bare: Any = unwrapped(models[0])
-    device, new = bare.get_input_embeddings().weight.device, sampling.max_new_tokens
-    prompts = prompts.to(device)
-    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
-    sample = earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
-    draws = uniforms(seed, step, prompts.uid[rows.to(device)], sample.to(device), new)
-    stop = eos_ids(bare, tokenizer) if eos is None else eos
-    choose = Chooser(sampling, torch.tensor(stop, dtype=torch.int64, device=device), greedy)
+    device, new = bare.get_input_embeddings().weight.device, request.sampling.max_new_tokens
+    prompts, choose = request.prompts.to(device), request.choose(bare, request.greedy)
+    rows, sample = addresses(prompts, request.num_samples)
+    draws = uniforms(request.seed, request.step, prompts.uid[rows.to(device)], sample.to(device), new)
     ids, mask = (x[rows.to(device)] for x in (prompts.prompt_ids, prompts.prompt_mask))
     states: list[dict[str, Any]] = [{} for _ in models]
     out, done = [], torch.zeros(len(ids), dtype=torch.bool, device=device)
@@ -75,8 +71,8 @@ def sample_together(
         if (i + 1) % every == 0 and bool(done.all()):
             break
     all_tokens, all_logps = (torch.stack(list(x), 1) for x in zip(*out))
-    said, kept, lens, finished = cut_at_eos(all_tokens, all_logps, choose, pad_id(tokenizer))
-    return as_rollout(prompts, num_samples, said, lens, finished, kept, tokenizer)
+    said, kept, lens, finished = cut_at_eos(all_tokens, all_logps, choose, pad_id(request.tokenizer))
+    return as_rollout(prompts, request.num_samples, said, lens, finished, kept, request.tokenizer)
 
 
 def sample_mixture(
@@ -104,9 +100,7 @@ def sample_mixture(
             return torch.lerp(logits, next_logits[1](), alpha)
 
     with eval_mode(policy):
-        return sample_together(
-            [policy, reference.model], combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step
-        )
+        return sample_together([policy, reference.model], combined, Request(prompts, sampling, tokenizer, seed, step))
 
 # %% ../../nbs/rollout/mixture.ipynb #e4350002
 Rule = Literal["logits", "product", "probabilities", "vote"]
@@ -176,6 +170,4 @@ def sample_ensemble(
     with ExitStack() as stack:
         for m in models:
             stack.enter_context(eval_mode(m))
-        return sample_together(
-            models, combined, prompts, sampling, tokenizer=tokenizer, seed=seed, step=step, greedy=greedy
-        )
+        return sample_together(models, combined, Request(prompts, sampling, tokenizer, seed, step, greedy=greedy))

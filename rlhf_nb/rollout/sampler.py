@@ -26,8 +26,9 @@ from ..types import PromptBatch, Rollout, along, fetch, host
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'plan', 'eval_mode', 'eos_ids', 'cache_bytes_per_token', 'may_share',
-           'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id', 'sample']
+__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan', 'eval_mode', 'eos_ids', 'cache_bytes_per_token',
+           'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id',
+           'sample']
 
 # %% ../../nbs/rollout/sampler.ipynb #e0896274
 class Requests(NamedTuple):
@@ -49,6 +50,12 @@ def earlier(prompts: PromptBatch) -> Tensor:
         out.append(seen[uid])
         seen[uid] += 1
     return torch.tensor(out)
+
+
+def addresses(prompts: PromptBatch, num_samples: int) -> tuple[Tensor, Tensor]:
+    "Of each of B · num_samples answers, those of a prompt contiguous: the row of its prompt, and the sample's number there."
+    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
+    return rows, earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
 
 
 def plan(prompts: PromptBatch, num_samples: int) -> Requests:

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,10 +26,22 @@ from ..scoring.scores import one_forward
 from ..types import Batch, LossSum
 
 BatchT = TypeVar("BatchT", bound=Batch)
+NumberT = TypeVar("NumberT", float, Tensor)
+Pairs = dict[str, tuple[float, float]]  # (sum, count) by name
+
+
+def add_pairs(
+    total: dict[str, tuple[NumberT, NumberT]], more: Mapping[str, tuple[NumberT, NumberT]]
+) -> dict[str, tuple[NumberT, NumberT]]:
+    """Sums and counts of two sets of statistics together; either may lack some."""
+    return total | {k: (total[k][0] + v, total[k][1] + n) if k in total else (v, n) for k, (v, n) in more.items()}
+
+
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'Terms', 'STRATEGIES', 'GradientWatch', 'asked_strategy', 'weigh', 'StepReport', 'Engine', 'same_versions']
+__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh',
+           'StepReport', 'Engine', 'same_versions']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -431,14 +443,9 @@ class Engine:
         total, count = self.sum_pairs(pair).get("", (0.0, 0.0))
         return total / count if count else 0.0
 
-    def sum_pairs(self, local: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    def sum_pairs(self, local: Pairs) -> Pairs:
         """Sums and counts by name, added over ranks; a rank may lack any of them."""
-        total: dict[str, tuple[float, float]] = {}
-        for part in self.gather_object(dict(local)):
-            for key, (value, count) in part.items():
-                before = total.get(key, (0.0, 0.0))
-                total[key] = (before[0] + value, before[1] + count)
-        return total
+        return reduce(add_pairs, self.gather_object(local))
 
     def share(self, batch: BatchT) -> BatchT:
         """This rank's part of a batch that every rank holds: neighbouring rows."""

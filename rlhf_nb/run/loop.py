@@ -31,7 +31,7 @@ from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
-from .engine import Engine, StepReport, Terms
+from .engine import Engine, Pairs, StepReport, Terms, add_pairs
 from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
@@ -41,7 +41,7 @@ from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0
-__all__ = ['Pairs', 'BaseMethod', 'Sums', 'add_pairs', 'means', 'Source', 'Trainer']
+__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'Trainer']
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -175,9 +175,6 @@ class BaseMethod(ABC):
         return None
 
 # %% ../../nbs/run/loop.ipynb #5cd05ac9
-Pairs = dict[str, tuple[float, float]]  # (sum, count) by name
-
-
 class Sums:
     """Statistics of an update: (sum, count) pairs on the device, added over micro-batches."""
 
@@ -193,9 +190,7 @@ class Sums:
             if len(terms) > 1:
                 found[f"loss/{name}_avg"] = (term.total.detach(), term.count)
             found |= term.stats
-        for key, (value, count) in found.items():
-            before = self.pairs.get(key)
-            self.pairs[key] = (value, count) if before is None else (before[0] + value, before[1] + count)
+        self.pairs = add_pairs(self.pairs, found)
 
     def vector(self, device: torch.device) -> Tensor:
         """Sums and counts in the order of the sorted keys."""
@@ -208,11 +203,6 @@ class Sums:
         """The vector, back from the host sync, by name; with the loss and the gradient norm of the update."""
         found = {key: (report.sums[2 * i], report.sums[2 * i + 1]) for i, key in enumerate(sorted(self.pairs))}
         return {"loss": (report.loss, 1.0), "grad_norm": (report.grad_norm, 1.0), **found}
-
-
-def add_pairs(total: Pairs, more: Pairs) -> Pairs:
-    """Sums and counts of two sets of statistics together."""
-    return total | {k: (total[k][0] + v, total[k][1] + n) if k in total else (v, n) for k, (v, n) in more.items()}
 
 
 def means(pairs: Pairs) -> dict[str, float]:

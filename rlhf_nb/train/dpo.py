@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences, tokenize_preferences
+from ..run.engine import add_pairs
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..losses.kto import RunningMean
@@ -195,17 +196,16 @@ class DPO(OfflineMethod):
         """Loss, accuracy, margins and log-probs on held-out pairs."""
         if not self.held_out:
             return {}
-        sums: dict[str, list[float]] = {}
+        sums: dict[str, tuple[float, float]] = {}
         mine = self.held_out if self.whole_batch else self.my_held_out  # a loss that sorts pairs must see them all
         with evaluating(self.model), self.engine.autocast(), self.alone():
             for start in range(0, len(mine), 256):
                 batch = self.collect(self.collate(mine[start : start + 256]).to(self.engine.device), 0)
                 for term, _ in self.loss(batch).values():
-                    for key, (value, count) in {"loss": (term.total, term.count), **term.stats}.items():
-                        total = sums.setdefault(key, [0.0, 0.0])
-                        total[0], total[1] = total[0] + float(value), total[1] + float(count)
-        found = self.engine.sum_pairs({k: (value, count) for k, (value, count) in sums.items()})
-        return {f"eval/{k}": value / count for k, (value, count) in found.items() if k != "loss/nll"}
+                    stats = {"loss": (term.total, term.count), **term.stats}
+                    sums = add_pairs(sums, {k: (float(value), float(count)) for k, (value, count) in stats.items()})
+        every = self.engine.sum_pairs(sums)
+        return {f"eval/{k}": value / count for k, (value, count) in every.items() if k != "loss/nll"}
 
     def state_dict(self) -> dict[str, Any]:
         """A moving reference, and BCO's threshold."""
