@@ -27,7 +27,9 @@ def bench(name: str) -> Any:
 
 
 looks, null_sweeps = bench("looks"), bench("null_sweeps")
-KINDS = [kind for kind in looks.NEVER_FALL if "heavy tails" not in kind]  # with these the promise holds for short runs only: docs/evaluate.md
+KINDS = [
+    kind for kind in looks.NEVER_FALL if "heavy tails" not in kind
+]  # with these the promise holds for short runs only: docs/evaluate.md
 
 
 def allowed(runs: int) -> float:
