@@ -26,7 +26,7 @@ from torch import Tensor, nn
 __all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError',
            'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval',
            'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
-           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating',
+           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating', 't_share',
            't_quantile']
 
 # %% ../nbs/core.ipynb #178c2c79
@@ -478,6 +478,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             m.training = True
 
 # %% ../nbs/core.ipynb #7a0e0002
+def t_share(t: float, df: int) -> float:
+    """The share of Student's distribution between −t and t.
+
+    Args:
+        t: ≥ 0.
+        df: degrees of freedom, at least 1.
+
+    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    if df > 10_000:
+        return math.erf(t / math.sqrt(2))
+    angle = math.atan(t / math.sqrt(df))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term = total = cosine if df % 2 else 1.0
+    for k in range(2 if df % 2 else 1, df - 1, 2):
+        term *= k / (k + 1) * cosine**2
+        total += term
+    return sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
+
+
 @lru_cache(maxsize=512)
 def t_quantile(level: float, df: int) -> float:
     """The t that encloses a share of Student's distribution between −t and t.
@@ -485,25 +505,13 @@ def t_quantile(level: float, df: int) -> float:
     Args:
         level: the share, in (0, 1), such as 0.95.
         df: degrees of freedom, at least 1.
-
-    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
     if df > 10_000:
         return NormalDist().inv_cdf(0.5 + level / 2)
-
-    def inside(t: float) -> float:
-        angle = math.atan(t / math.sqrt(df))
-        sine, cosine = math.sin(angle), math.cos(angle)
-        term = total = cosine if df % 2 else 1.0
-        for k in range(2 if df % 2 else 1, df - 1, 2):
-            term *= k / (k + 1) * cosine**2
-            total += term
-        return sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
-
     low, high = 0.0, 1.0
-    while inside(high) < level:
+    while t_share(high, df) < level:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < level else (low, middle)
+        low, high = (middle, high) if t_share(middle, df) < level else (low, middle)
     return high

@@ -1,4 +1,4 @@
-"""The "reward" light, counted: simulated runs, and the curves of real ones (`benchmarks/reward_light.py`)."""
+"""The "reward" light, counted on the curves of real runs (`benchmarks/reward_light.py`); simulated ones are in test_looks.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from rlhf_nb.widgets.health import CHECKS, clearest_fall, health_of, noise
+from rlhf_nb.widgets.health import CHECKS, health_of
 from rlhf_nb.widgets.reader import RunReader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,26 +32,6 @@ def test_runs_without_a_price_of_drift_are_seen() -> None:
     """Nine of ten, before gold has lost half a standard deviation."""
     lost = [bench.lost_at(run) for run in FREE]
     assert sum(x is not None and x < bench.LOSS for x in lost) >= 0.9 * len(FREE) > 9
-
-
-@pytest.mark.slow
-def test_no_false_alarm_in_simulated_runs_that_never_fall() -> None:
-    rng = np.random.default_rng(0)
-    runs = [bench.simulate(rng, False) for _ in range(300)]
-    assert sum(bool(bench.alarms(run)) for run in runs) <= 6
-    naive = sum(bool(bench.alarms(run, bench.newest_against_best)) for run in runs[:50])
-    assert naive > 25  # the runs are hard: what comes to mind first cries wolf
-
-
-def test_noise_and_fall_by_hand() -> None:
-    assert np.isnan(noise(np.zeros(11))) and noise(np.arange(20.0)) == 0  # a straight line has none
-    rng = np.random.default_rng(1)
-    found = [noise(0.3 * np.arange(60) + rng.normal(0, 2.0, 60)) for _ in range(200)]
-    assert np.mean(found) == pytest.approx(2.0 * (1 + 4 / 60), rel=0.03)
-    fall = clearest_fall(np.array([0.0, 1.0, 1.0, 0.0, 0.0]), 0.1, gained=0.0)
-    assert fall is not None and (fall.begin, fall.end, fall.late) == (1, 3, 2)
-    assert (fall.high, fall.now) == pytest.approx((1.0, 0.0))
-    assert fall.errors == pytest.approx(1.0 / (0.1 * (1 / 2 + 1 / 2) ** 0.5))
 
 
 def curves(n: int, falls: bool) -> dict[str, tuple[Any, Any]]:

@@ -16,11 +16,10 @@ import torch
 
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
-from rlhf_nb.decode.choose import best_of_bound
+from rlhf_nb.decode.choose import best_of_bound, best_of_curve
 from rlhf_nb.widgets.explorers import (
     EXPLORERS,
     Explorers,
-    best_of_n_mean,
     optimal_policy,
 )
 from rlhf_nb.widgets.html import table_html
@@ -215,7 +214,7 @@ def test_optimum_and_best_of_n_by_simulation() -> None:
     assert torch.allclose(policy, reference * (rewards / 0.7).exp() / (reference * (rewards / 0.7).exp()).sum())
     pool = torch.randn(400, generator=g, dtype=torch.float64)
     draws = torch.stack([pool[torch.randperm(400, generator=g)[:8]].max() for _ in range(20_000)])
-    assert best_of_n_mean(pool, pool, 8) == pytest.approx(float(draws.mean()), abs=0.02)
+    assert float(best_of_curve(pool[None], sizes=[8])) == pytest.approx(float(draws.mean()), abs=0.02)
     ranks = torch.arange(1, 401, dtype=torch.float64)  # KL of the best of n, from the distribution of its rank
     p = (ranks / 400) ** 8 - ((ranks - 1) / 400) ** 8
     assert best_of_bound(8) == pytest.approx(float((p * (p * 400).log()).sum()), abs=0.01)

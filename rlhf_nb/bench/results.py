@@ -131,13 +131,17 @@ class Results(StrictConfig):
         return cls.model_validate(value)
 
 
-def _estimate(values: Sequence[Any], clusters: Sequence[str], level: float) -> Estimate | None:
-    """A mean with the interval that fits: of a share, or Student's; None without a number."""
+def _estimate(
+    values: Sequence[Any], clusters: Sequence[str], level: float, scale: tuple[float, float] | None = None
+) -> Estimate | None:
+    """A mean with the interval that fits: of a share or a scale, or Student's; None without a number."""
     x = np.array([math.nan if v is None else float(v) for v in values])
     known = x[~np.isnan(x)]
     if not len(known):
         return None
-    return (share_interval if known.min() >= 0 and known.max() <= 1 else mean_interval)(x, clusters, level)
+    if scale is None or known.min() < scale[0] or known.max() > scale[1]:
+        scale = (0.0, 1.0) if known.min() >= 0 and known.max() <= 1 else None
+    return mean_interval(x, clusters, level, scale)
 
 
 def _of_several(lines: Sequence[Mapping[str, Any]], samples: int, level: float, seed: int) -> dict[str, Estimate]:
@@ -191,7 +195,8 @@ def sum_up(
     metrics: dict[str, Estimate] = {}
     notes = []
     for name, values in columns.items():
-        if found := _estimate(values, ids, level):
+        rated = name == "score" or name.startswith("turn_")
+        if found := _estimate(values, ids, level, suite.config.scale if rated else None):
             metrics[name] = found
         silent = sum(v is None for v in values)
         if silent and name == "score":

@@ -55,6 +55,7 @@ class SuiteConfig(StrictConfig):
     max_new_tokens: int = option(256, "longest answer", ge=1)
     samples: int = option(1, "answers to each prompt; several are drawn, one is the likeliest", ge=1)
     slice: str | None = option(None, "a column by which numbers are also told apart")
+    scale: tuple[float, float] | None = option(None, "least and largest score there can be; null: as the numbers say")
     file: str | None = option(None, "what the file with the rows is, where the suite brings none")
     rows: list[dict[str, Any]] | None = option(None, "the rows; null: in a file")
 

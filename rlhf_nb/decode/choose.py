@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from ..rollout.sampler import addresses
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Weigher', 'best_of_curve', 'best_of_n_mean', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best',
-           'weigh_soft', 'words_of', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_of',
+           'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -43,18 +44,25 @@ def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
     return out
 
 
-def best_of_curve(scores: Tensor, values: Tensor | None = None) -> Tensor:
-    """Expected worth of the best of k answers, for every k, without bias.
+def _log_choose(top: Tensor, k: Tensor) -> Tensor:
+    """log of the number of subsets of k things; −∞ where there are fewer than k."""
+    log = torch.lgamma(top + 1) - torch.lgamma(k + 1) - torch.lgamma((top - k).clamp(min=0) + 1)
+    return log.where(k <= top, -torch.inf)
+
+
+def best_of_curve(scores: Tensor, values: Tensor | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+    """Expected worth of the best of k answers, without bias: exactly the mean over all subsets of k, equal scores sharing.
 
     Args:
         scores: [B, N], of N answers to each of B prompts; the best is chosen by them.
         values: [B, N], what answers are worth; None: their scores.
+        sizes: K values of k, from 1 to N; None: all.
 
     Returns:
-        float64[B, N]: column k − 1 is for the best of k.
+        float64[B, K]; by default column k − 1 is for the best of k.
 
     Raises:
-        DataError: the shapes differ, or a score isn't a number.
+        DataError: the shapes differ, a score isn't a number, or there are fewer than k answers.
 
     Source: Nakano et al., arXiv 2112.09332, appendix I.
     """
@@ -64,35 +72,14 @@ def best_of_curve(scores: Tensor, values: Tensor | None = None) -> Tensor:
     if bool(scores.isnan().any() | values.isnan().any()):
         raise DataError("a score is NaN, so there is no best answer: give every answer a number.")
     n = scores.shape[1]
+    k = torch.tensor(range(1, n + 1) if sizes is None else sizes, dtype=torch.float64)
+    if len(k) and not 1 <= int(k.min()) <= int(k.max()) <= n:
+        raise DataError(f"the best of {int(k.max())}: there are {n} answers, so k lies between 1 and {n}.")
     ranked = torch.tensor(
         [_shares(v, s) for v, s in zip(values.double().tolist(), scores.double().tolist())], dtype=torch.float64
     )
-    weights = [[math.comb(i, k) / math.comb(n, k + 1) for k in range(n)] for i in range(n)]
-    return ranked @ torch.tensor(weights, dtype=torch.float64)
-
-# %% ../../nbs/decode/choose.ipynb #be57a002
-def _log_choose(top: Tensor, k: int) -> Tensor:
-    """log of the number of subsets of k things."""
-    return torch.lgamma(top + 1) - math.lgamma(k + 1) - torch.lgamma(top - k + 1)
-
-
-def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
-    """Expected value of the best-scored of n, exactly over all subsets of the samples.
-
-    Args:
-        scores: [N], what the best is chosen by.
-        values: [N], what it is worth.
-        n: drawn without replacement, 1 to N.
-
-    Source: the estimator of Nakano et al., arXiv 2112.09332, appendix I: the i-th worst is the best of C(i − 1, n − 1) of the C(N, n) subsets.
-    """
-    size = len(scores)
-    if not 1 <= n <= size:
-        raise ConfigError(f"n: {n} must lie between 1 and the number of samples, {size}.")
-    rank = torch.arange(n, size + 1, dtype=torch.float64)
-    every = torch.tensor(float(size), dtype=torch.float64)
-    weight = (_log_choose(rank - 1, n - 1) - _log_choose(every, n)).exp()
-    return float((weight * values[scores.argsort()][n - 1 :]).sum())
+    below = torch.arange(n, dtype=torch.float64)[:, None]
+    return ranked @ (_log_choose(below, k - 1) - _log_choose(torch.tensor(float(n), dtype=torch.float64), k)).exp()
 
 # %% ../../nbs/decode/choose.ipynb #624bcdd4
 def best_of_bound(n: float) -> float:
@@ -121,16 +108,54 @@ def _kl_of(counts: Sequence[int], n: int) -> float:
     return total
 
 
+_TABLED = 32  # draws up to which the estimate is tabled
+
+
+@lru_cache(16)
+def _kl_table(n: int) -> Tensor:
+    """What a draw counts for with i of the other n − 1 below it and j equal to it, [n, n].
+
+    The KL is the mean over draws of h(a, b) = Q log Q, Q = Σ bⁱ aⁿ⁻¹⁻ⁱ, where a share a of the policy scores less and a share b no more. A table's mean is a
+    polynomial in a and b; least squares finds the one that is nearest to h, and nearest of all where scores have two levels, none, or one.
+    """
+    i, j = (x.double() for x in torch.tensor([(i, j) for i in range(n) for j in range(n - i)]).T)
+    several = torch.lgamma(torch.tensor(float(n))) - torch.lgamma(i + 1) - torch.lgamma(j + 1) - torch.lgamma(n - i - j)
+
+    def chances(a: Tensor, b: Tensor) -> Any:  # of each (i, j)
+        return several.exp() * a[:, None] ** i * (b - a)[:, None] ** j * (1 - b)[:, None] ** (n - 1 - i - j)
+
+    def h(a: Tensor, b: Tensor) -> Any:
+        q = (b[:, None] ** torch.arange(n) * a[:, None] ** torch.arange(n - 1, -1, -1)).sum(1)
+        return torch.special.xlogy(q, q)
+
+    grid = (1 - (torch.linspace(0, math.pi, 2 * n + 8, dtype=torch.float64)).cos()) / 2
+    pairs = torch.cartesian_prod(grid, grid)
+    a, b = pairs[pairs[:, 0] <= pairs[:, 1]].T
+    p, zero, one = grid[1:-1], torch.zeros(2 * n + 6).double(), torch.ones(2 * n + 6).double()
+    even = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+    two = p[:, None] * chances(zero, p) + (1 - p)[:, None] * chances(p, one)
+    x = torch.cat([chances(a, b), 30 * two, 30 * chances(even, even).mean(0, True), 30 * chances(zero[:1], one[:1])])
+    bound = torch.tensor([best_of_bound(n), 0.0], dtype=torch.float64)
+    y = torch.cat([h(a, b), 30 * (p * h(zero, p) + (1 - p) * h(p, one)), 30 * bound])
+    out = torch.zeros(n, n, dtype=torch.float64)
+    out[i.long(), j.long()] = torch.linalg.solve(x.T @ x + 1e-7 * torch.eye(len(i)).double(), x.T @ y)
+    return out
+
+
 def best_of_kl(scores: Tensor) -> Tensor:
-    """Estimated KL of best-of-N to the policy, from the scores of the N draws.
+    """Estimated KL of best-of-N to the policy, from the scores of the N draws; its mean over prompts is within 2 % for N ≥ 3.
 
     Args:
         scores: [B, N].
 
     Returns:
-        float64[B], nats; between 0 and `best_of_bound(N)`.
+        float64[B], nats. A single prompt's number has the noise of N draws.
     """
     n, out = scores.shape[1], []
+    if 1 < n <= _TABLED:
+        below = (scores[:, None] < scores[..., None]).sum(2)
+        equal = (scores[:, None] == scores[..., None]).sum(2) - 1
+        return _kl_table(n)[below, equal].mean(1)
     for row in scores.double().tolist():
         found = Counter(row)
         counts = [found[s] for s in sorted(found)]

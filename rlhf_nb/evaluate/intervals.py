@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..core import ConfigError, DataError, derive_seed, t_quantile
 from .policy import wilson_interval
 from ..rewards.answers import pass_at_k
+from ..sequential import bets, log_wealth
 
 _Floats = NDArray[np.float64]
 
@@ -79,17 +80,29 @@ def cluster_means(values: Any, clusters: Sequence[Hashable] | None = None) -> _F
     return np.asarray(np.bincount(index, weights=x[known]) / np.bincount(index), dtype=np.float64)
 
 # %% ../../nbs/evaluate/intervals.ipynb #9f5a2efb
-def mean_interval(values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95) -> Estimate:
-    """A mean with Student's interval over clusters.
+def mean_interval(
+    values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95, bounds: tuple[float, float] | None = None
+) -> Estimate:  # fmt: skip
+    """A mean with Student's interval over clusters; on a scale with ends, with `share_interval`'s, which stays there.
 
     Args:
         values: [B], any numbers; NaN doesn't count.
         clusters: [B], what belongs together; None: all are independent.
         level: share of such intervals that hold the truth.
+        bounds: least and largest value that there can be; None: none are known.
 
-    With a single cluster the interval is infinite: one observation says nothing of its spread.
+    With a single cluster Student's interval is infinite: one observation says nothing of its spread.
+
+    Raises:
+        DataError: a value beyond the bounds.
     """
     x, level = cluster_means(values, clusters), _check_level(level)
+    if bounds is not None:
+        (low, high), wide = bounds, bounds[1] - bounds[0]
+        if x.min() < low or x.max() > high:
+            raise DataError(f"values from {x.min():g} to {x.max():g}, and the scale goes from {low:g} to {high:g}.")
+        share = share_interval((x - low) / wide, level=level)
+        return share._replace(value=float(x.mean()), low=low + wide * share.low, high=low + wide * share.high)
     half = t_quantile(level, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
     return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x), level, "t")
 
@@ -124,19 +137,20 @@ def bootstrap_interval(
     values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95, *,
     statistic: Callable[[_Floats], Any] | None = None, draws: int = 2000, seed: int = 0,
 ) -> Estimate:  # fmt: skip
-    """A statistic with its BCa bootstrap interval over clusters.
+    """A statistic with its BCa bootstrap interval over clusters; a mean with Student's, which holds the truth more often where rows are few.
 
     Args:
         values: [B]; NaN doesn't count.
         clusters: [B], what is drawn together; None: all are independent.
         level: share of such intervals that hold the truth.
-        statistic: of numbers [G], or along the last axis of [draws, G]; None: the mean.
+        statistic: of numbers [G], or along the last axis of [draws, G]; None: the mean, by `mean_interval`.
         draws: of the bootstrap; seed: of these draws.
 
     Source: Efron, "Better bootstrap confidence intervals" (1987).
     """
-    x, level = cluster_means(values, clusters), _check_level(level)
-    of = statistic or (lambda rows: np.mean(rows, axis=-1))
+    if statistic is None:
+        return mean_interval(values, clusters, level)
+    x, level, of = cluster_means(values, clusters), _check_level(level), statistic
     value = float(of(x))
     if len(x) < 2:
         return Estimate(value, -math.inf, math.inf, len(x), level, "bootstrap")
@@ -241,23 +255,6 @@ def compare_paired(
     )  # fmt: skip
 
 # %% ../../nbs/evaluate/intervals.ipynb #79128ce3
-def _bets(x: _Floats, alpha: float) -> _Floats:
-    """λ for each point, from the points before it; along the last axis."""
-    t = np.arange(1, x.shape[-1] + 1)
-    mean = (0.5 + np.cumsum(x, -1)) / (t + 1)
-    spread = (0.25 + np.cumsum((x - mean) ** 2, -1)) / (t + 1)
-    before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), spread[..., :-1]], -1)
-    return np.asarray(np.sqrt(2 * math.log(2 / alpha) / (before * t * np.log1p(t))), dtype=np.float64)
-
-
-def _fortunes(x: _Floats, m: float, bets: _Floats) -> tuple[_Floats, _Floats]:
-    """log K⁺ and log K⁻ against a candidate mean, after each point."""
-    above = np.minimum(bets, 0.5 / m if m > 0 else np.inf)
-    below = np.minimum(bets, 0.5 / (1 - m) if m < 1 else np.inf)
-    up, down = np.log1p(above * (x - m)), np.log1p(-below * (x - m))
-    return np.cumsum(up, -1), np.cumsum(down, -1)
-
-
 def confidence_sequence(points: Any, level: float = 0.95, grid: int = 400) -> tuple[_Floats, _Floats]:
     """Lower and upper bounds of a mean after each point, valid at all moments together.
 
@@ -274,10 +271,10 @@ def confidence_sequence(points: Any, level: float = 0.95, grid: int = 400) -> tu
     x, alpha = cluster_means(points), 1 - _check_level(level)
     if x.min() < 0 or x.max() > 1:
         raise DataError("a confidence sequence needs points in [0, 1]: wins, ties and losses, or probabilities.")
-    bets = _bets(x, alpha)
+    stakes = bets(x, alpha)
     low, high = np.zeros(len(x)), np.ones(len(x))
     for m in np.linspace(0, 1, grid + 1):
-        up, down = _fortunes(x, float(m), bets)
+        up, down = log_wealth(x, float(m), stakes)
         if m < 1:  # all below m + 1/grid fell with m: the bound rises to m
             fell = np.maximum.accumulate(up) >= math.log(2 / alpha)
             low = np.where(fell, np.maximum(low, m), low)
@@ -330,7 +327,7 @@ def decide(
     x, alpha = cluster_means(points, clusters), 1 - _check_level(level)
     low, high = confidence_sequence(x, level)
     rich = math.log(2 / alpha)
-    up, down = _fortunes(x, 0.5, _bets(x, alpha))
+    up, down = log_wealth(x, 0.5, bets(x, alpha))
     fell = np.maximum(up, down) >= rich
     if fell.any():
         at = int(fell.argmax())
@@ -342,7 +339,7 @@ def decide(
     times = []
     for _ in range(futures if len(set(x.tolist()) - {0.5}) else 0):
         future = np.concatenate([x, rng.choice(x, longest - len(x))]) if longest > len(x) else x
-        crossed = np.maximum(*_fortunes(future, 0.5, _bets(future, alpha))) >= rich
+        crossed = np.maximum(*log_wealth(future, 0.5, bets(future, alpha))) >= rich
         times.append(int(crossed.argmax()) + 1 if crossed.any() else longest + 1)
     enough = int(np.quantile(times, 0.8)) if times else longest + 1
     return Decision("", len(x), None, float(low[-1]), float(high[-1]), enough if enough <= longest else None, longest)

@@ -190,7 +190,7 @@ class Price:
     top1: float  # share of positions at which both find the same token likeliest
     same_answers: float  # share of greedy answers that are the same token by token
     prompts: int
-    tokens: int  # positions that were compared
+    tokens: int  # of answers, at which they were compared
     measured_on: str
     measured_by: str  # the program that computed the copy's numbers
     tokens_per_second: (
@@ -277,7 +277,8 @@ def measure(
     found, same = list[Tensor](), 0
     for ids, given, own in zip(held.ids, held.answers, before.ids, strict=True):
         row = [*ids, *(own if given is None else given)]
-        a, b = full(row, None)[0], copy(row, None)[0]
+        mine = slice(len(ids) - 1, len(row) - 1)  # the logits that the answer's tokens come from
+        a, b = full(row, None)[0][mine], copy(row, None)[0][mine]
         found.append(token_kl(a, b))
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
     counts = [len(kl) for kl in found]

@@ -19,6 +19,7 @@ from ..evaluate.metrics import is_refusal
 from .drift import Budget, drift_test, ngram_features, permutation_p, rank_distance
 from .samples import Request, Sample
 from ..rewards.formats import repetition
+from ..sequential import ALPHA, bets, log_wealth
 from ..train.entries import RewardEntry
 
 HOUR, DAY = 3600.0, 86400.0
@@ -183,7 +184,8 @@ class Judge:
         self.features = lru_cache(8)(lambda texts: features(list(texts)))  # of the base, which many looks share
         self._scores: dict[tuple[str, str, float], dict[str, float]] = {}
         self.names = (*MEASURES, *self.rewards)
-        self.budget = Budget(config.false_alarm_days, len(CLOCKS) * (len(TEXTS) + len(self.names)))
+        tests = len(CLOCKS) * (len(TEXTS) + len(self.names)) + len(config.highest) + len(config.lowest)
+        self.budget = Budget(config.false_alarm_days, tests)
 
     def values(self, rows: Sequence[Request], name: str) -> NDArray[np.float64]:
         """A measure of requests [n]; NaN where it isn't known, a reward's beyond the first `sample`."""
@@ -433,19 +435,28 @@ def _state(monitor: Monitor, version: Version, counted: int, rows: Sequence[Requ
     return "; ".join(said)
 
 
+def _evidence(values: NDArray[np.float64], bound: float, sign: int, kind: str) -> float:
+    """log of what a gambler has won who bets that a mean lies beyond a bound; `kind` is share, positive or any."""
+    x, m = (values, bound) if kind == "share" else (values / (2 * bound), 0.5)
+    if kind == "share" or (kind == "positive" and sign > 0 and bound > 0):
+        return float(log_wealth(x, m, bets(x, ALPHA))[0 if sign > 0 else 1].max())
+    beyond = sign * (values.mean() - bound) / max(float(values.std(ddof=1)) / math.sqrt(len(values)), 1e-12)
+    return -math.log(max(0.5 * math.erfc(beyond / math.sqrt(2)), 1e-300))  # Student's t is normal at so many
+
+
 def bounds_crossed(
     config: MonitorConfig, report: Report, samples: Sequence[Sample], judge: Judge, now: float
 ) -> list[Alert]:
-    """Bounds of the settings that a version lies beyond, with its whole interval of 99 %.
+    """Bounds of the settings that a version lies beyond, surely enough for the budget of false alarms with a look each hour.
 
     Args:
         config: with highest and lowest.
         report: of the version.
-        samples: what it was made of.
+        samples: closed hours.
         judge: that measures.
         now: seconds since 1970.
     """
-    found = []
+    found, enough = [], -math.log(judge.budget.alpha(HOUR))
     for name, bound, sign in [(k, v, 1) for k, v in config.highest.items()] + [
         (k, v, -1) for k, v in config.lowest.items()
     ]:
@@ -455,15 +466,15 @@ def bounds_crossed(
         if len(values) < judge.least(measure):
             continue
         if tail:  # more than one in twenty is above the bound
-            share = share_interval(values > bound, level=0.98)
-            crossed, told = (
-                share.low > 0.05,
-                f"{share.value:.1%} of {len(values)} are above {bound:g}, and at most 5 % may be",
-            )
+            above = (values > bound).astype(np.float64)
+            crossed = _evidence(above, 0.05, 1, "share") >= enough
+            told = f"{above.mean():.1%} of {len(values)} are above {bound:g}, and at most 5 % may be"
         else:
-            mean = mean_interval(values, level=0.98)
-            crossed = mean.low > bound if sign > 0 else mean.high < bound
-            told = f"mean {mean.value:.3g} of {len(values)}, and the {'highest' if sign > 0 else 'lowest'} is {bound:g}"
+            kind = "share" if measure in SHARES else "positive" if measure in MEASURES else "any"
+            crossed = _evidence(values, bound, sign, kind) >= enough
+            told = (
+                f"mean {values.mean():.3g} of {len(values)}, and the {'highest' if sign > 0 else 'lowest'} is {bound:g}"
+            )
         if crossed:
             found.append(
                 Alert(now, report.version, name, f"{name} of {report.version}, {config.hours:g} hours: {told}")
@@ -489,7 +500,6 @@ def findings(monitor: Monitor, now: float) -> Findings:
     monitor.close(now)
     reports, alerts = [], list(monitor.alerts)
     for v in monitor.versions.values():
-        samples = v.recent(now - monitor.config.hours * HOUR)
         reports.append(report_of(monitor, v, now))
-        alerts += bounds_crossed(monitor.config, reports[-1], samples, monitor.judge, now)
+        alerts += bounds_crossed(monitor.config, reports[-1], [h.sample for h in v.hours], monitor.judge, now)
     return Findings(now, reports, alerts)

@@ -10,12 +10,17 @@ from itertools import combinations, product
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..core import ConfigError, derive_seed, t_quantile
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import ConfigError, derive_seed, t_quantile, t_share
 from ..evaluate.intervals import Estimate, holm, mean_interval
 
+Floats = NDArray[np.float64]
+
 # %% auto #0
-__all__ = ['Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds', 'hyperband_brackets',
-           'cost_of', 't_test', 'Standing', 'standings', 'seeds_needed']
+__all__ = ['Floats', 'Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds',
+           'hyperband_brackets', 'cost_of', 'Gaps', 'compare_all', 'Standing', 'standings', 'seeds_needed']
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931007
 Candidate = dict[str, Any]  # dotted key -> value
@@ -156,24 +161,41 @@ def cost_of(n: int, rounds: Sequence[Round]) -> float:
     return total
 
 # %% ../../nbs/pipeline/candidates.ipynb #s6931018
-def t_test(differences: Sequence[float]) -> float:
-    """Two-sided p-value of "the mean is 0" for independent, roughly normal differences.
+class Gaps(NamedTuple):
+    """All pairs of candidates on the same seeds, row less column."""
+
+    mean: Floats  # [K, K]
+    error: Floats  # [K, K]; infinite where nothing is known of it
+    df: int
+    p: Floats  # [K, K], two-sided, of "no difference"
+
+
+def compare_all(values: Any, questions: Any = None) -> Gaps:
+    """How candidates differ, and how sure that is.
 
     Args:
-        differences: one for each seed; fewer than two prove nothing, p is 1.
+        values: [K, S], the metric of K candidates with S seeds.
+        questions: [K, S, Q], what it is the mean of, in the same order for all; None: it wasn't kept.
+
+    Source: randomised blocks, Fisher, "The Design of Experiments" (1935), chapter 4; the floors are ours.
     """
-    n = len(differences)
-    if n < 2 or not any(differences):
-        return 1.0
-    mean = fmean(differences)
-    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1))
-    if spread < 1e-12 * abs(mean):
-        return 0.0
-    t, low, high = abs(mean) * math.sqrt(n) / spread, 0.0, 1.0
-    for _ in range(50):  # the level whose quantile is t
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_quantile(middle, n - 1) < t else (low, middle)
-    return 1 - low
+    x = np.asarray(values, dtype=np.float64)
+    k, s = x.shape
+    gaps = x[:, None] - x[None]
+    mean, df = gaps.mean(2), (k - 1) * (s - 1)
+    if df < 1 or (s < 4 and questions is None):
+        return Gaps(mean, np.full((k, k), np.inf), max(df, 1), np.ones((k, k)))
+    left = x - x.mean(0) - x.mean(1)[:, None] + x.mean()
+    apart = np.abs(x.ravel()[:, None] - x.ravel())
+    step = apart[apart > 1e-12].min(initial=np.inf)
+    floor = step**2 / 4 if math.isfinite(step) else 0.0
+    variance = 2 * np.maximum(np.maximum((left**2).sum() / df, gaps.var(2, ddof=1) / 2), floor) / s
+    if questions is not None:
+        each = np.asarray(questions, dtype=np.float64).mean(1)
+        variance = np.maximum(variance, (each[:, None] - each[None]).var(2, ddof=1) / each.shape[1])
+    error = np.sqrt(variance)
+    p = [1 - t_share(abs(m) / e, df) if e > 0 else 1.0 for m, e in zip(mean.ravel(), error.ravel())]
+    return Gaps(mean, error, df, np.array(p).reshape(k, k))
 
 
 class Standing(NamedTuple):
@@ -188,6 +210,7 @@ class Standing(NamedTuple):
     )  # the best one's metric less its own, seed by seed; None: it is the best, or can't be compared
     p_holm: float  # of "as good as the best", corrected for all pairs
     failed: str = ""
+    df: int = 1  # degrees of freedom of `behind`
 
     def says(self, level: float) -> str:
         """In words."""
@@ -198,14 +221,9 @@ class Standing(NamedTuple):
         return "worse" if self.p_holm < 1 - level else "not told apart"
 
 
-def _at(runs: Mapping[float, Mapping[int, float]], share: float) -> Mapping[int, float]:
-    """Values by seed at the share."""
-    return runs.get(share, {})
-
-
 def standings(
     found: Sequence[tuple[Candidate, Mapping[float, Mapping[int, float]]]], minimize: bool = False, level: float = 0.95,
-    failures: Mapping[str, str] | None = None, rounds: int = 1,
+    failures: Mapping[str, str] | None = None, rounds: int = 1, questions: Mapping[tuple[str, float, int], Sequence[float]] | None = None,
 ) -> list[Standing]:  # fmt: skip
     """The table of a sweep, best first.
 
@@ -215,30 +233,45 @@ def standings(
         level: of intervals and of what counts as real.
         failures: by name, why a candidate has no result.
         rounds: looks that there were at each pair.
+        questions: what the metric is the mean of, by name, share and seed, as many and in the same order for all; None: it wasn't kept.
     """
-    sign, failures = (-1.0 if minimize else 1.0), failures or {}
+    sign, failures, asked = (-1.0 if minimize else 1.0), failures or {}, questions or {}
     alive = [(c, {s: v for s, v in runs.items() if v}) for c, runs in found if name_of(c) not in failures]
     alive = [(c, runs) for c, runs in alive if runs]
     last = [max(runs) for _, runs in alive]
     means = [sign * fmean(runs[s].values()) for (_, runs), s in zip(alive, last)]
     order = sorted(range(len(alive)), key=lambda i: (-last[i], -means[i]))
-    p, pairs = dict[tuple[int, int], float](), list(combinations(order, 2))
-    for i, j in pairs:
-        shares = sorted(set(alive[i][1]) & set(alive[j][1]))
-        a, b = (_at(alive[k][1], shares[-1] if shares else 0.0) for k in (i, j))
-        p[i, j] = min(1.0, rounds * t_test([a[s] - b[s] for s in sorted(set(a) & set(b))]))
-    corrected = dict(zip(pairs, holm([p[pair] for pair in pairs])))
+    at = dict[float, tuple[list[int], int, Gaps]]()  # by share: who has it, seeds, how they differ
+    for share in sorted({s for _, runs in alive for s in runs}):
+        who = [i for i in order if share in alive[i][1]]
+        seeds = sorted(set.intersection(*(set(alive[i][1][share]) for i in who)))
+        rows = [[asked.get((name_of(alive[i][0]), share, s), ()) for s in seeds] for i in who]
+        kept = len({len(row) for each in rows for row in each}) == 1 and min(len(rows[0]), 1) and len(rows[0][0]) > 1
+        values = [[alive[i][1][share][s] for s in seeds] for i in who]
+        at[share] = who, len(seeds), compare_all(values, rows if kept else None)
+
+    def pair(i: int, j: int) -> tuple[float, float, int, int, float] | None:  # at the last share that both have
+        common = [s for s in at if i in at[s][0] and j in at[s][0]]
+        if not common:
+            return None
+        who, n, gaps = at[max(common)]
+        a, b = who.index(i), who.index(j)
+        return float(gaps.mean[a, b]), float(gaps.error[a, b]), gaps.df, n, float(gaps.p[a, b])
+
+    pairs = list(combinations(order, 2))
+    p = [1.0 if (gap := pair(i, j)) is None else min(1.0, rounds * gap[4]) for i, j in pairs]
+    corrected = dict(zip(pairs, holm(p)))
     out = []
     for i in order:
         candidate, runs = alive[i]
-        mean, best = mean_interval(list(runs[last[i]].values()), level=level), order[0]
-        behind = None
-        if i != best:
-            shares = sorted(set(alive[best][1]) & set(runs))
-            a, b = (_at(alive[k][1], shares[-1] if shares else 0.0) for k in (best, i))
-            apart = [a[s] - b[s] for s in sorted(set(a) & set(b))]
-            behind = mean_interval(apart, level=level) if apart else None
-        out.append(Standing(candidate, last[i], dict(runs[last[i]]), mean, behind, corrected.get((best, i), 1.0)))
+        mean, gap = mean_interval(list(runs[last[i]].values()), level=level), None
+        behind, df = None, 1
+        if i != order[0] and (gap := pair(order[0], i)):
+            value, error, df, n, _ = gap
+            half = t_quantile(level, df) * error
+            behind = Estimate(value, value - half, value + half, n, level, "t")
+        p_pair = corrected.get((order[0], i), 1.0)
+        out.append(Standing(candidate, last[i], dict(runs[last[i]]), mean, behind, p_pair, df=df))
     out += [Standing(c, 0.0, {}, None, None, 1.0, failures[name_of(c)]) for c, _ in found if name_of(c) in failures]
     return out
 
@@ -251,14 +284,17 @@ def seeds_needed(standing: Standing, pairs: int, level: float = 0.95) -> int | N
         pairs: that are tested together.
         level: as in `standings`.
     """
-    if standing.behind is None or standing.behind.n < 2:
+    if standing.behind is None or not math.isfinite(standing.behind.high):
         return None
     n, d = standing.behind.n, abs(standing.behind.value)
-    error = (standing.behind.high - standing.behind.value) / t_quantile(level, n - 1)
+    error, others = (
+        (standing.behind.high - standing.behind.value) / t_quantile(level, standing.df),
+        standing.df // (n - 1),
+    )
     if d == 0 or error == 0:
         return None
     strict = 1 - (1 - level) / max(pairs, 1)
     for m in range(2, 201):
-        if d * math.sqrt(m) / (error * math.sqrt(n)) >= t_quantile(strict, m - 1) + 0.84:
+        if d * math.sqrt(m) / (error * math.sqrt(n)) >= t_quantile(strict, others * (m - 1)) + 0.84:
             return m
     return None

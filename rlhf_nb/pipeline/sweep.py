@@ -33,7 +33,7 @@ from ..train.stage import lasting, make_trainer, read_json, run_stage, write_jso
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'device_for', 'serve', 'nested', 'Swept',
+__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve', 'nested', 'Swept',
            'check_candidates', 'sweep', 'summary']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
@@ -118,6 +118,19 @@ def metrics_at(folder: str | Path, share: float = 1.0) -> dict[str, float]:
             if values and not key.startswith("perf/"):
                 out[key] = fmean(values)
     return out
+
+
+def questions_at(folder: str | Path, share: float, metric: str) -> list[float]:
+    """Each held-out question's score at a share of a run's steps; empty where the run kept none.
+
+    Args:
+        folder: of the run.
+        share: that it has reached.
+        metric: whose mean over questions was logged; questions without opinion are left out of a sweep's comparison (NaN).
+    """
+    step, place = reached(folder, share), RunDir(folder).questions_path
+    kept = [e for e in read_metrics(place) if metric in e and int(e["step"]) <= (step or 0)] if place.exists() else []
+    return [math.nan if x is None else float(x) for x in kept[-1][metric]] if kept else []
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940016
 class _Job(NamedTuple):
@@ -453,6 +466,22 @@ class _Sweep:
             out.append((candidate, by_share))
         return out
 
+    def questions(
+        self, found: Sequence[tuple[Candidate, Mapping[float, Any]]]
+    ) -> dict[tuple[str, float, int], list[float]]:
+        """Each question's score by candidate, share and seed; none where a run lacks them, or questions without opinion differ."""
+        out = {}
+        for candidate, runs in found:
+            for share in runs:
+                for seed in self.seeds:
+                    out[name_of(candidate), share, seed] = questions_at(
+                        self.folder_of(candidate, seed), share, self.metric or ""
+                    )
+        if not all(out.values()) or len({len(v) for v in out.values()}) != 1:
+            return {}
+        known = [all(map(math.isfinite, each)) for each in zip(*out.values())]
+        return {k: [x for x, keep in zip(v, known) if keep] for k, v in out.items()} if sum(known) > 1 else {}
+
     def halve(self, candidates: Sequence[Candidate], rounds: Sequence[Round]) -> None:
         """Rounds of a halving."""
         left = list(candidates)
@@ -522,7 +551,8 @@ def sweep(
             work.halve(group, rounds)
         work.choose_metric()
         found, looks = work.found(), len(work.shares)
-        table = standings(found, bool(work.minimize), level, work.failures, looks)
+        asked = work.questions(found)
+        table = standings(found, bool(work.minimize), level, work.failures, looks, asked)
         if all(s.mean is None for s in table):
             raise RunError(f"no candidate has a finite {work.metric}; {next(iter(work.failures.items()))}")
         ran = {name_of(c): max((s for s, v in runs.items() if v), default=0.0) for c, runs in found}
@@ -537,7 +567,7 @@ def sweep(
             sum(ran.values()) * len(numbers),
             [],
         )
-        made.notes.extend(_notes(made, len(numbers)))
+        made.notes.extend(_notes(made, len(numbers), bool(asked)))
         work.remake(made.best, table[0].share)
         _clean(made, work, keep)
         _config_of(base, made.best, numbers[0], folder).replace(output_dir=base.output_dir, console=base.console, trackers=base.trackers, seed=base.seed).save(folder / "best.yaml")  # fmt: skip
@@ -578,12 +608,17 @@ def _plan(
     return [(candidates, rounds)]
 
 
-def _notes(made: Swept, seeds: int) -> list[str]:
+def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
     """What a reader of the table should know."""
     out, rivals = [], [s for s in made.table[1:] if s.says(made.level) == "not told apart"]
     pairs = len([s for s in made.table if s.mean is not None]) * (len(made.table) - 1) // 2
     if seeds < 2:
         out.append("One seed: no difference can be called real. Add seeds; what was run stays.")
+    elif seeds < 4 and not asked:
+        out.append(
+            f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real below four seeds. Add seeds, or compare an "
+            "evaluation (eval.metrics)."
+        )
     elif rivals:
         needed = [n for s in rivals if (n := seeds_needed(s, pairs * made.rounds, made.level))]
         more = f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look." if len(needed) == len(rivals) and max(needed) > seeds else ""  # fmt: skip

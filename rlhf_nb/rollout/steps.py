@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -106,14 +107,16 @@ def count_right(
     stop, pad = eos_ids(unwrapped(model), tokenizer), pad_id(tokenizer)
     counts: list[int] = []
     drawn = 0
-    for start in range(0, len(begun.places), chunk):
-        part = begun.places[start : start + chunk]
+
+    def missing(place: tuple[int, int]) -> int:  # min_new_tokens is of a whole answer
+        return max(0, sampling.min_new_tokens - place[1] - 1)
+
+    alike = [list(group) for _, group in groupby(begun.places, missing)]
+    for part in [group[i : i + chunk] for group in alike for i in range(0, len(group), chunk)]:
         heads = [begun.tokens[i]["completion_ids"][: end + 1] for i, end in part]
         prompts = [[*begun.tokens[i]["prompt_ids"], *head] for (i, _), head in zip(part, heads)]
         room = max(1, sampling.max_new_tokens - min(map(len, heads)))
-        shorter = sampling.model_copy(
-            update={"max_new_tokens": room, "min_new_tokens": min(room, sampling.min_new_tokens)}
-        )
+        shorter = sampling.model_copy(update={"max_new_tokens": room, "min_new_tokens": min(room, missing(part[0]))})
         ids, _, lens, _ = sample_tokens(
             model, PromptBatch.from_lists(prompts, pad_id=pad), shorter, eos=stop, pad=pad, seed=seed, num_samples=n, batch_size=batch_size
         )  # fmt: skip
@@ -139,7 +142,7 @@ def label_steps(
         rows: prompt and completions (steps), or prompt and completion, which the rule takes apart; further columns reach `right`.
         right: says of whole answers whether they are right: `f(prompts, completions, **columns)`, more than ½ for yes; a verifier, for one.
         n: continuations of each beginning.
-        sampling: temperature, filters and max_new_tokens of a whole answer, its beginning included.
+        sampling: temperature and filters; min_new_tokens and max_new_tokens of a whole answer, its beginning included.
         rule: where steps end.
         hard: labels say whether any continuation is right, instead of which share.
         seed: with the beginning and the continuation's number it determines each random number.
@@ -217,7 +220,7 @@ def exact_value(
         prompt_ids: tokens of the prompt.
         begun: tokens of the answer so far.
         right: whether a whole answer, as text, is right.
-        sampling: temperature, filters and max_new_tokens of a whole answer.
+        sampling: temperature and filters; min_new_tokens and max_new_tokens of a whole answer.
         floor: continuations of less probability than this are left out.
         most: continuations that may be alive at the same time.
 
@@ -239,7 +242,7 @@ def exact_value(
                     f"{len(alive)} continuations are alive, too many to go through: raise floor (now {floor:g}), or count samples."
                 )
             rows = torch.tensor([[*prompt_ids, *tail] for tail, _ in alive], device=device)
-            early = sorted(stop) if len(alive[0][0]) - len(begun) < sampling.min_new_tokens else []
+            early = sorted(stop) if len(alive[0][0]) < sampling.min_new_tokens else []
             so_far = torch.tensor([p for _, p in alive], device=device, dtype=torch.float64)
             chances = (
                 torch.cat([_next(model, part, sampling, early) for part in torch.split(rows, 2048)]) * so_far[:, None]

@@ -333,6 +333,7 @@ class RunDir:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
+        self.questions_path = self.path / "questions.jsonl"  # each held-out question's score, an evaluation a line
         self.control_path = self.path / "control.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
@@ -411,7 +412,13 @@ class RunDir:
                 python="In Python: resume=True, overwrite=True.",
             )
         if overwrite and not resume:
-            for path in (self.metrics_path, self.samples_path, self.control_path, *self.path.glob("*.rank*.jsonl")):
+            for path in (
+                self.metrics_path,
+                self.samples_path,
+                self.questions_path,
+                self.control_path,
+                *self.path.glob("*.rank*.jsonl"),
+            ):
                 path.unlink(missing_ok=True)
             for folder in (self.checkpoints, self.rolled_back):
                 shutil.rmtree(folder, ignore_errors=True)

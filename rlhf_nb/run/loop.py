@@ -7,7 +7,7 @@ import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from .flops import Costs, costs_of, peak_flops
 from .engine import Engine, Pairs, StepReport, Terms, add_pairs
 from .hf_callbacks import as_callback
 from .lock import RunLock
-from .log import EventLog, History, Meter, RunDir
+from .log import EventLog, History, Meter, RunDir, append_line
 from .overopt import stop_by
 from .state import Saves, checkpoint_job, condition, open_run
 from ..scoring.packing import work
@@ -60,6 +60,7 @@ class BaseMethod(ABC):
     module: nn.Module
     engine: Engine
     config: TrainConfig
+    by_question: Mapping[str, Sequence[float]] = {}  # each held-out question's score by metric, set by `evaluate`
 
     @cached_property
     def meter(self) -> Meter:
@@ -420,6 +421,9 @@ class Trainer:
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
+        if self.method.by_question and self.engine.is_main:
+            shown = {k: [x if math.isfinite(x) else None for x in v] for k, v in self.method.by_question.items()}
+            append_line(self.run_dir.questions_path, {"step": self.step, **shown})
         return metrics
 
     def save(self, failed: bool = False) -> Path:

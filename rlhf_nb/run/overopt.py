@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from ..core import ConfigError, t_quantile
 from .callbacks import Callback, EarlyStop, Flags, RunView
+from ..sequential import ALPHA, Fall, fall
 
 Floats = NDArray[np.float64]
 Form = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'Form', 'SURE', 'GOLD', 'LEAST', 'MEMORY', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
-           'stop_by']
+__all__ = ['Floats', 'Form', 'GOLD', 'LEAST', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak', 'stop_by']
 
 # %% ../../nbs/run/overopt.ipynb #a0540006
 def _columns(d: Floats, form: Form) -> Floats:
@@ -53,16 +53,6 @@ class GoldFit:
     def value(self, d: float | Floats) -> Floats:
         """Gold at a distance."""
         return np.asarray(_columns(np.atleast_1d(np.asarray(d, dtype=float)), self.form) @ self.theta)
-
-    def slope(self, d: float) -> tuple[float, float]:
-        """How gold changes with d, and its standard error."""
-        c = np.array([0.0, 1.0, -(1 + math.log(max(d, 1e-12))) if self.form == "rl" else -2 * d])
-        return float(c @ self.theta), math.sqrt(max(float(c @ self.cov @ c), 0.0))
-
-    def falling(self, d: float) -> float:
-        """How sure it is that gold falls at a distance: the slope in standard errors, positive where it falls."""
-        slope, error = self.slope(d)
-        return -slope / max(error, 1e-12)
 
     def _distance(self, ratio: float) -> float:
         """The d at which the slope is zero, for α/β."""
@@ -158,10 +148,8 @@ def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float
     return chosen
 
 # %% ../../nbs/run/overopt.ipynb #a0540015
-SURE = 1.7  # standard errors; benchmarks/overopt.py: what a stop by it loses
 GOLD = ("rewards/gold", "eval/gold")
-LEAST = 10  # points before it says anything
-MEMORY = 12  # points in which the weight of an old one falls to 1/e, where the present slope is asked for
+LEAST = 10  # points before a curve is fitted
 
 
 class GoldCurve:
@@ -174,6 +162,7 @@ class GoldCurve:
     def __init__(self, gold: str | None = None) -> None:
         self.gold, self.kl = gold, math.nan
         self.points: list[tuple[float, float]] = []  # KL and gold
+        self.errors: list[float] = []  # of gold; NaN where none is logged
 
     def take(self, event: Mapping[str, Any]) -> bool:
         """Take in an event of a step or an evaluation; returns whether it brought a point."""
@@ -186,24 +175,29 @@ class GoldCurve:
             return False
         self.gold = name
         self.points.append((self.kl, float(value)))
+        error = event.get(f"{name}_stderr")
+        self.errors.append(float(error) if isinstance(error, int | float) and error > 0 else math.nan)
         return True
 
-    def fit(self, level: float = 0.95, memory: float | None = None) -> GoldFit | None:
+    def fall(self) -> Fall | None:
+        """The clearest fall of gold so far; None while there are too few points to tell it from noise."""
+        whole = not any(map(math.isnan, self.errors))
+        return fall([g for _, g in self.points], self.errors if whole else None)
+
+    def fit(self, level: float = 0.95) -> GoldFit | None:
         """The fit so far; None while there are too few points.
 
         Args:
             level: of the intervals.
-            memory: points in which the weight of an old one falls to 1/e; None: all count alike.
         """
         if len(self.points) < LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
             return None
         kl, gold = zip(*self.points)
-        error = None if memory is None else np.exp(np.arange(len(kl))[::-1] / (2 * memory))
-        return fit_gold(kl, gold, error=error, level=level)
+        return fit_gold(kl, gold, level=level)
 
 
 class StopAtPeak(Callback):
-    """Ends a run whose gold reward, by the fit, falls at the present KL.
+    """Ends a run whose gold reward has fallen.
 
     Args:
         gold: metric that nothing learns from; None: rewards/gold or eval/gold.
@@ -221,14 +215,17 @@ class StopAtPeak(Callback):
         self.looks += 1
         if not self.curve.take(event):
             return None
-        fit, whole = self.curve.fit(memory=MEMORY), self.curve.fit()
-        if fit is None or whole is None:
+        fell = self.curve.fall()
+        self.said = self.said + 1 if fell is not None and fell.clear else 0
+        if fell is None or self.said < self.patience:
             return None
-        now = math.sqrt(max(float(np.mean([kl for kl, _ in self.curve.points[-3:]])), 0.0))
-        self.said = self.said + 1 if fit.theta[2] > 0 and fit.falling(now) > SURE else 0
-        if self.said < self.patience:
-            return None
-        return Flags(stop=True, reason=f"overoptimised: {whole}, and the KL is {now**2:.2g} ({self.curve.gold} falls)")
+        kl, fit = float(np.mean([kl for kl, _ in self.curve.points[-3:]])), self.curve.fit()
+        reason = (
+            f"overoptimised: {self.curve.gold} fell from {fell.high:.3g} to {fell.now:.3g}, at a KL of {kl:.2g} nats"
+        )
+        return Flags(
+            stop=True, reason=f"{reason} (a curve that never falls is stopped in at most {ALPHA:.0%} of runs); {fit}"
+        )
 
     def on_start(self, run: RunView) -> Flags | None:
         self._begin()

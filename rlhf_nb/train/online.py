@@ -487,6 +487,7 @@ class OnlineMethod(TextMethod):
                 )  # fmt: skip
         mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
         found = in_turns(engine.gather_object(mine), self.tokenizer.pad_token_id)
+        self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
 # %% ../../nbs/train/online.ipynb #2a7f70e2

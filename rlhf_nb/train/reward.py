@@ -236,6 +236,7 @@ class Reward(TextMethod):
             scores = list(found.view(len(rows), 2, 2).cpu())
         every = torch.stack(engine.in_turn(scores)).view(-1, 2)
         report = report_of(Prediction(every[:, 0], every[:, 1]), len(self.members))
+        self.by_question = {"eval/accuracy": (every[0::2, 0] > every[1::2, 0]).double().tolist()}
         if self._baselines is None:
             known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
             self._baselines = engine.gather_object(baselines(known, self.held_out) if known else {})[0]

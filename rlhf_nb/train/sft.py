@@ -130,11 +130,14 @@ class SFT(TextMethod):
         """Mean negative log-likelihood per token on held-out rows, and its exponential."""
         if not self.held_out:
             return {}
-        found: LossSum | None = None
+        found, rows = None, list[float]()
         if self.my_held_out:
             c = self.collate(self.my_held_out).to(self.engine.device)
             with self.alone():
-                found = sft_loss(self.module(c).logps, c.completion_mask)
+                logps, mask = self.module(c).logps, c.completion_mask
+            found = sft_loss(logps, mask)
+            rows = (-logps.where(mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+        self.by_question = {"eval/loss": self.engine.in_turn(rows)}
         nll = float(self.engine.mean_of(found))
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, check_choice
-from ..decode.choose import best_of_bound, best_of_n_mean
+from ..decode.choose import best_of_bound, best_of_curve
 from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms
 from ..losses.kto import kto
@@ -256,7 +256,8 @@ def _frontier(error: float, tails: str) -> tuple[list[int], list[float], list[fl
     gold = gold - gold.mean()
     proxy = gold + error * noise
     counts = sorted({round(10 ** (i / 8)) for i in range(25)})
-    return counts, [best_of_n_mean(proxy, proxy, n) for n in counts], [best_of_n_mean(proxy, gold, n) for n in counts]
+    proxies, golds = best_of_curve(proxy.expand(2, -1), torch.stack([proxy, gold]), counts).tolist()
+    return counts, proxies, golds
 
 # %% ../../nbs/widgets/explorers.ipynb #3337dfb6
 def best_of_n_picture(n: int, error: float, tails: str) -> Picture:

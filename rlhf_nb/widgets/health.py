@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..run.overopt import LEAST, SURE, GoldFit, fit_gold
+from ..run.overopt import LEAST, GoldFit, fit_gold
+from ..sequential import ALPHA, Fall, fall
 from .charts import Floats
 from .reader import RunReader
 
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'gold_fit', 'health',
-           'health_of']
+__all__ = ['Known', 'Found', 'CHECKS', 'Light', 'recent', 'fallen', 'gold_fit', 'health', 'health_of']
 
 # %% ../../nbs/widgets/health.ipynb #775c19db
 @dataclass(frozen=True)
@@ -46,68 +46,27 @@ def _first(known: Known, *keys: str, least: int = 1) -> tuple[str, Floats, Float
     return "", np.empty(0), np.empty(0)
 
 # %% ../../nbs/widgets/health.ipynb #h0000002
-CLEAR = 3.75  # standard errors; benchmarks/reward_light.py: how often a run that is fine gets an alarm, and one that isn't gets none
-_STRETCHES = (1, 2, 3, 5, 8)  # values averaged together
+def _way_back(saved: Any, worth: Callable[[float], float]) -> str:
+    """What to do, naming the best checkpoint of those that exist."""
+    best = max(saved or (), key=worth, default=None)
+    return "" if best is None else f", or go back to the checkpoint of step {best:,}"
 
 
-def noise(values: Floats) -> float:
-    """Standard deviation of the noise in a curve, from second differences (a straight line has none), rather too large where values are few.
-
-    Args:
-        values: float64[n], with normal noise; fewer than twelve say too little: NaN.
-    """
-    if len(values) < 12:
-        return math.nan
-    bends = np.abs(values[2:] - 2 * values[1:-1] + values[:-2]).mean()
-    return float(
-        bends * math.sqrt(math.pi / 2 / 6) * (1 + 4 / len(values))
-    )  # E|x| = σ √(2/π), and a bend has variance 6 σ²
+def _fallen(known: Known) -> tuple[Floats, Floats, Fall | None]:
+    """Steps, values and clearest fall of gold."""
+    name, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
+    _, when, errors = _first(known, f"{name}_stderr", least=1)
+    return at, gold, fall(gold, np.interp(at, when, errors) if len(when) else None)
 
 
-@dataclass(frozen=True)
-class Fall:
-    """The clearest fall of a curve: from a stretch of it to its newest values."""
-
-    errors: float  # standard errors
-    high: float  # mean of the stretch
-    now: float  # mean of the newest values
-    begin: int  # the stretch, as indices
-    end: int
-    late: int  # how many newest values
-
-
-def clearest_fall(values: Floats, error: Floats | float, gained: float = 0.1) -> Fall | None:
-    """The earlier stretch that lies above the newest values by the most standard errors; None where there is nothing to compare.
+def fallen(known: Known) -> bool:
+    """Whether gold has clearly fallen.
 
     Args:
-        values: float64[n], a curve.
-        error: standard error of each value, or of all.
-        gained: this share of what the stretch lies above the first value is no fall yet.
+        known: steps and values by metric.
     """
-    n, best = len(values), None
-    weight = 1 / np.maximum(np.broadcast_to(np.asarray(error, dtype=float), values.shape), 1e-12) ** 2
-    w, x = (np.concatenate([[0.0], np.cumsum(v)]) for v in (weight, weight * values))
-    for late in _STRETCHES:
-        for early in _STRETCHES:
-            last = n - late - early
-            if last < 0:
-                continue
-            now, high = (
-                (x[n] - x[n - late]) / (w[n] - w[n - late]),
-                (x[early : n - late + 1] - x[: last + 1]) / (w[early : n - late + 1] - w[: last + 1]),
-            )
-            spread = np.sqrt(1 / (w[n] - w[n - late]) + 1 / (w[early : n - late + 1] - w[: last + 1]))
-            errors = (high - now - gained * np.maximum(high - values[0], 0)) / spread
-            i = int(errors.argmax())
-            if best is None or errors[i] > best.errors:
-                best = Fall(float(errors[i]), float(high[i]), float(now), i, i + early, late)
-    return best
-
-
-def _way_back(at: float, saved: Any) -> str:
-    """What to do, naming the checkpoint nearest to a step, among those that exist."""
-    near = min(saved or (), key=lambda step: abs(step - at), default=None)
-    return "" if near is None else f", or go back to the checkpoint of step {near:,}"
+    fell = _fallen(known)[2]
+    return fell is not None and fell.clear
 
 
 def _gold(known: Known, config: Mapping[str, Any]) -> Found:
@@ -115,27 +74,24 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Found:
     _, steps, proxy = _first(known, "objective/scores", "reward", "eval/reward", least=5)
     if not len(proxy):
         return None
-    name, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=3)
+    at, gold, fell = _fallen(known)
     if not len(gold):
         return (
             "off",
             f"{recent(proxy):.3g}; no gold reward is measured, so nothing says that it rises for the right reason",
         )
-    _, when, errors = _first(known, f"{name}_stderr", least=1)
-    error: Floats | float = np.interp(at, when, errors) if len(when) else noise(gold)
-    fall = None if np.isnan(error).any() else clearest_fall(gold, error)
-    if fall is None or fall.errors < CLEAR:
-        said = "no clear fall" if fall is not None else "too few values to tell a fall from noise"
+    if fell is None or not fell.clear:
+        said = "no clear fall" if fell is not None else "too few values to tell a fall from noise"
         return "ok", f"reward {recent(proxy):.3g}, gold {recent(gold):.3g}: {said}"
-    begin, end, since = at[fall.begin], at[fall.end - 1], at[len(gold) - fall.late]
+    begin, end, since = at[fell.begin], at[fell.end - 1], at[fell.end]
     then, now = ((steps >= a) & (steps <= b) for a, b in ((begin, end), (since, np.inf)))
     before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)
     rose = (proxy[now].mean() if now.any() else proxy[-1]) - before
     span = f"step {begin:,.0f}" if begin == end else f"steps {begin:,.0f} to {end:,.0f}"
-    text = f"gold fell from {fall.high:.3g} ({span}) to {fall.now:.3g}, by {fall.errors:.0f} standard errors"
+    text = f"gold fell from {fell.high:.3g} ({span}) to {fell.now:.3g} since, which luck does in at most {ALPHA:.0%} of runs"
     if rose <= 0:
         return "watch", f"{text}, and the reward with it"
-    back = _way_back((begin + end) / 2, [s for s in config.get("checkpoints", ()) if s < since])
+    back = _way_back(config.get("checkpoints"), lambda step: float(gold[np.abs(at - step).argsort()[:5]].mean()))
     return "bad", f"{text}, while the reward rose: the policy exploits the reward. Raise kl_coef{back}"
 
 # %% ../../nbs/widgets/health.ipynb #ce308646
@@ -181,10 +137,12 @@ def _left(known: Known, config: Mapping[str, Any]) -> Found:
         return "off", str(fit)
     left = fit.kl_left(now)
     if left > 0:
-        return "ok" if left > 0.2 * fit.peak**2 else "watch", f"{fit}: {left:.2g} nats left"
-    sure = fit.falling(math.sqrt(max(now, 0.0))) > SURE
-    back = f". Stop here{_way_back(float(found[0][np.abs(kl - fit.peak**2).argmin()]), config.get('checkpoints'))}"
-    return "watch", f"{fit}, and the KL is {now:.2g}" + (back if sure else "")
+        return "ok", f"{fit}: {left:.2g} nats left"
+    if not fallen(known):
+        return "ok", f"{fit}, and the KL is {now:.2g}; gold has not fallen clearly yet"
+    peak = float(found[0][np.abs(kl - fit.peak**2).argmin()])
+    back = _way_back(config.get("checkpoints"), lambda step: -abs(step - peak))
+    return "watch", f"{fit}, and the KL is {now:.2g}. Stop here{back}"
 
 
 def _estimators(known: Known, config: Mapping[str, Any]) -> Found:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..run.callbacks import short_number
 from .charts import Band, Line, Mark, Panel, line_chart, smooth, to_png
-from .health import Light, gold_fit, health_of
+from .health import Light, fallen, gold_fit, health_of
 from .html import escape
 from .reader import RunReader, open_runs
 
@@ -130,11 +130,13 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
 def _peak_mark(reader: RunReader) -> list[Mark]:
     """Where the run reached the KL at which gold is predicted to peak; empty where it hasn't, or nothing is sure."""
     keys = set(reader.keys)
-    found = gold_fit({k: reader.means(k) for k in ("eval/gold", "rewards/gold", "gold", "objective/kl") if k in keys})
+    names = ("eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl")
+    known = {k: reader.means(k) for k in names if k in keys}
+    found = gold_fit(known)
     if found is None:
         return []
     at, kl, _, fit = found
-    if not math.isfinite(fit.interval[1]) or kl.max() < fit.peak**2:
+    if not math.isfinite(fit.interval[1]) or kl.max() < fit.peak**2 or not fallen(known):
         return []
     return [Mark(float(at[int((kl >= fit.peak**2).argmax())]), f"stop here: {fit}", 3)]
 
