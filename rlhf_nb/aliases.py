@@ -13,8 +13,8 @@ import yaml
 from .core import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'trl_words', 'known', 'elsewhere', 'moved', 'translate',
-           'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'trl_words', 'known', 'elsewhere', 'moved',
+           'translate', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache

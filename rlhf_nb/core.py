@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError',
-           'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval',
-           'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
-           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating',
-           't_quantile']
+__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError',
+           'ModelError', 'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice',
+           'Interval', 'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments',
+           'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state',
+           'evaluating', 't_quantile']
 
 # %% ../nbs/core.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round

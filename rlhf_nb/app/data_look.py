@@ -25,9 +25,9 @@ from ..train.registry import get
 from ..train.setup import Kind, Row, made_rows, raw_rows, reading_of
 
 # %% auto #0
-__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',
-           'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of', 'text_parts',
-           'painted', 'show']
+__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks',
+           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of',
+           'text_parts', 'painted', 'show']
 
 # %% ../../nbs/app/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):

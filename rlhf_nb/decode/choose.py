@@ -84,7 +84,8 @@ def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
         values: [N], what it is worth.
         n: drawn without replacement, 1 to N.
 
-    Source: the estimator of Nakano et al., arXiv 2112.09332, appendix I: the i-th worst is the best of C(i − 1, n − 1) of the C(N, n) subsets.
+    Source: the estimator of Nakano et al., arXiv 2112.09332, appendix I: the i-th worst is the best of C(i − 1, n − 1)
+        of the C(N, n) subsets.
     """
     size = len(scores)
     if not 1 <= n <= size:
@@ -96,7 +97,8 @@ def best_of_n_mean(scores: Tensor, values: Tensor, n: int) -> float:
 
 # %% ../../nbs/decode/choose.ipynb #624bcdd4
 def best_of_bound(n: float) -> float:
-    """log n − (n − 1)/n: KL of best-of-n to the policy it draws from, where no two scores are equal; else an upper bound.
+    """log n − (n − 1)/n: KL of best-of-n to the policy it draws from, where no two scores are equal; else an upper
+    bound.
 
     Source: Stiennon et al., arXiv 2009.01325, appendix G.3; Beirami et al., arXiv 2401.01879.
     """
@@ -145,7 +147,8 @@ def best_of_kl(scores: Tensor) -> Tensor:
 
 
 def choice_bound(weights: Tensor) -> Tensor:
-    """log n − H(w), float64[B]: what a choice with weights [B, n] among n draws moves the policy by, at most, on average.
+    """log n − H(w), float64[B]: what a choice with weights [B, n] among n draws moves the policy by, at most, on
+    average.
 
     Args:
         weights: [B, n], probabilities.
@@ -156,7 +159,8 @@ def choice_bound(weights: Tensor) -> Tensor:
 
 # %% ../../nbs/decode/choose.ipynb #4bfba55b
 Weigher = Callable[[Rollout, int], tuple[Tensor, Tensor | None, int]]
-# (answers, n to a prompt, contiguous) → probabilities [groups, n], scores [groups, n] or None, tokens that were read for them
+# (answers, n to a prompt, contiguous) → probabilities [groups, n], scores [groups, n] or None, tokens that were read
+# for them
 
 
 def _score(reward: Any, r: Rollout, n: int) -> tuple[Tensor, int]:

@@ -39,7 +39,8 @@ def check_packages() -> None:
     missing = [p for p in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(p) is None]
     if missing:
         raise ModelError(
-            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install onnx onnxscript onnxruntime"
+            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install "
+            "onnx onnxscript onnxruntime"
         )
 
 
@@ -76,7 +77,8 @@ def write_graph(source: Source, file: Path) -> None:
     with _quietly(), torch.no_grad():
         graph = torch.onnx.export(
             as_program(source.model), dynamo=True, verbose=False,
-            input_names=["input_ids", "attention_mask", *past_names(config, "past_key_values")], output_names=["logits", *past_names(config, "present")],
+            input_names=["input_ids", "attention_mask", *past_names(config, "past_key_values")],
+            output_names=["logits", *past_names(config, "present")],
         )  # fmt: skip
         assert graph is not None
         graph.save(file, external_data=4 * source.numbers > 1_500_000_000)
@@ -100,7 +102,8 @@ def write_onnx(source: Source, folder: Path) -> list[str]:
         apart = float((run(*whole)[0] - source.model(whole[0]).logits).abs().max())
     if not apart <= 1e-3:
         raise ModelError(
-            f"the ONNX file in onnxruntime doesn't begin a row as the model does: logits differ by {apart:.2g}. Export to safetensors or GGUF instead."
+            f"the ONNX file in onnxruntime doesn't begin a row as the model does: logits differ by {apart:.2g}. Export "
+            "to safetensors or GGUF instead."
         )
     write_beside(folder, source.tensors)
     return ["in fp32; past_key_values of length 0 begin a row"]

@@ -17,8 +17,8 @@ from .source import Opened, Source
 from ..models.shards import write_beside
 
 # %% auto #0
-__all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program', 'forward_of_cached',
-           'open_program']
+__all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program',
+           'forward_of_cached', 'open_program']
 
 # %% ../../nbs/export/program.ipynb #a865007
 class Cached(nn.Module):
@@ -109,7 +109,8 @@ def as_program(model: Any) -> Any:
     except Exception as e:  # whatever a model's code does that a graph can't say
         reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
         raise ModelError(
-            f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: {reason}). Export to safetensors or GGUF instead."
+            f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: "
+            f"{reason}). Export to safetensors or GGUF instead."
         ) from e
     check_same(model, program.module(), "the program")
     return program
@@ -135,7 +136,8 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
             worst = max(worst, float((plain(*inputs)[0] - other(*inputs)[0]).abs().max()))
     if not worst <= bound:
         raise ModelError(
-            f"{what} doesn't compute what the model does: logits differ by up to {worst:.2g}, and {bound:g} is allowed. Export to safetensors or GGUF instead."
+            f"{what} doesn't compute what the model does: logits differ by up to {worst:.2g}, and {bound:g} is "
+            "allowed. Export to safetensors or GGUF instead."
         )
     return worst
 
@@ -150,7 +152,8 @@ def write_program(source: Source, folder: Path) -> list[str]:
     torch.export.save(as_program(source.model), folder / "model.pt2")
     write_beside(folder, source.tensors)
     return [
-        "in fp32, for the CPU; torch.export.load(...).module() takes input_ids, attention_mask and a past whose first place the mask hides"
+        "in fp32, for the CPU; torch.export.load(...).module() takes input_ids, attention_mask and a past whose first "
+        "place the mask hides"
     ]
 
 

@@ -36,8 +36,8 @@ from ..untrusted import Unreadable, json_value
 Pooling = Literal["last", "mean"]
 
 # %% auto #0
-__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
-           'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
+__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar',
+           'lora_state', 'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
 # %% ../../nbs/models/heads.ipynb #883d9eb5
 @torch.no_grad()
@@ -155,7 +155,8 @@ class ScalarModel(nn.Module):
         """
         if self.adapter is None:
             raise ModelError(
-                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
+                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
+                "(model.lora.r=16) to share a backbone, or use critic=separate."
             )
         state = lora_state(self.decoder, self.adapter)
         plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
@@ -198,7 +199,8 @@ class ScalarModel(nn.Module):
         config = model.peft_config[adapter] if adapter is not None else None
         if config is not None and config.modules_to_save:
             raise ModelError(
-                f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved without them: leave it out (its head trains "
+                f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved "
+                "without them: leave it out (its head trains "
                 "in full anyway); for PPO use critic=shared."
             )
         if not names:
@@ -221,7 +223,8 @@ class RewardModel(ScalarModel):
     """Prompt and completion in, one score out.
 
     Args:
-        pooling: "last" reads the state at the last real token, "mean" averages over all tokens of prompt and completion.
+        pooling: "last" reads the state at the last real token, "mean" averages over all tokens of prompt and
+            completion.
     """
 
     role = "reward"
@@ -254,7 +257,8 @@ class RewardModel(ScalarModel):
     def calibrate_bias(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> float:
         """Shift all scores so that their mean over these demonstrations is 0.
 
-        Preferences fix a reward only up to a constant; 0 = "as good as the demonstrations" makes rewards of different models comparable
+        Preferences fix a reward only up to a constant; 0 = "as good as the demonstrations" makes rewards of different
+        models comparable
         and keeps the value function near 0 at the start of RL.
 
         Args:
@@ -273,7 +277,8 @@ class RewardModel(ScalarModel):
 
 # %% ../../nbs/models/heads.ipynb #0aef3d2a
 class ValueModel(ScalarModel):
-    """Prompt and completion in, one value per completion token out: the expected score of the state *before* that token."""
+    """Prompt and completion in, one value per completion token out: the expected score of the state *before* that
+    token."""
 
     role = "value"
 
@@ -303,8 +308,9 @@ class ValueModel(ScalarModel):
         return self(c, token_budget)  # type: ignore[no-any-return]
 
 # %% ../../nbs/models/heads.ipynb #c355eb5f
-_NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and its head in
-reward_head.safetensors ({kind}, pooling: {pooling}). Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
+_NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and
+its head in reward_head.safetensors ({kind}, pooling: {pooling}).
+Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
 Plain AutoModelForSequenceClassification can't represent it; load it with rlhf_nb.models.heads.{cls}.load(directory).
 """
 
@@ -321,8 +327,10 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     eos = tokenizer.eos_token_id if tokenizer is not None else config.eos_token_id
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
         raise ModelError(
-            f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence by its not being PAD, so a {model.role} model "
-            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the model's config."
+            f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence "
+            f"by its not being PAD, so a {model.role} model "
+            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the "
+            "model's config."
         )
     config.pad_token_id, config.num_labels = pad, 1
     config.problem_type = "regression"
@@ -341,11 +349,13 @@ def _classifier_shell(config: Any) -> Any:
             shell = AutoModelForSequenceClassification.from_config(config)
     except ValueError as e:
         raise ModelError(
-            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't be saved for others."
+            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't "
+            "be saved for others."
         ) from e
     if not isinstance(getattr(shell, "score", None), nn.Linear) or shell.score.bias is not None:
         raise ModelError(
-            f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't fit it. Use an MLP head."
+            f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't "
+            "fit it. Use an MLP head."
         )
     return shell
 
@@ -353,13 +363,15 @@ def _classifier_shell(config: Any) -> Any:
 def save_scalar(
     model: ScalarModel, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True
 ) -> Path:
-    """Save a reward or value model; with a linear head and last-token pooling as plain sequence classification with one label.
+    """Save a reward or value model; with a linear head and last-token pooling as plain sequence classification with one
+    label.
 
     Args:
         model: a RewardModel or a ValueModel.
         directory: where to; other files in it stay.
         tokenizer: saved beside it; its PAD and EOS go into the config.
-        merge: a LoRA model is written merged, readable everywhere, and as an adapter in `adapter/` too; False writes the adapter alone.
+        merge: a LoRA model is written merged, readable everywhere, and as an adapter in `adapter/` too; False writes
+            the adapter alone.
         verify: reload the plain way and compare scores before the files take their place.
 
     Raises:
@@ -413,7 +425,8 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
         raise ModelError(
-            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for example {wrong[0]}."
+            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for "
+            f"example {wrong[0]}."
         )
     with torch.no_grad():
         for k, p in own.items():
@@ -511,7 +524,8 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
         raise ModelError(
-            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it can't be taken apart."
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
+            "can't be taken apart."
         )
     exact = _read_tensors(where, "score.").get("weight", score.weight.detach())
     constant = 0.0 if score.bias is None else float(score.bias.detach().float())
@@ -531,10 +545,12 @@ def load_scalar(
 
     Args:
         cls: RewardModel or ValueModel.
-        name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
+        name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward"
+            or "value".
         device: where to.
         trust_remote_code: run Python code that comes with it.
-        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
+        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation,
+            ...
 
     Raises:
         ModelError: nothing there, more than one label, or a classifier whose score can't be told from its parts.
@@ -558,7 +574,8 @@ def load_scalar(
     else:
         if config.num_labels != 1:
             raise ModelError(
-                f"{where!r} is no reward or value model, whose score is one number: it is a {', '.join(config.architectures or ['model'])} with {config.num_labels} "
+                f"{where!r} is no reward or value model, whose score is one number: it is a "
+                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} "
                 "labels. Name the folder that rlhf-nb reward wrote."
             )
         decoder, head, constant = _load_parts(where, about, options)
@@ -584,7 +601,8 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     folder = folder / "adapter" if (folder / "adapter" / "adapter_config.json").exists() else folder
     if find_model(str(folder))[0] != "adapter":
         raise ModelError(
-            f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
+            f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA "
+            "(model.lora.r=16) to share a backbone, or use critic=separate."
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
     about_file = folder / "config.json"

@@ -14,8 +14,8 @@ from ..core import ConfigError, derive_seed, t_quantile
 from ..evaluate.intervals import Estimate, holm, mean_interval
 
 # %% auto #0
-__all__ = ['Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds', 'hyperband_brackets',
-           'cost_of', 't_test', 'Standing', 'standings', 'seeds_needed']
+__all__ = ['Candidate', 'Range', 'range_of', 'name_of', 'grid', 'drawn', 'Round', 'halving_rounds',
+           'hyperband_brackets', 'cost_of', 't_test', 'Standing', 'standings', 'seeds_needed']
 
 # %% ../../nbs/train/candidates.ipynb #s6931007
 Candidate = dict[str, Any]  # dotted key -> value

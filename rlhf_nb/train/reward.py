@@ -31,8 +31,8 @@ from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of', 'WordBags',
-           'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
+__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of',
+           'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/train/reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):

@@ -53,8 +53,8 @@ from ..untrusted import Unreadable, json_value
 from .setup import Row, load_rows
 
 # %% auto #0
-__all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',
-           'append_rows', 'keep_rows', 'sum_up', 'Labelling']
+__all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of',
+           'known_pairs', 'append_rows', 'keep_rows', 'sum_up', 'Labelling']
 
 # %% ../../nbs/train/rlaif.ipynb #8d90abfe
 class JudgeConfig(StrictConfig):

@@ -17,8 +17,8 @@ from .reader import RunReader
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'gold_fit', 'health',
-           'health_of']
+__all__ = ['Known', 'Found', 'CLEAR', 'CHECKS', 'Light', 'recent', 'noise', 'Fall', 'clearest_fall', 'gold_fit',
+           'health', 'health_of']
 
 # %% ../../nbs/widgets/health.ipynb #775c19db
 @dataclass(frozen=True)
