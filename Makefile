@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-plain test-all mutants compat lock export lint setup gpu-luggage clean
+.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup gpu-luggage clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,20 @@ demo: $(STAMP)  ## SFT, a reward model and PPO on the toy world: offline, on a C
 
 test: $(STAMP)  ## all fast tests: repository checks, every notebook, tests/
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
+
+# Processors that PyTorch, oneDNN and MKL pretend to have; what a test starts inherits these variables.
+OTHER_CPUS ?= ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default
+OTHER_THREADS ?= 1 2
+OTHER_SEEDS ?= 1 2
+OTHER_TESTS ?= tests
+
+test-other-cpu: $(STAMP)  ## the fast tests (or OTHER_TESTS) as on other processors, with one thread and two, other seeds and other hashes
+	@bad=; for cpu in $(OTHER_CPUS); do for threads in $(OTHER_THREADS); do for seed in $(OTHER_SEEDS); do \
+		how="$$(echo $$cpu | tr , ' ') OMP_NUM_THREADS=$$threads RLHF_NB_TEST_THREADS=$$threads RLHF_NB_TEST_SEED=$$seed PYTHONHASHSEED=$$seed"; \
+		echo "== $$how"; \
+		env $$how $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(OTHER_TESTS) || { bad=1; echo "== FAILED: $$how"; set -- "$$@" "$$how"; }; \
+	done; done; done; \
+	if [ -n "$$bad" ]; then echo "== failed:"; printf '   %s\n' "$$@"; exit 1; fi; echo "== all passed"
 
 NUMERICS := test_logprobs test_sampler test_dpo_like_trl test_losses_preference test_losses_group test_losses_numbers test_preference test_loop test_recompute
 

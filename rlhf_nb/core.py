@@ -270,6 +270,9 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
         raise ConfigError(
             f"precision: {want!r} was asked for, but training in it on {where} is not dependable. Use {other}."
         )
+    if want == "bf16" and ratio < 1:
+        slow = f"bf16 on the CPU, as asked, though products run at {ratio:.2f} times the speed of fp32 here"
+        return want, f"{slow}: this processor has no fast bf16 units, so precision=fp32 is quicker and more exact"
     if want != "auto":
         return want, f"{want} on {where}, as asked"
     if kind == "cpu" and ratio >= BF16_PAYS:
@@ -367,12 +370,8 @@ def decide_precision(
         name, reason = _cuda_choice(probe(where), want)
         reason += "; memory in segments that grow (PYTORCH_ALLOC_CONF)" if growing_segments() else ""
     else:
-        asks = (
-            want == "auto"
-            and where.type == "cpu"
-            and parameters >= BF16_FROM
-            and os.environ.get("WORLD_SIZE", "1") == "1"
-        )
+        chooses = want == "auto" and parameters >= BF16_FROM and os.environ.get("WORLD_SIZE", "1") == "1"
+        asks = where.type == "cpu" and (chooses or want == "bf16")
         name, reason = _other_choice(where.type, want, cpu() if asks else 0.0)
     dtype = DTYPES[name]
     frozen = torch.float32 if where.type == "cpu" and want == "auto" else dtype

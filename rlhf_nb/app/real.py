@@ -160,7 +160,7 @@ SmolLM2-135M-Instruct is a small chat model that anybody can download. It was ne
                 "{question}"
   2. Training   GRPO: it answers {prompts} such questions {group} times each and a verifier says which answers are right; {steps} times.
   3. After      It answers the first questions again. None of their sums was asked in training.
-All of it happens on this machine{gpu}; it takes four to seven minutes of CPU time, which the cores share, and 5 GB of memory.
+All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about 4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
 """
 NEXT = """\
 What to open next

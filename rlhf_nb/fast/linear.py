@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -293,14 +294,29 @@ def pays_to_pack(weight: Tensor) -> bool:
     if not fits or platform.machine() not in ("x86_64", "AMD64"):
         return False
     library: Any = torch.backends.mkldnn
-    return bool(library.is_available() and library.enabled and _has_packed_products())
+    return bool(library.is_available() and library.enabled and _packs(weight.dtype))
 
 
-def _has_packed_products() -> bool:
-    """Whether this PyTorch has the three operators, all of them private, that lay weights out and multiply with them."""
-    ops = torch.ops.mkldnn
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(ops, x) for x in names) and hasattr(ops._linear_pointwise, "binary")
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies with packed weights and gets the plain product, found by one small trial.
+
+    The operators are private and may be missing or changed. A processor with AVX2 alone has them, but refuses bfloat16.
+    """
+    ops: Any = torch.ops.mkldnn
+    shapes = ((4, 64), (32, 64), (1, 32), (4, 32))
+    x, w, b, y = ((torch.arange(n * m) * 1.7 + n).sin().view(n, m).to(dtype) for n, m in shapes)
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        plain = F.linear(x, w, b[0])
+        try:
+            laid = ops._reorder_linear_weight(w)
+            product = ops._linear_pointwise(x, laid, b[0], "none", [], "")
+            added = ops._linear_pointwise.binary(x, y, laid, b[0], "add")
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+    near = 8 * torch.finfo(dtype).eps * float(plain.abs().max())  # a wrong lay-out is off by the size of the product
+    pairs = ((product, plain), (added, plain + y))
+    return all(ours.shape == theirs.shape and float((ours - theirs).abs().max()) <= near for ours, theirs in pairs)
 
 
 class Projection:
