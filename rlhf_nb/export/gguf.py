@@ -23,6 +23,9 @@ from ..models.merge import told_place
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Kind
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'Planned', 'plan_tensors',
            'write_gguf', 'open_gguf']
@@ -42,7 +45,7 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
 ARCHITECTURES = ("llama", "qwen2")
 
 
-def check_architecture(config: Any) -> str:
+def check_architecture(config: PreTrainedConfig) -> str:
     """The architecture's name in llama.cpp.
 
     Args:

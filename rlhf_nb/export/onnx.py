@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ from .program import as_program, check_same, example, forward_of_cached, past_sh
 from .source import Opened, Source
 from ..models.shards import write_beside
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
 __all__ = ['past_names', 'check_packages', 'write_graph', 'write_onnx', 'session_of', 'open_onnx']
 
 # %% ../../nbs/export/onnx.ipynb #a866007
-def past_names(config: Any, prefix: str) -> list[str]:
+def past_names(config: PreTrainedConfig, prefix: str) -> list[str]:
     """What keys and values are called, layer by layer.
 
     Args:
@@ -109,7 +112,9 @@ def write_onnx(source: Source, folder: Path) -> list[str]:
     return ["in fp32; past_key_values of length 0 begin a row"]
 
 # %% ../../nbs/export/onnx.ipynb #a866009
-def session_of(file: Path, config: Any) -> Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
+def session_of(
+    file: Path, config: PreTrainedConfig
+) -> Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
     """An ONNX file as a function of tokens, mask and past, computed by onnxruntime on the CPU.
 
     Args:
@@ -135,7 +140,7 @@ def session_of(file: Path, config: Any) -> Callable[[Tensor, Tensor, list[Tensor
     return run
 
 
-def open_onnx(folder: Path, config: Any) -> Opened:
+def open_onnx(folder: Path, config: PreTrainedConfig) -> Opened:
     """The ONNX file in a folder, ready to be asked.
 
     Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from ..core import ModelError
 from .price import Forward
 from .source import Opened, Source
 from ..models.shards import write_beside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program',
@@ -56,7 +59,7 @@ class Cached(nn.Module):
         return out.logits, [x for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-def past_shape(config: Any) -> tuple[int, int, int]:
+def past_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """How many tensors a past has, heads of keys, and a head's width.
 
     Args:
@@ -67,7 +70,9 @@ def past_shape(config: Any) -> tuple[int, int, int]:
     return 2 * config.num_hidden_layers, heads, width
 
 
-def example(config: Any, batch: int = 2, length: int = 3, before: int = 4) -> tuple[Tensor, Tensor, list[Tensor]]:
+def example(
+    config: PreTrainedConfig, batch: int = 2, length: int = 3, before: int = 4
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Inputs of the right shapes.
 
     Args:
@@ -158,7 +163,7 @@ def write_program(source: Source, folder: Path) -> list[str]:
 
 
 def forward_of_cached(
-    run: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]], config: Any
+    run: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]], config: PreTrainedConfig
 ) -> Forward:
     """A function of tokens, mask and past as a `Forward`.
 
@@ -179,7 +184,7 @@ def forward_of_cached(
     return forward
 
 
-def open_program(folder: Path, config: Any) -> Opened:
+def open_program(folder: Path, config: PreTrainedConfig) -> Opened:
     """model.pt2, ready to be asked.
 
     Args:

@@ -16,9 +16,12 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'MOVERS', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled', 'changed_here', 'changed', 'split',
@@ -300,7 +303,7 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
     return changed(outer) or (parts if isinstance(parts, str) else None) or _misfit(body, config, prefix, length)
 
 
-def _misfit(body: Any, config: Any, prefix: str, length: int | None) -> str | None:
+def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None) -> str | None:
     """What in an unchanged decoder of a known family is of another kind than the blocks we run."""
     kinds = {getattr(sys.modules[type(body).__module__], prefix + part, None) for part in _PARTS}
     layers = getattr(body, "layers", None) or body.h

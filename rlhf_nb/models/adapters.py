@@ -7,7 +7,7 @@ import copy
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from ..types import Completions
 
 _log = logging.getLogger("rlhf_nb.models.adapters")
 Mode = Literal["separate", "shared", "hydra"]
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # %% auto #0
 __all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
@@ -129,7 +132,13 @@ def add_lora(
 
 # %% ../../nbs/models/adapters.ipynb #176387fa
 def insert_adapter(
-    model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None, kept: dict[str, Start] | None = None
+    model: Any,
+    config: LoraConfig,
+    name: str,
+    seed: int,
+    wrap: Any,
+    prepare: Any = None,
+    kept: dict[str, Start] | None = None,
 ) -> Any:
     """Put an adapter with a peft configuration into a model, seeded and in fp32; who was trainable stays so."""
     start = config.init_lora_weights

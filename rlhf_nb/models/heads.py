@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -34,6 +34,10 @@ from ..types import Completions
 from ..untrusted import Unreadable, json_value
 
 Pooling = Literal["last", "mean"]
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar',
@@ -121,7 +125,7 @@ class ScalarModel(nn.Module):
     bias: Tensor
 
     def __init__(
-        self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: Any = None
+        self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: LoraConfig | None = None
     ) -> None:
         super().__init__()
         if adapter is not None:
@@ -231,7 +235,7 @@ class RewardModel(ScalarModel):
 
     def __init__(
         self, decoder: nn.Module, head: ScalarHead, *, pooling: Pooling = "last",
-        adapter: str | None = None, lora_config: Any = None,
+        adapter: str | None = None, lora_config: LoraConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         check_choice("pooling", pooling, ("last", "mean"), ModelError)
@@ -340,7 +344,7 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     return config
 
 
-def _classifier_shell(config: Any) -> Any:
+def _classifier_shell(config: PreTrainedConfig) -> Any:
     """A sequence classifier with one label and no weights."""
     from transformers import AutoModelForSequenceClassification
 
@@ -436,7 +440,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
 class ScalarAdapter(NamedTuple):
     """A scoring adapter without the model it belongs to."""
 
-    lora_config: Any  # target_modules are full names relative to the decoder
+    lora_config: LoraConfig  # target_modules are full names relative to the decoder
     state: dict[str, Tensor]  # as `lora_state` gives it
     head: ScalarHead
     bias: float
@@ -447,7 +451,7 @@ _LENGTHS = ".lora_magnitude_vector"
 _BELOW_DECODER = re.compile(r"^(model|transformer|gpt_neox|base_model|decoder)\.(?=[a-z_]+\.\d)")
 
 
-def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
+def _save_lora(model: ScalarModel, config: LoraConfig, folder: Path) -> None:
     """Write a model's adapter as peft writes one for sequence classification, head included where it is linear."""
     folder.mkdir(parents=True, exist_ok=True)
     name, state = str(model.adapter), lora_state(model.decoder, str(model.adapter))
@@ -625,7 +629,9 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     return ScalarAdapter(settings, state, head, float(config.get("reward_bias", 0.0)), about.get("pooling", "last"))
 
 # %% ../../nbs/models/heads.ipynb #165e2174
-def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]) -> tuple[Any, ScalarAdapter]:
+def _load_adapted(
+    where: str, config: PreTrainedConfig | None, adapter: str, options: dict[str, Any]
+) -> tuple[Any, ScalarAdapter]:
     """A base model's decoder with a saved adapter put in (not merged), and what was read with it."""
     from peft import inject_adapter_in_model
     from transformers import AutoModel

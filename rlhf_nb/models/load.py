@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +34,10 @@ from ..untrusted import json_value
 _all_ = ["base_of_adapter", "find_model", "is_made", "is_toy", "load_or_explain", "named", "pretrained", "quiet"]
 
 _log = logging.getLogger("rlhf_nb.models")
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
@@ -719,7 +723,7 @@ def save_model(
 
 # %% ../../nbs/models/load.ipynb #52ee0075
 def save_weights(
-    model_class: Any, config: Any, weights: dict[str, Tensor], folder: Path, generation_config: Any = None
+    model_class: Any, config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path, generation_config: Any = None
 ) -> None:
     """Write given weights as a plain transformers model, without building that model in memory.
 
@@ -750,7 +754,7 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
 
 
 def as_plain_lora(
-    module: nn.Module, adapter: str, config: Any, weights: dict[str, Tensor]
+    module: nn.Module, adapter: str, config: LoraConfig, weights: dict[str, Tensor]
 ) -> tuple[Any, dict[str, Tensor]]:
     """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A −
     B₀ A₀.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from ..scoring.scores import completion_values
 from ..scoring.trees import TOKEN_BUDGET
 from ..types import Completions
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
+
 # %% auto #0
 __all__ = ['ProcessModel', 'save_process', 'load_process']
 
@@ -42,7 +46,7 @@ class ProcessModel(ScalarModel):
 
     def __init__(
         self, decoder: nn.Module, head: ScalarHead, *, rule: StepRule = LINES, adapter: str | None = None,
-        lora_config: Any = None
+        lora_config: LoraConfig | None = None
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         if head.kind != "linear":
@@ -76,7 +80,7 @@ class ProcessModel(ScalarModel):
         return found
 
 # %% ../../nbs/models/process.ipynb #eab3f75c
-def _shell(config: Any) -> tuple[Any, str]:
+def _shell(config: PreTrainedConfig) -> tuple[Any, str]:
     """A token classifier without weights, and the name of its linear layer.
 
     Raises:

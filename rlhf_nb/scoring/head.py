@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from ..core import ConfigError, ModelError
 from ..fast.linear import half_of
 from ..fast.support import enabled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place',
@@ -320,7 +323,7 @@ _SCALES: dict[str, tuple[str, Callable[[float, Any], float]]] = {  # family → 
 _OTHER_CAPS = ("logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
 
 
-def logit_transform(config: Any) -> tuple[float, float | None]:
+def logit_transform(config: PreTrainedConfig) -> tuple[float, float | None]:
     """What an architecture does to its logits after the head: (factor, soft cap or None).
 
     Raises:
