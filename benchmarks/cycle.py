@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from rlhf_nb.app.cycle import CycleConfig, run_cycle
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.data import toy
 from rlhf_nb.feedback.annotators import aggregate
@@ -28,6 +27,7 @@ from rlhf_nb.feedback.people import simulate
 from rlhf_nb.feedback.store import FeedbackStore
 from rlhf_nb.feedback.versions import Versions
 from rlhf_nb.models.load import load_model, save_model
+from rlhf_nb.pipeline.cycle import CycleConfig, run_cycle
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import run_stage
 from rlhf_nb.widgets.labels import answers_of, make_pairs

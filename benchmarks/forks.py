@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.pipeline.fork import prepare_fork, run_fork
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.log import read_metrics
-from rlhf_nb.train.fork import prepare_fork, run_fork
 from rlhf_nb.train.stage import run_stage
 
 

@@ -69,7 +69,7 @@ def pipeline(_: str, folder: str, save_every: str) -> None:
     """The same with three stages in a row, short enough for kills to meet all of them."""
     import torch
 
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
     torch.set_num_threads(1)
     own = {"save_every": save_every, "epochs": None, "mini_batch_size": 8}
@@ -138,7 +138,7 @@ def kill_alone(case: str, root: Path, kills: int, save_every: str, rng: random.R
     """Start, kill, start again, as often as asked, and once more to see that it goes on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["rlhf_nb.train.ppo", "rlhf_nb.train.grpo", "rlhf_nb.train.dpo", "rlhf_nb.app.pipeline"]
+        ["rlhf_nb.train.ppo", "rlhf_nb.train.grpo", "rlhf_nb.train.dpo", "rlhf_nb.pipeline.stages"]
     )
     seconds, found = read_interval(save_every).seconds or 1.0, list[Kill]()
     pending: tuple[Kill, Path] | None = None

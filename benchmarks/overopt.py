@@ -49,9 +49,9 @@ def train(seed: int, steps: int) -> dict[str, Any]:
     """One PPO run of the toy world: KL, gold and proxy of each step."""
     import torch
 
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.data import toy
     from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.ppo import PPOTrainer
     from rlhf_nb.train.stage import watch
 

@@ -169,7 +169,7 @@ def home(lab: Any) -> Path:
 
 def proxy_of(lab: Any, layers: int, pairs: int) -> Any:
     """A saved reward model as a reward function of texts: the same tokens as those that its head was fitted to."""
-    from rlhf_nb.app.attack import scorer_of
+    from rlhf_nb.bench.attacking import scorer_of
 
     found = result(lab.out, "heads", lab.seed)
     if found is None:

@@ -69,7 +69,7 @@ class Lab:
 
     def trainer(self, kind: str, recipe: str, more: Sequence[str], folder: str, **parts: Any) -> Any:
         """A trainer of a recipe."""
-        from rlhf_nb.app.cli import recipes
+        from rlhf_nb.cli.main import recipes
         from rlhf_nb.train.registry import get
 
         info = get(kind)

@@ -121,9 +121,9 @@ def train(seeds: range, kinds: dict[str, tuple[int, dict[str, Any]]]) -> list[di
     """PPO runs of the toy world, several for each SFT model and its reward model."""
     import torch
 
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.data import toy
     from rlhf_nb.data.sources import tokenize_prompts
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.ppo import PPOTrainer
     from rlhf_nb.train.stage import watch
 

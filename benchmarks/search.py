@@ -29,7 +29,7 @@ from rlhf_nb.types import PromptBatch
 
 def train(seed: int, place: Path, steps: int) -> None:
     """A world: policy and critic of PPO in `place`, the reward model below it."""
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.ppo import PPOTrainer
 
     with tempfile.TemporaryDirectory() as folder:

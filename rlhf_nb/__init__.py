@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .app.push import push_to_hub
+    from .hub.push import push_to_hub
     from .config import DataConfig, LoraSettings, ModelConfig, OptimizerConfig, SamplingConfig
     from .core import RlhfError
     from .data.readers import read_rows
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # where each public name lives; the block above says the same to type checkers and editors
 _HOMES = {
-    "app.push": "push_to_hub",
+    "hub.push": "push_to_hub",
     "config": "DataConfig LoraSettings ModelConfig OptimizerConfig SamplingConfig",
     "core": "RlhfError",
     "data.readers": "read_rows",

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 
 
 def call(*words: Any, code: int = 0, stdin: str | None = None) -> str:

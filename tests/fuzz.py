@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from rlhf_nb.app.pipeline import PipelineConfig
-from rlhf_nb.app.report import prometheus, report, screen
 from rlhf_nb.config import ModelConfig, parse_overrides, read_config_file
 from rlhf_nb.core import RlhfError
 from rlhf_nb.data import toy
@@ -39,6 +37,7 @@ from rlhf_nb.judges.constitution import load_constitution
 from rlhf_nb.judges.endpoint import AnswerCache, read_reply
 from rlhf_nb.models.heads import RewardModel, ScalarHead
 from rlhf_nb.models.load import find_model, load_model, load_tokenizer
+from rlhf_nb.pipeline.stages import PipelineConfig
 from rlhf_nb.run.checkpoint import latest_complete, load_checkpoint, save_checkpoint
 from rlhf_nb.run.control import Control, RunControl
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
@@ -48,6 +47,7 @@ from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable, json_value
 from rlhf_nb.widgets.labels import LabelStore, Pair, agreement, tally, to_preferences
 from rlhf_nb.widgets.reader import open_runs
+from rlhf_nb.widgets.report import prometheus, report, screen
 from rlhf_nb.widgets.samples import read_samples, sample_table, select_samples, token_measures, tokens_html
 
 SECONDS = 5

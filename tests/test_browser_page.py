@@ -36,10 +36,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     """The address of a server with the page, and the file of what people say."""
     from test_serve import Running
 
-    from rlhf_nb.app.serve import _routers
     from rlhf_nb.data import toy
     from rlhf_nb.data.templates import set_chat_template
     from rlhf_nb.serve.settings import ServeConfig
+    from rlhf_nb.serve.start import _routers
 
     place = tmp_path_factory.mktemp("page")
     tokenizer = set_chat_template(toy.build_tokenizer())

@@ -12,13 +12,13 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app, find_config, recipe_kind, recipes
-from rlhf_nb.app.doctor import check_memory, check_threads, doctor, estimate_memory
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.cli.main import app, find_config, recipe_kind, recipes
 from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
 from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline.doctor import check_memory, check_threads, doctor, estimate_memory
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.reward import RewardConfig
 from rlhf_nb.train.sft import SFTConfig
@@ -214,7 +214,7 @@ def test_doctor_counts_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_doctor_knows_a_gpu_that_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf_nb import core
-    from rlhf_nb.app import doctor as module
+    from rlhf_nb.pipeline import doctor as module
 
     def t4(device: torch.device) -> core.GPU:
         return core.GPU("Tesla T4", (7, 5), False)

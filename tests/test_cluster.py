@@ -152,7 +152,7 @@ def test_a_run_outside_the_volume_is_refused() -> None:
 def test_the_grafana_board_asks_for_metrics_that_are_served(tmp_path: Path) -> None:
     import json
 
-    from rlhf_nb.app.report import prometheus
+    from rlhf_nb.widgets.report import prometheus
 
     board = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
     asked = {n for p in board["panels"] for t in p["targets"] for n in re.findall(r"rlhf_nb_\w+", t["expr"])}

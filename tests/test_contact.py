@@ -241,7 +241,7 @@ def test_chat_from_a_pipe(pip: Path) -> None:
 def test_chat_at_a_terminal_obeys_ctrl_c_and_ctrl_d(pip: Path, tmp_path: Path) -> None:
     """An answer is stopped and its turn forgotten; at the prompt Ctrl-C asks back, and Ctrl-D ends."""
     code = (
-        "import time, sys\nfrom rlhf_nb.app import talk\n"
+        "import time, sys\nfrom rlhf_nb.bench import talk\n"
         "def slow(self, words, say=None):\n"
         "    say('begun')\n    time.sleep(60)\n"
         "talk.Partner.answer = slow\n"

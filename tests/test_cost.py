@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import rlhf_nb.app.cost as cost
+import rlhf_nb.scale.cost as cost
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.data import toy
 from rlhf_nb.fast.workers import workers_for

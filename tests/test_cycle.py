@@ -14,15 +14,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app import cycle
-from rlhf_nb.app.cli import app
-from rlhf_nb.app.cycle import CycleConfig, run_cycle
+from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.feedback.people import simulate
 from rlhf_nb.feedback.store import Feedback, FeedbackStore
 from rlhf_nb.feedback.versions import Versions, promote
 from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline import cycle
+from rlhf_nb.pipeline.cycle import CycleConfig, run_cycle
 from rlhf_nb.serve.site import version_of
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import run_stage

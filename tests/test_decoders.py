@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
-from rlhf_nb.app.talk import Manner, Partner
+from rlhf_nb.bench.talk import Manner, Partner
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy

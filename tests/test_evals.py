@@ -17,14 +17,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
-from rlhf_nb.app.evals import EvalConfig, evaluate_suite
+from rlhf_nb.bench.evals import EvalConfig, evaluate_suite
+from rlhf_nb.bench.instructions import CHECKS, followed
+from rlhf_nb.bench.results import Results
+from rlhf_nb.bench.suites import load_suite, model_asker, run_rows, suites
+from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError, DataError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.data.templates import set_chat_template
-from rlhf_nb.evaluate.instructions import CHECKS, followed
-from rlhf_nb.evaluate.results import Results
-from rlhf_nb.evaluate.suites import load_suite, model_asker, run_rows, suites
 from rlhf_nb.models.load import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> Any:
-    from rlhf_nb.app.talk import _load
+    from rlhf_nb.bench.talk import _load
 
     return _load(str(model))
 
@@ -141,7 +141,7 @@ def test_a_changed_model_is_noticed(model: Path, tmp_path: Path) -> None:
     evaluate_suite(str(model), suite, EvalConfig(output_dir=str(tmp_path / "out")))
     other = tmp_path / "other"
     save_model(toy.build_model(5, "tiny"), set_chat_template(toy.build_tokenizer()), other)
-    from rlhf_nb.app.talk import _load
+    from rlhf_nb.bench.talk import _load
 
     with pytest.raises(RunError, match="weights="):
         evaluate_suite(str(model), suite, EvalConfig(output_dir=str(tmp_path / "out")), loaded=_load(str(other)))
@@ -185,7 +185,7 @@ def test_multiple_choice_is_by_log_probs(loaded: Any, tmp_path: Path) -> None:
 
 def test_capabilities_are_held_against_a_frozen_baseline(model: Path, loaded: Any, tmp_path: Path) -> None:
     """The same model keeps all it had where there are rows enough; one that lost everything fails; other settings are refused."""
-    from rlhf_nb.evaluate.capability import CapabilityTester
+    from rlhf_nb.bench.capability import CapabilityTester
 
     rows = "".join(f"  - {{prompt: 'Where do owls live? {i}'}}\n" for i in range(60))
     suite = load_suite(write_suite(tmp_path, "{verify: length, target: 6, width: 6, unit: words}", rows))
@@ -223,8 +223,8 @@ def test_rules_that_cannot_work_are_told(rule: str, rows: str, error: type[Excep
 
 def test_torn_files_are_mended(loaded: Any, tmp_path: Path) -> None:
     """Cut at any byte, the file ends as it would have without the cut."""
+    from rlhf_nb.bench.suites import answer_work
     from rlhf_nb.config import SamplingConfig
-    from rlhf_nb.evaluate.suites import answer_work
 
     net, tok, _ = loaded
     suite = load_suite(write_suite(tmp_path, "{verify: exact}", ROWS))
@@ -274,7 +274,7 @@ def test_suites_read_the_usual_files() -> None:
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="the file of HumanEval isn't here")
 def test_right_programs_pass_humaneval() -> None:
     """The canonical solutions score 1 in the sandbox, broken ones 0."""
-    from rlhf_nb.app.evals import make_rule
+    from rlhf_nb.bench.evals import make_rule
 
     tok = set_chat_template(toy.build_tokenizer())
     suite = load_suite("humaneval", SHARED / "data" / "humaneval.jsonl.gz", 3)
@@ -327,8 +327,8 @@ def test_mt_bench_killed_twice_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_truthfulqa_as_it_is_on_the_hub(tmp_path: Path) -> None:
     """MC1 is decided among its own choices, MC2's mass among its own; both as if each were a row by itself."""
+    from rlhf_nb.bench.suites import choice_work, load_suite
     from rlhf_nb.data import toy
-    from rlhf_nb.evaluate.suites import choice_work, load_suite
 
     one = {"choices": ["Owls live in the forest.", "Owls live in the sea."], "labels": [1, 0]}
     two = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf_nb.core import RunError
+from rlhf_nb.pipeline.fork import family, prepare_fork, run_fork, settings_of
 from rlhf_nb.run.log import RunDir, read_metrics
 from rlhf_nb.train.dpo import DPOConfig
-from rlhf_nb.train.fork import family, prepare_fork, run_fork, settings_of
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.ppo import PPOConfig
 from rlhf_nb.train.stage import run_stage
@@ -114,7 +114,7 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
 def test_a_fork_that_was_killed_while_it_was_made_is_no_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rlhf_nb.train.fork as module
+    import rlhf_nb.pipeline.fork as module
 
     def dies(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import rlhf_nb.fast.blocks as blocks
 from rlhf_nb import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer
-from rlhf_nb.app.doctor import check_speed
 from rlhf_nb.core import ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.fast.support import FAMILIES, can_run, distrust, fast_families, use_fast
+from rlhf_nb.pipeline.doctor import check_speed
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scoring.scores import completion_logps, completion_values
 from rlhf_nb.types import Completions

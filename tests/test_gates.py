@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.data import toy
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 QUICK: dict[str, Any] = {
     "console": False, "eval_prompts": 96, "questions": 1, "base": {"size": "tiny"}, "sft": {"steps": 60}, "reward": {"steps": 60}, "ppo": {"steps": 3},

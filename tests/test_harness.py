@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
 
+from rlhf_nb.bench.harness import run_tasks
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
-from rlhf_nb.evaluate.harness import run_tasks
 from rlhf_nb.models.load import save_model
 
 CHOICE = """\

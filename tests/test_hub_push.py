@@ -23,9 +23,9 @@ from markdown_it import MarkdownIt
 from nbclient import NotebookClient
 from test_payloads import HARMLESS, PAYLOADS, Skeleton, tame
 
-from rlhf_nb.app.card import Measured, card, cell, read_run, rebuild_notebook
-from rlhf_nb.app.push import push_to_hub
 from rlhf_nb.core import RunError
+from rlhf_nb.hub.card import Measured, card, cell, read_run, rebuild_notebook
+from rlhf_nb.hub.push import push_to_hub
 from rlhf_nb.models.load import probe_ids
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.stage import run_stage
@@ -287,7 +287,7 @@ def test_the_notebook_says_when_nothing_was_learned(tmp_path: Path) -> None:
 
 def read_run_of(folder: Path, scores: list[float]) -> Any:
     """The verdict on a log with these scores."""
-    from rlhf_nb.app.card import verdict
+    from rlhf_nb.hub.card import verdict
 
     lines = [json.dumps({"type": "step", "step": i, "objective/scores": x, "loss": 0.0}) for i, x in enumerate(scores)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")

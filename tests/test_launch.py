@@ -456,8 +456,8 @@ def test_labelling_on_two_processes(tmp_path: Path) -> None:
 @needs_deepspeed
 def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage in fresh processes; a stage's model is that of one process, and what is finished is skipped."""
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
     from rlhf_nb.config import merge
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.dpo import DPOConfig
     from rlhf_nb.train.stage import lasting
 

@@ -15,11 +15,11 @@ from command import call
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_nb.app.card import read_run
-from rlhf_nb.app.push import push_to_hub
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ModelError
 from rlhf_nb.data import toy
+from rlhf_nb.hub.card import read_run
+from rlhf_nb.hub.push import push_to_hub
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.merge import merge_models, merged_tensor

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 from rlhf_nb.data import toy
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -154,8 +154,8 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
 def test_the_board_of_serving_asks_for_metrics_that_are_emitted() -> None:
     pytest.importorskip("prometheus_client", reason="the extra `serve` is not installed")
     meters = pytest.importorskip("rlhf_nb.serve.meters", reason="the server is not part of this tree")
-    from rlhf_nb.app.monitor import as_prometheus
     from rlhf_nb.evaluate.intervals import Estimate
+    from rlhf_nb.feedback.follow import as_prometheus
     from rlhf_nb.feedback.monitor import MEASURES, Alert, Findings, Report
 
     lane = SimpleNamespace(steps=1, tokens=1)

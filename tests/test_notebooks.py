@@ -28,7 +28,7 @@ def dotted(path: Path) -> str:
 
 LONG = (
     "feedback_to_next_version",
-)  # half a minute of training; what it calls is tested by `app.cycle` and test_cycle.py
+)  # half a minute of training; what it calls is tested by `pipeline.cycle` and test_cycle.py
 
 FORKS = """
 import json, os, signal, sys

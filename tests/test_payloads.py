@@ -17,10 +17,10 @@ from rich.console import Console
 from test_browser import FLAGS, MISSING, browser_path
 from typer.testing import CliRunner
 
-from rlhf_nb.app import cli, results
-from rlhf_nb.app.doctor import Finding, findings_table
-from rlhf_nb.app.report import prometheus, report, screen, watch
+from rlhf_nb.cli import main as cli
 from rlhf_nb.core import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunError, printable
+from rlhf_nb.pipeline import results
+from rlhf_nb.pipeline.doctor import Finding, findings_table
 from rlhf_nb.rollout import sampler
 from rlhf_nb.run.callbacks import step_line, steps_table
 from rlhf_nb.widgets.collect import LabelQueue, pair_html, progress_html, summary_rows
@@ -28,6 +28,7 @@ from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.html import svg_page, svg_text, table_html
 from rlhf_nb.widgets.labels import LabelStore, Pair, tally
 from rlhf_nb.widgets.reader import open_runs
+from rlhf_nb.widgets.report import prometheus, report, screen, watch
 from rlhf_nb.widgets.samples import Samples
 
 RUN = "window.hit=(window.hit||0)+1"

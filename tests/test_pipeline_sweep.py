@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.core import ConfigError, RunError
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 
 def config(folder: Path, rates: list[float]) -> PipelineConfig:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import LoraSettings, ModelConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError, decide_precision
 from rlhf_nb.data import toy

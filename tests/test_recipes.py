@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app, recipe_kind, recipes
-from rlhf_nb.app.doctor import doctor
+from rlhf_nb.cli.main import app, recipe_kind, recipes
 from rlhf_nb.core import Precision
 from rlhf_nb.data.sums import STORIES, problems
+from rlhf_nb.pipeline.doctor import doctor
 from rlhf_nb.rewards.answers import Number
 from rlhf_nb.scale.plan import plan
 from rlhf_nb.scale.topology import job_of, shape_of
@@ -175,7 +175,7 @@ def test_the_demo_with_a_real_model_asks_trains_and_asks_again(small: Path, tmp_
 def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rlhf_nb.app.cost as cost
+    import rlhf_nb.scale.cost as cost
 
     words = [
         f"model.name_or_path={small}",
@@ -199,7 +199,7 @@ def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
 def test_a_step_with_more_work_costs_more() -> None:
     from transformers import LlamaConfig
 
-    from rlhf_nb.app.cost import Speed, step_cost
+    from rlhf_nb.scale.cost import Speed, step_cost
     from rlhf_nb.scale.topology import Job, shape_of
 
     shape = shape_of(

@@ -13,9 +13,9 @@ from process_cases import make, run_ranks
 from test_processes import compare
 from torch import Tensor
 
-from rlhf_nb.app.pipeline import PipelineConfig
 from rlhf_nb.core import ConfigError, Precision, RunError
 from rlhf_nb.fast.support import use_fast
+from rlhf_nb.pipeline.stages import PipelineConfig
 from rlhf_nb.scale.launch import accelerate_settings
 from rlhf_nb.scale.plan import plan
 from rlhf_nb.scale.topology import Job, Shape, job_of

@@ -15,11 +15,11 @@ import torch
 from command import call
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
-from rlhf_nb.app.doctor import doctor
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.cli.main import app
 from rlhf_nb.core import ConfigError, decide_precision
 from rlhf_nb.data import toy
+from rlhf_nb.pipeline.doctor import doctor
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scale.topology import job_of, predict
 from rlhf_nb.train import registry

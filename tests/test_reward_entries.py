@@ -13,10 +13,10 @@ import yaml
 from command import call
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
 from rlhf_nb.core import ConfigError, RewardError
 from rlhf_nb.data import toy
 from rlhf_nb.models.heads import RewardModel
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.callbacks import Callback, Flags
 from rlhf_nb.run.log import History, read_metrics
 from rlhf_nb.scale.cluster import kubernetes_manifest
@@ -231,7 +231,7 @@ def test_watched_and_judged_by_config(job: Path) -> None:
 def test_the_whole_example_of_the_guide(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from rlhf_nb.app.cli import app
+    from rlhf_nb.cli.main import app
     from rlhf_nb.data.templates import set_chat_template
     from rlhf_nb.models.load import save_model
     from rlhf_nb.run.log import read_metrics

@@ -16,10 +16,10 @@ import torch
 from test_judge import Server, said
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app, find_config
-from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+from rlhf_nb.cli.main import app, find_config
 from rlhf_nb.data import toy
 from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.rlaif import Labelling, RLAIFConfig
 from rlhf_nb.train.stage import read_json
@@ -77,7 +77,7 @@ def test_recipe_from_prompts_to_a_better_policy(tmp_path: Path) -> None:
 def test_then(then: str, model: str, tmp_path: Path) -> None:
     options = [f"model.name_or_path={model}", f"output_dir={tmp_path / 'run'}", f"then={then}", *SMALL]
     config = RLAIFConfig.load(None, options, "toy")
-    from rlhf_nb.app.pipeline import train_on_labels
+    from rlhf_nb.pipeline.stages import train_on_labels
 
     plan = train_on_labels(config)
     quick = {"steps": 2, "mini_batch_size": 4}

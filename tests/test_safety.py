@@ -407,7 +407,7 @@ def test_two_thieves_of_one_lock(tmp_path: Path) -> None:
 
 def small(root: Path) -> Any:
     """A pipeline of a tiny untrained model and three steps of SFT."""
-    from rlhf_nb.app.pipeline import PipelineConfig, RLHFPipeline
+    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
     sft = {"steps": 3, "epochs": None, "mini_batch_size": 4}
     none = {"reward": None, "ppo": None, "eval_prompts": 4, "questions": 0}

@@ -334,7 +334,7 @@ def test_connections_beyond_the_bound_keep_nobody_out_who_is_in(folder: str) -> 
 
 def test_the_page_runs_nothing_but_its_own_script(folder: str, tmp_path: Path) -> None:
     pytest.importorskip("rlhf_nb.serve.page")
-    from rlhf_nb.app.serve import _routers
+    from rlhf_nb.serve.start import _routers
 
     config = {"models": {"toy": folder}, "page": True}
     found = Running(routers=_routers(ServeConfig(**config)), **config)
@@ -351,7 +351,7 @@ def test_the_page_runs_nothing_but_its_own_script(folder: str, tmp_path: Path) -
 
 def test_feedback_goes_through_the_gate(folder: str, tmp_path: Path) -> None:
     pytest.importorskip("rlhf_nb.serve.thumbs", reason="this version takes no feedback")
-    from rlhf_nb.app.serve import _routers
+    from rlhf_nb.serve.start import _routers
 
     key, line = new_key("ann")
     (tmp_path / "keys").write_text(line)
@@ -372,7 +372,7 @@ def test_feedback_goes_through_the_gate(folder: str, tmp_path: Path) -> None:
 
 
 def test_port_zero_is_said_and_not_dropped() -> None:
-    from rlhf_nb.app.serve import read_settings
+    from rlhf_nb.serve.start import read_settings
 
     assert (
         read_settings(None, ["toy"], None, port=0).port == 0

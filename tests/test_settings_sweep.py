@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rlhf_nb.core import RunError
-from rlhf_nb.train.candidates import Range
+from rlhf_nb.pipeline.candidates import Range
+from rlhf_nb.pipeline.sweep import sweep
 from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.sft import SFTConfig
-from rlhf_nb.train.sweep import sweep
 
 SMALL: dict[str, Any] = {"steps": 3, "epochs": None, "mini_batch_size": 8, "data": {"eval_size": 16}, "console": False}
 WORDS = ["optimizer.lr=1e-5,1e-3,2e-3", "steps=3", "epochs=null", "mini_batch_size=8", "data.eval_size=16"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data import toy

@@ -11,10 +11,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from rlhf_nb.app.card import _config_of
-from rlhf_nb.app.cli import app
-from rlhf_nb.app.doctor import check_model
-from rlhf_nb.app.evals import scorer
+from rlhf_nb.bench.evals import scorer
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
@@ -23,13 +21,15 @@ from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
 from rlhf_nb.decode.named import DecoderConfig
+from rlhf_nb.hub.card import _config_of
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.heads import RewardModel
+from rlhf_nb.pipeline.doctor import check_model
+from rlhf_nb.pipeline.fork import compare_futures
 from rlhf_nb.rollout.sampler import may_share
 from rlhf_nb.scoring.check import self_check
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
-from rlhf_nb.train.fork import compare_futures
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.setup import held_out_of_stream, load_rows

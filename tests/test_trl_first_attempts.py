@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 from rlhf_nb.core import RlhfError
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired

@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_nb.app.cli import app
+from rlhf_nb.cli.main import app
 from rlhf_nb.config import ModelConfig
 from rlhf_nb.core import ModelError, RlhfError, decide_precision
 from rlhf_nb.data import toy
@@ -265,7 +265,7 @@ def roles(model: Path, reward: Path, trust: bool) -> dict[str, Callable[[], Any]
         "critic": lambda: ValueModel.load(reward, trust_remote_code=trust),
         "reward by hand": lambda: RewardModel.load(reward, trust_remote_code=trust),
         "judge": lambda: make_judge(judge),
-        "doctor": lambda: __import__("rlhf_nb.app.doctor", fromlist=["load_start"]).load_start(place),
+        "doctor": lambda: __import__("rlhf_nb.pipeline.doctor", fromlist=["load_start"]).load_start(place),
         "tokenizer": lambda: load_tokenizer(place) and tokenizer,
     }
 

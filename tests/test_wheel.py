@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 USE = """
-import importlib.util, rlhf_nb, rlhf_nb.app.cli, rlhf_nb.app.pipeline
+import importlib.util, rlhf_nb, rlhf_nb.cli.main, rlhf_nb.pipeline.stages
 from pathlib import Path
 assert not any(importlib.util.find_spec(m) for m in ("nbdev", "fastcore", "execnb", "nbformat")), "a notebook tool came along"
 assert (Path(rlhf_nb.__file__).parent / "recipes" / "hh_small.yaml").exists()

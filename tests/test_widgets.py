@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rlhf_nb.app.report import prometheus, report, serve_metrics, watch
 from rlhf_nb.core import RunError
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
@@ -29,6 +28,7 @@ from rlhf_nb.widgets.health import health_of
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
 from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
+from rlhf_nb.widgets.report import prometheus, report, serve_metrics, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 
