@@ -305,7 +305,8 @@ def fit_compressor(found: Sequence[Missed], ridge: float = 3.0) -> ContextCompre
     x = torch.cat([m.left_out for m in found])
     if len(x) <= x.shape[1]:
         raise DataError(
-            f"{len(x)} selections can't say what {x.shape[1]} features are worth: give more dialogues, or more selections of each."
+            f"{len(x)} selections can't say what {x.shape[1]} features are worth: give more dialogues, or more "
+            "selections of each."
         )
     y = torch.cat([m.kl / (m.kl.mean() + 0.02) for m in found])
     spread = x.std(0).clamp(min=1e-6)
