@@ -71,7 +71,7 @@ _HOMES = {
 }
 _RENAMED = {"score": "logps"}  # names of the version before
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
-__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_HOME] # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

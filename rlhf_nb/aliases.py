@@ -4,39 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from .core import ConfigError
 
 # %% auto #0
-__all__ = ['SAME', 'CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'NEEDLESS', 'EXPLAINED', 'NAMES', 'known',
-           'elsewhere', 'moved', 'translate', 'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'trl_words', 'known', 'elsewhere', 'moved',
+           'translate', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
-SAME: dict[str, str] = {
-    "step_separator": "boundary.separator",
-    "num_train_epochs": "epochs", "num_iterations": "num_inner_epochs", "num_ppo_epochs": "num_inner_epochs",
-    "learning_rate": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.max_grad_norm", "lr_scheduler_type": "optimizer.schedule",
-    "max_length": "data.max_length", "max_seq_length": "data.max_length", "max_prompt_length": "data.max_prompt_length",
-    "max_completion_length": "sampling.max_new_tokens", "max_new_tokens": "sampling.max_new_tokens",
-    "response_length": "sampling.max_new_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k", "min_p": "sampling.min_p", "gradient_checkpointing": "recompute",
-    "model_name_or_path": "model.name_or_path", "model_revision": "model.revision", "lora_r": "model.lora.r",
-    "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout", "trust_remote_code": "model.trust_remote_code",
-    "use_dora": "model.lora.use_dora", "use_rslora": "model.lora.use_rslora", "lora_modules_to_save": "model.lora.modules_to_save",
-    "lora_target_modules": "model.lora.target_modules", "attn_implementation": "model.attn_implementation",
-    "dataset_name": "data.path", "dataset_config": "data.subset", "dataset_train_split": "data.split",
-    "dataset_test_split": "data.eval_split", "dataset_streaming": "data.streaming",
-    "logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every", "save_total_limit": "keep_checkpoints",
-    "beta": "kl_coef", "epsilon_high": "clip_eps_high", "cliprange_value": "value_clip_eps",
-    "mask_truncated_completions": "mask_truncated", "missing_eos_penalty": "missing_eos", "importance_sampling_level": "level",
-    "f_divergence_type": "divergence", "use_weighting": "wpo", "center_rewards_coefficient": "center_coef",
-    "neftune_noise_alpha": "neftune_alpha", "ref_model_sync_steps": "sync_every", "ref_model_mixup_alpha": "sync_mixup",
-    "kl_estimator": "kl_kind", "discopop_tau": "tau", "cpo_alpha": "nll_coef", "mixture_coef": "mixture",
-    "teacher_model_name_or_path": "teacher", "normalize_advantages": "whiten_advantages",
-    "normalize_advantage": "whiten_advantages", "rloo_k": "num_generations",
-}  # fmt: skip
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    """The file `trl.yaml`."""
+    text = files("rlhf_nb").joinpath("trl.yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table
+
+
+@cache
+def trl_words(part: str) -> dict[str, Any]:
+    """What TRL's words of a kind are here.
+
+    Args:
+        part: same, needless or explained (settings), names (classes and functions), arguments, refused or attributes (of trainers).
+    """
+    return {word: here for several, here in _table()[part].items() for word in several.split(", ")}
 
 # %% ../nbs/aliases.ipynb #c4252376
 def _both_clips(value: Any) -> dict[str, Any]:
@@ -125,196 +121,36 @@ VALUES = {
     ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0, ("top_k", -1): 0,
     ("min_p", None): 0.0, ("top_p", None): 1.0,
 }  # fmt: skip
-# what holds here anyway, and may be said
-NEEDLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("packing", "eval_packing", "padding_free", "use_vllm", "push_to_hub", "load_best_model_at_end", "use_peft"), (False, None)),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_liger_kernel", "remove_unused_columns", "generate_during_eval"), (False, None)),
-    **dict.fromkeys(("disable_dropout", "shuffle_dataset", "do_train"), (True,)), "eval_strategy": ("no",), "epsilon_high": (None,),
-    **dict.fromkeys(("deepspeed", "fsdp", "model_init_kwargs", "rpo_alpha", "reward_weights", "delta", "warmup_ratio"), (None, 0, 0.0, "")),
-    **dict.fromkeys(("use_liger_loss", "save_only_model", "full_determinism", "eval_on_start", "use_transformers_paged"), (False,)),
-    **dict.fromkeys(("ds3_gather_for_generation", "average_tokens_across_devices", "do_eval"), (True,)), "ddp_find_unused_parameters": (False, None),
-    "overwrite_output_dir": (False,), "logging_first_step": (True,), "auto_find_batch_size": (False,), "repetition_penalty": (1.0, None),
-    "log_completions": (False,), "activation_offloading": (False,), "torch_compile": (False,), "group_by_length": (False,),
-    "truncation_mode": ("keep_start",), "dataset_text_field": ("text",), "top_entropy_quantile": (1.0,),
-    "multi_objective_aggregation": ("sum_then_normalize",), "dataset_num_proc": (None, 1),
-}  # fmt: skip
-
-# %% ../nbs/aliases.ipynb #950ead67
-EXPLAINED: dict[str, str] = {
-    "per_device_train_batch_size": "rows per device and forward: here micro_batch_size (null: as many as token_budget allows). Rows per optimizer step over all "
-    "devices, there per_device_train_batch_size × gradient_accumulation_steps × devices, are mini_batch_size here",
-    "gradient_accumulation_steps": "forwards per optimizer step: here set mini_batch_size, the rows per optimizer step over all devices; how many forwards it takes follows "
-    "from micro_batch_size and token_budget",
-    "per_device_eval_batch_size": "rows per forward in an evaluation: here token_budget limits every forward",
-    "generation_batch_size": "completions per generation: here rollout_batch_size, over all devices",
-    "steps_per_generation": "optimizer steps per generation: here rollout_batch_size ÷ mini_batch_size",
-    "num_mini_batches": "parts of a rollout: here mini_batch_size, the rows per optimizer step",
-    "max_steps": "optimizer steps: here steps counts collected batches, each of rollout_batch_size ÷ mini_batch_size × num_inner_epochs optimizer steps",
-    "warmup_steps": "optimizer steps: here optimizer.warmup_steps counts collected batches",
-    "warmup_ratio": "a share of all steps: here optimizer.warmup_steps, their number",
-    "adam_beta1": "the first of AdamW's two decays: here optimizer.betas=[0.9, 0.999]",
-    "adam_beta2": "the second of AdamW's two decays: here optimizer.betas=[0.9, 0.999]",
-    "optim": "the optimizer: here optimizer.name (adamw, adafactor, sgd, adamw_8bit, paged_adamw_8bit, muon)",
-    "bf16": "autocast in bf16: here precision=bf16, or precision=fp32 for none (auto decides by the device)",
-    "fp16": "autocast in fp16: here precision=fp16, or precision=fp32 for none (auto decides by the device)",
-    "report_to": "dashboards: here trackers=[tensorboard], a list of names; every run writes metrics.jsonl anyway",
-    "save_strategy": "when to save: here save_every=100 (steps) or 10min; null saves only at the end",
-    "eval_strategy": "when to evaluate: here eval_every=100 in steps; null evaluates only at the end",
-    "logging_strategy": "when to log: here log_every=10 in steps; metrics.jsonl has every step",
-    "logging_dir": "the folder of the logs: here everything is in output_dir",
-    "run_name": "the name of the run: here output_dir, the run's folder",
-    "disable_tqdm": "no progress bar: here console=false",
-    "load_best_model_at_end": "keep the best checkpoint: here stop_on={metric: eval/loss, patience: 3} stops when it gets worse, and keep_best=eval/loss keeps the best",
-    "metric_for_best_model": "what early stopping looks at: here stop_on={metric: eval/loss, patience: 3}",
-    "resume_from_checkpoint": "go on with a run: here trainer.fit(resume=True)",
-    "overwrite_output_dir": "begin anew in the same folder: here trainer.fit(overwrite=True)",
-    "push_to_hub": "upload: here `rlhf-nb push RUN owner/name` (in Python rlhf_nb.push_to_hub) after the run",
-    "deepspeed": "a DeepSpeed configuration: here `rlhf-nb launch --strategy zero2` (or zero1, zero3)",
-    "fsdp": "sharding by torch: here `rlhf-nb launch --strategy fsdp2`",
-    "packing": "rows joined to fill a length: here rows of like length share a forward of token_budget tokens, which does the same and changes no number; leave it out",
-    "padding_free": "no padding in a forward: here rows of like length share a forward, and prompts in common are computed once; leave it out",
-    "dataset_text_field": "the column with the text: here it is called text; data.columns={OLD: text} renames one",
-    "dataset_num_proc": "processes that tokenize: here one does it, before the run",
-    "remove_unused_columns": "drop columns: here every column stays, and reward functions get them by name",
-    "eos_token": "the token that ends a completion: here the tokenizer's; set tokenizer.eos_token",
-    "pad_token": "the token that pads: here the tokenizer's, never the EOS; set tokenizer.pad_token",
-    "chat_template_path": "a chat template: here model.chat_template, Jinja text or a file",
-    "use_peft": "train adapters: here model.lora.r=16, on all linear layers unless model.lora.target_modules names some",
-    "load_in_4bit": "QLoRA: here model.lora.quantize_4bit=true",
-    "use_vllm": "who draws completions: here sampling.sampler (auto, ours, generate, continuous); auto is the fastest of these that fits the model",
-    "model_init_kwargs": "arguments of from_pretrained: here the group model (dtype, attn_implementation, revision, trust_remote_code)",
-    "reward_weights": "weights of reward functions: here rewards=[{file: rewards.py, fn: f, weight: 0.5}, ...], in Python also reward=Rewards([f, g], weights=[1.0, 0.5])",
-    "reward_model_path": "a reward model: here reward=FOLDER",
-    "sft_model_path": "the policy to start from: here model.name_or_path=FOLDER",
-    "loss_type": "the loss: here loss in dpo, kto and online-dpo (sigmoid, ipo, kto, ...), in grpo per (sequence, token or length), or variant (grpo, dr_grpo, dapo, bnpo, gspo, cispo), which sets every switch of a paper at once; sft learns by likelihood alone",
-    "rpo_alpha": "the weight of a log-likelihood term: here nll_coef, averaged over the tokens of the chosen completions",
-    "loss_weights": "weights of several losses: here loss={'sigmoid': 1.0, 'bco_pair': 0.5}, and nll_coef for the likelihood of the chosen ones",
-    "total_episodes": "completions in all: here steps, each of rollout_batch_size completions",
-    "delta": "an upper bound of the ratio for negative advantages: here the clipping has none",
-    "precompute_ref_log_probs": "ask the reference once, before the run: here reference=cached, in dpo and kto",
-    "sync_ref_model": "a reference that follows the policy: here reference=moving in dpo and kto, with sync_every and sync_mixup, and sync_every in online-dpo; elsewhere the reference stays",
-    "reference_free": "no reference: here reference=none in dpo, with a loss that needs none (simpo, orpo, cpo)",
-    "disable_dropout": "switch dropout off: here it always is, in RL and preference training",
-    "seed_data": "the seed of the order: here seed decides every random choice",
-    "data_seed": "the seed of the order: here seed decides every random choice",
-    "load_in_8bit": "frozen weights in 8 bits: here model.lora.quantize_4bit=true, or none",
-    "bnb_4bit_quant_type": "the kind of 4-bit numbers: here model.lora.quantize_4bit=true, which takes nf4",
-    "use_bnb_nested_quant": "4-bit scales in 8 bits: here model.lora.quantize_4bit=true alone",
-    "gradient_checkpointing_kwargs": "how activations are computed twice: here recompute=true alone",
-    "use_liger_kernel": "fused kernels: here the output layer is computed in chunks anyway, and no setting is needed; leave it out",
-    "group_by_length": "rows of like length in a batch: here rows of like length share a forward, whatever the order; leave it out",
-    "auto_find_batch_size": "smaller batches where memory is short: here token_budget limits every forward; lower it",
-    "activation_offloading": "activations in main memory: here recompute=true computes them twice instead",
-    "torch_compile": "compile the model: here `rlhf-nb` runs it as it is; leave it out",
-    "truncation_mode": "which end of a row is cut: here a prompt loses its beginning and an answer its end (data.max_prompt_length, data.max_length)",
-    "max_target_length": "tokens of an answer: here data.max_length, of prompt and answer together",
-    "pad_to_multiple_of": "lengths rounded up: here rows of like length share a forward; leave it out",
-    "dataset_kwargs": "how rows are prepared: here rows may have any format, and data.columns={OLD: NEW} renames columns",
-    "generation_kwargs": "more settings of generate: here the group sampling (temperature, top_k, top_p, min_p, max_new_tokens, min_new_tokens)",
-    "repetition_penalty": "less of what was said: here nothing changes the distribution but temperature, top_k, top_p and min_p of the group sampling; the reward {verify: repetition} punishes repetition",
-    "num_generations_eval": "answers to a prompt in an evaluation: here one to each held-out prompt",
-    "log_completions": "show answers: here samples_per_step=2 of each step are in samples.jsonl, and `rlhf-nb watch RUN` shows them",
-    "num_completions_to_print": "show answers: here samples_per_step=2 of each step are in samples.jsonl",
-    "top_entropy_quantile": "learn from tokens of high entropy only: here all tokens of an answer count",
-    "multi_objective_aggregation": "how several rewards become one: here their weighted sum",
-    "chat_template_kwargs": "arguments of the chat template: here model.chat_template=FILE, with them written into it",
-    "cache_implementation": "the cache of generate: here sampling.sampler decides how answers are drawn",
-    "reward_funcs": "reward functions: here rewards=[{file: rewards.py, fn: NAME}, {verify: number}], in Python also reward=f for the trainer",
-    "reward_model_name_or_path": "a reward model: here rewards=[{model: FOLDER}]",
-    "reward_clip_range": "limits of a score: here the reward function itself must cut it",
-    "num_sample_generations": "answers shown in a run: here samples_per_step=2 of each step are in samples.jsonl",
-    "local_rollout_forward_batch_size": "rows per forward of a rollout: here token_budget limits every forward",
-    "stop_token": "where answers end: here at the tokenizer's EOS; set tokenizer.eos_token",
-    "exp_name": "the name of the run: here output_dir, the run's folder",
-    "alpha": "XPO's weight of its bonus: here xpo_alpha in online-dpo, with opponent=reference; a LoRA's alpha is model.lora.alpha",
-    "lmbda": "GKD's share of batches with the student's own answers: here lmbda in distill",
-    "seq_kd": "teach on the teacher's own answers: here let the teacher write them first, and distill with on_policy=false and that file as data.path",
-    "f_alpha_divergence_coef": "the α of alpha_divergence: here alpha",
-    "generate_during_eval": "answers in an evaluation: here `rlhf-nb sample RUN/model PROMPT` afterwards",
-    "model_adapter_name": "which adapter trains: here a run has one, model.lora.r=16",
-    "ref_adapter_name": "which adapter is the reference: here the reference is the model without the adapter",
-    "force_use_ref_model": "another model as reference: here reference_model=FOLDER",
-    "ref_model_init_kwargs": "how the reference is loaded: here as the policy is, by the group model",
-    "torch_dtype": "format of the weights: here model.dtype=bf16 (auto, fp32, bf16 or fp16)",
-    "hub_model_id": "a name on the hub: here trainer.save_model(folder), and `hf upload NAME FOLDER`",
-    "greater_is_better": "which way a metric is better: here stop_on={metric: eval/loss, mode: min}, keep_best=eval/loss:min",
-    "num_processes": "processes to start: here `rlhf-nb launch METHOD --processes 2`",
-    "accelerate_config": "how processes share the work: here `rlhf-nb launch METHOD --strategy zero2` (or ddp, zero1, zero3, fsdp2)",
-    "config_file": "a file of settings: here --config FILE",
-    "dataset_mixture": "several sources: here data.mix=[{path: ..., weight: ...}]",
-    "datasets": "several sources: here data.mix=[{path: ..., weight: ...}]",
-    "max_tool_calling_iterations": "rounds of tool calls: here an answer is written in one go",
-    "lr_scheduler_kwargs": "more of the schedule: here optimizer.min_lr_rate, optimizer.power and optimizer.decay_steps",
-    "ddp_timeout": "how long a rank waits: here `rlhf-nb launch` watches its ranks",
-    "logging_first_step": "log the first step: here it always is",
-    "ds3_gather_for_generation": "ZeRO-3 gathers weights to draw answers: here it always does",
-    "log_unique_prompts": "show answers: here samples_per_step=2 of each step are in samples.jsonl",
-    "wandb_log_unique_prompts": "show answers: here samples_per_step=2 of each step are in samples.jsonl",
-    "teacher_model_init_kwargs": "how the teacher is loaded: here as the student is, by the group model",
-    "teacher_model_revision": "the teacher's revision: here fetch it, `rlhf-nb get NAME@REVISION`, and teacher=FOLDER",
-    "label_pad_token_id": "a mark of tokens that don't count: here masks say so; leave it out",
-    "padding_value": "what fills rows: here masks say what is filling; leave it out",
-    "is_encoder_decoder": "a model with an encoder: here only decoders are trained",
-    "precompute_ref_batch_size": "rows per forward of the reference: here token_budget limits every forward",
-    "router_aux_loss_coef": "balance between experts: here the loss has no such term",
-    "use_liger_loss": "a fused loss: here the output layer is computed in chunks anyway; leave it out",
-    "use_logits_to_keep": "logits of the answer only: here they are computed nowhere else anyway; leave it out",
-    "cast_lm_head_to_fp32": "the output layer in fp32: here precision=fp32 computes all of it so",
-    "use_transformers_paged": "continuous batching of transformers: here sampling.sampler=continuous",
-    "use_transformers_continuous_batching": "continuous batching of transformers: here sampling.sampler=continuous",
-    "entropy_coef": "a bonus for entropy: here ppo has entropy_coef; grpo has none",
-    "packing_strategy": "how rows are joined: here rows of like length share a forward instead; leave it out",
-    "lora_task_type": "what the adapter is for: here a language model; leave it out",
-    "step_separator": "what stands between steps: here process has boundary.separator",
-    "judge": "a judge by its name: here judge.model=FOLDER in rlaif, and in Python reward=EndpointJudge(...) for OnlineDPOTrainer",
-    "normalize_reward": "scores of mean 0 and variance 1: here ppo has normalize_scores",
-    "token_level_kl": "where the price of drift stands: here rloo has it in the reward, grpo in the loss, token by token",
-    "average_tokens_across_devices": "what a loss is divided by: here the tokens of all devices together, always",
-    "train_sampling_strategy": "the order of rows: here shuffled by seed, anew in each epoch",
-    "tf32": "products in TF32: here precision=bf16 or fp32",
-    "full_determinism": "the same run again: here runs repeat bit for bit on a CPU",
-    "use_cache": "keys and values kept: here while answers are drawn, never while training; leave it out",
-    "ddp_find_unused_parameters": "weights without a gradient: here `rlhf-nb launch` finds out by itself; leave it out",
-    "eval_on_start": "evaluate first: here trainer.evaluate() before trainer.fit()",
-    "hub_strategy": "when to upload: here trainer.save_model(folder), and `hf upload NAME FOLDER`",
-    "hub_private_repo": "a private upload: here trainer.save_model(folder), and `hf upload NAME FOLDER --private`",
-    "hub_token": "who uploads: here trainer.save_model(folder), and `hf upload NAME FOLDER` after `hf auth login`",
-    "label_smoothing_factor": "labels that are not believed: here label_smoothing in dpo and reward",
-    "optim_args": "more of the optimizer: here the group optimizer (betas, eps, weight_decay)",
-    "save_only_model": "no state of the optimizer in checkpoints: here they always hold what resuming needs",
-    "fsdp_config": "sharding by torch: here `rlhf-nb launch --strategy fsdp2`",
-    "log_level": "how much is said: here console=false says nothing",
-}  # fmt: skip
 
 # %% ../nbs/aliases.ipynb #1368efc3
 def known(key: str) -> bool:
     """Whether a word is one of TRL's settings, whatever it means."""
-    return key in NEEDLESS or key in CONVERTED or key in BY_METHOD or bool(elsewhere(key))
+    return key in trl_words("needless") or key in CONVERTED or key in BY_METHOD or bool(elsewhere(key))
 
 
 def elsewhere(key: str) -> str:
     """What a key that doesn't exist here means in TRL, and what to write: one sentence, or "" for a word that isn't TRL's."""
-    if key in EXPLAINED:
-        return f"In TRL that's {EXPLAINED[key]}."
+    if key in trl_words("explained"):
+        return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
         return f"In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, generate, continuous); leave {key} out."
     if key.startswith("dataloader_"):
         return f"In TRL that's a setting of its data loader: here rows are tokenized before the run, and nothing waits for them; leave {key} out."
-    same = SAME.get(key)
+    same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
 
 # %% ../nbs/aliases.ipynb #f3ab4b26
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:
     """The settings that a foreign key and its value stand for, by dotted name; None where it stands for none of this config's."""
     found: dict[str, Any] | None = None
-    if key in SAME:
+    if key in trl_words("same"):
         plain = value is None or isinstance(value, str | int | float)
-        found = {SAME[key]: VALUES.get((key, value), value) if plain else value}
+        found = {trl_words("same")[key]: VALUES.get((key, value), value) if plain else value}
     elif key in BY_METHOD:
         found = next((what(value) for theirs, what in BY_METHOD[key] if has(theirs)), None)
     elif key in CONVERTED and not (key in ONE_UPDATE_A_STEP and has("sampling")):
         found = CONVERTED[key](value)
-    if found is None and any(type(value) is type(x) and value == x for x in NEEDLESS.get(key, ())):
+    if found is None and any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ())):
         found = {}
     if found is None or all(map(has, found)):
         return found
@@ -389,70 +225,6 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
     return out
 
 # %% ../nbs/aliases.ipynb #a51f0e02
-_REWARDS_HOME = "rlhf_nb.rewards.answers"
-_TEMPLATE = "write rows of messages as they are, every trainer applies the tokenizer's template (set_chat_template of rlhf_nb.data.templates gives it one)"
-_ROWS = "every trainer reads rows in any of these formats; for your own code there is to_rows(rows, 'preference') of rlhf_nb.data.formats"
-_PICTURES = "pictures are not learnt from here"
-_JUDGE = (
-    "EndpointJudge(url=..., model=...) asks a server, ModelJudge(model, tokenizer) a model, FunctionJudge(f) a function"
-)
-NAMES: dict[str, str] = {
-    "ORPOTrainer": "DPOTrainer with DPOConfig(loss='orpo')", "ORPOConfig": "DPOConfig(loss='orpo')",
-    "CPOTrainer": "DPOTrainer with DPOConfig(loss='cpo') or DPOConfig(loss='simpo')",
-    "CPOConfig": "DPOConfig(loss='cpo'); loss_type='simpo' is DPOConfig(loss='simpo')",
-    "SimPOTrainer": "DPOTrainer with DPOConfig(loss='simpo')", "SimPOConfig": "DPOConfig(loss='simpo')",
-    "BCOTrainer": "KTOTrainer with KTOConfig(loss='bco')", "BCOConfig": "KTOConfig(loss='bco')",
-    "NashMDTrainer": "OnlineDPOTrainer with OnlineDPOConfig(loss='nash_md', mixture=0.5)",
-    "NashMDConfig": "OnlineDPOConfig(loss='nash_md', mixture=0.5)",
-    "XPOTrainer": "OnlineDPOTrainer with OnlineDPOConfig(opponent='reference', xpo_alpha=1e-5)",
-    "XPOConfig": "OnlineDPOConfig(opponent='reference', xpo_alpha=1e-5)",
-    "GKDTrainer": "DistillTrainer of rlhf_nb.train.distill, with DistillConfig(teacher=FOLDER)",
-    "GKDConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "GOLDTrainer": "DistillTrainer of rlhf_nb.train.distill, for a teacher with the same tokenizer",
-    "DistillationTrainer": "DistillTrainer of rlhf_nb.train.distill, with DistillConfig(teacher=FOLDER)",
-    "DistillationConfig": "DistillConfig(teacher=FOLDER) of rlhf_nb.train.distill", "IterativeSFTConfig": "RAFTConfig of rlhf_nb.train.raft",
-    "IterativeSFTTrainer": "RAFTTrainer of rlhf_nb.train.raft, or SFTTrainer", "PRMTrainer": "ProcessTrainer", "PRMConfig": "ProcessConfig, where step_separator is boundary.separator",
-    "AlignPropTrainer": _PICTURES, "DDPOTrainer": _PICTURES, "AlignPropConfig": _PICTURES, "DDPOConfig": _PICTURES,
-    "ScriptArguments": "the data stand in the config: DPOConfig(dataset_name=FILE), or data.path=FILE in a file",
-    "TrlParser": "SFTConfig.load('run.yaml', ['learning_rate=1e-5']), or the command line: rlhf-nb sft --config run.yaml learning_rate=1e-5",
-    "HfArgumentParser": "SFTConfig.load('run.yaml', ['learning_rate=1e-5'])",
-    "get_peft_config": "SFTConfig(model={'lora': {'r': 16}}), or peft_config=LoraConfig(...) for the trainer",
-    "get_quantization_config": "SFTConfig(model={'lora': {'quantize_4bit': True}})", "get_kbit_device_map": "SFTConfig(device='cuda:0'); 'auto' finds it",
-    "AutoModelForCausalLMWithValueHead": "PPOTrainer makes the critic itself: PPOConfig(critic='separate'), 'shared' (a head on the policy) or 'hydra'; on its own: ValueModel.from_policy(model)",
-    "AutoModelForSeq2SeqLMWithValueHead": "only decoders are trained here: PPOConfig(critic='shared')",
-    "create_reference_model": "the reference is made by the trainer, which takes ref_model=None too; DPOConfig(reference_model=FOLDER) names another",
-    "DataCollatorForCompletionOnlyLM": "DataConfig(completion_only=True), which is the default, with rows of messages or prompt and completion",
-    "DataCollatorForLanguageModeling": "rows of text, and SFTConfig(data={'completion_only': False}) where prompts count, too",
-    "DataCollatorForPreference": "pairs are batched by DPOTrainer itself", "ConstantLengthDataset": "rows as they are; rows of like length share a forward",
-    "pack_dataset": "rows as they are; rows of like length share a forward", "truncate_dataset": "DataConfig(max_length=1024) cuts rows",
-    "setup_chat_format": "set_chat_template(tokenizer) of rlhf_nb.data.templates", "clone_chat_template": "SFTConfig(model={'chat_template': FILE}), or set_chat_template(tokenizer, text) of rlhf_nb.data.templates",
-    "apply_chat_template": _TEMPLATE, "maybe_apply_chat_template": _TEMPLATE, "maybe_convert_to_chatml": _TEMPLATE,
-    "is_conversational": "format_of(row) of rlhf_nb.data.formats says what a row is",
-    "extract_prompt": _ROWS, "maybe_extract_prompt": _ROWS, "prepare_preference_dataset": _ROWS,
-    "unpair_preference_dataset": "to_unpaired(rows) of rlhf_nb.data.convert; KTOTrainer takes pairs apart by itself",
-    "maybe_unpair_preference_dataset": "to_unpaired(rows) of rlhf_nb.data.convert; KTOTrainer takes pairs apart by itself",
-    "PairRMJudge": _JUDGE, "HfPairwiseJudge": _JUDGE, "OpenAIPairwiseJudge": _JUDGE, "BasePairwiseJudge": _JUDGE, "BaseJudge": _JUDGE, "BaseRankJudge": _JUDGE,
-    "RichProgressCallback": "progress is shown anyway (SFTConfig(console=False) switches it off), and Dashboard('runs/sft') shows a run in a notebook",
-    "LogCompletionsCallback": "answers of each step are in samples.jsonl: GRPOConfig(samples_per_step=2)",
-    "WinRateCallback": "GRPOConfig(eval={'judges': [...]}) lets a judge compare at evaluations; win_rate(...) does it on its own",
-    "SyncRefModelCallback": "DPOConfig(reference='moving', sync_every=512, sync_mixup=0.6)",
-    "BEMACallback": "DPOConfig(reference='moving', sync_every=512, sync_mixup=0.6) moves the reference; the policy itself isn't averaged",
-    "MergeModelCallback": "trainer.save_model(folder) merges adapters; rlhf-nb merge A B -o OUT mixes models of different runs",
-    "WeaveCallback": "TrainConfig(trackers=['wandb']) reports the numbers, samples.jsonl has the answers",
-    "TextEnvironment": "an answer is written in one go; a reward function may run an environment on it", "TextHistory": "answers are in samples.jsonl",
-    "get_dataset": "SFTConfig(data={'mix': [{'path': FILE, 'weight': 1.0}]})", "DatasetMixtureConfig": "DataConfig(mix=[{'path': FILE, 'weight': 1.0}])",
-    "get_training_chat_template": "set_chat_template(tokenizer, text) of rlhf_nb.data.templates; masks are found in any template",
-    "AllTrueJudge": _JUDGE, "BaseBinaryJudge": _JUDGE, "pack_examples": "rows as they are; rows of like length share a forward",
-    "FDivergenceType": "DPOConfig(divergence='js_divergence')", "FDivergenceConstants": "DPOConfig(divergence='alpha_divergence', alpha=0.5)",
-    "get_cosine_scaled_reward": "a function of your own, f(prompts, completions, **columns), which may look at lengths",
-    "BestOfNSampler": "draw(model, tokenizer, prompts, n=8) and a reward; RAFTTrainer of rlhf_nb.train.raft learns from the best of n",
-    "accuracy_reward": f"GRPOConfig(rewards=[{{'verify': 'number'}}]), or Number() of {_REWARDS_HOME}",
-    "reasoning_accuracy_reward": f"GRPOConfig(rewards=[{{'verify': 'number'}}]), or Number() of {_REWARDS_HOME}",
-    "think_format_reward": "GRPOConfig(rewards=[{'verify': 'think'}]), or ThinkFormat() of rlhf_nb.rewards.formats",
-    "get_soft_overlong_punishment": "GRPOConfig(overlong_buffer=16), or an entry {'verify': 'length', 'max_length': 256, 'cache': 64} of rewards",
-    "get_repetition_penalty_reward": "GRPOConfig(rewards=[{'verify': 'repetition'}])",
-}  # fmt: skip
-
-
 def instead_of(name: str, package: str = "rlhf_nb") -> str:
     """What to write for a name of TRL's: one sentence, or "" for a name that isn't TRL's.
 
@@ -460,4 +232,5 @@ def instead_of(name: str, package: str = "rlhf_nb") -> str:
         name: that somebody wants to import.
         package: from where.
     """
-    return f"{package} has no {name}, which is TRL's. Here: {NAMES[name]}." if name in NAMES else ""
+    here = trl_words("names").get(name)
+    return f"{package} has no {name}, which is TRL's. Here: {here}." if here else ""

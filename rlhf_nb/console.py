@@ -106,7 +106,8 @@ def again() -> str:
 
 # %% ../nbs/console.ipynb #a925c002
 def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[str]) -> list[str]:
-    """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no setting stays.
+    """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no
+    setting stays.
 
     Args:
         config: of the method.

@@ -13,12 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .aliases import SAME, elsewhere, translate
+from .aliases import elsewhere, translate, trl_words
 from .core import ConfigError, check_choice, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['read_config_file', 'merge', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option', 'StrictConfig']
+__all__ = ['read_config_file', 'merge', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option',
+           'StrictConfig']
 
 # %% ../nbs/strict.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -267,7 +268,9 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)
     here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
-    trl = {} if above else {word: ours for word, ours in SAME.items() if ours in paths and word not in here}
+    trl = (
+        {} if above else {word: ours for word, ours in trl_words("same").items() if ours in paths and word not in here}
+    )
     by_last = {p.split(".")[-1]: p for p in paths}
     near = next((words[near] for words in (here | trl, by_last) if (near := suggest(bad, words))), None)
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."

@@ -18,9 +18,9 @@ from torch import Tensor
 from .core import DataError, RunError
 
 # %% auto #0
-__all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true',
-           'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
-           'Rollout', 'LossSum']
+__all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together',
+           'where_true', 'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch',
+           'PreferenceBatch', 'Rollout', 'LossSum']
 
 # %% ../nbs/types.ipynb #020a0002
 _KEPT = "_rlhf_nb_host"

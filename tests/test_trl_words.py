@@ -25,6 +25,7 @@ from rlhf_nb import (
     SFTConfig,
     SFTTrainer,
 )
+from rlhf_nb.aliases import trl_words
 from rlhf_nb.core import ConfigError, DataError, ModelError, RlhfError
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
@@ -280,3 +281,13 @@ def test_every_trainer_keeps_its_own_signature() -> None:
 def test_a_mistyped_word_of_trl_is_guessed() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'recompute'"):
         SFTConfig(gradient_checkpoint=True)
+
+
+def test_no_word_stands_twice_in_the_table() -> None:
+    """YAML would take the last one without a word."""
+    text = (Path(rlhf_nb.__file__).parent / "trl.yaml").read_text(encoding="utf-8")
+    for part in text.split("\n\n")[1:]:
+        lines = [line for line in part.splitlines()[1:] if line.startswith("  ")]
+        listed = [word for line in lines for word in line.strip().partition(":")[0].split(", ")]
+        assert len(listed) == len(set(listed)) > 0
+        assert set(listed) == set(trl_words(part.partition(":")[0]))

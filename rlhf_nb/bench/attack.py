@@ -27,8 +27,8 @@ from ..models.heads import RewardModel
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Change', 'sentences', 'usual_changes', 'stock_phrases', 'text_scorer', 'TokenSwaps', 'Finding', 'Validation',
-           'AdversarialValidator']
+__all__ = ['Change', 'sentences', 'usual_changes', 'stock_phrases', 'text_scorer', 'TokenSwaps', 'Finding',
+           'Validation', 'AdversarialValidator']
 
 # %% ../../nbs/bench/attack.ipynb #a4990007
 class Change(NamedTuple):

@@ -48,9 +48,9 @@ from ..types import Completions, Rollout
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name', 'evaluate_suite',
-           'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables',
-           'eval_command', 'compare_command']
+__all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
+           'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
+           'comparison_tables', 'eval_command', 'compare_command']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class _Judging(StrictConfig):

@@ -35,9 +35,9 @@ from ..untrusted import Unreadable, json_lines, json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite', 'load_suite', 'checks_rule',
-           'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work', 'choice_work',
-           'check_same', 'same_scoring', 'run_rows', 'replace_file']
+__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
+           'checks_rule', 'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work',
+           'choice_work', 'check_same', 'same_scoring', 'run_rows', 'replace_file']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):

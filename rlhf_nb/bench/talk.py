@@ -34,8 +34,8 @@ from ..types import PromptBatch
 from ..models.places import SHORT_NAMES, cache_folder, find_copy
 
 # %% auto #0
-__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings', 'sample_command',
-           'chat_command', 'get_command']
+__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings',
+           'sample_command', 'chat_command', 'get_command']
 
 # %% ../../nbs/bench/talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")

@@ -29,8 +29,8 @@ class DataWarning(UserWarning):
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
            'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
-           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt', 'to_format',
-           'format_of', 'whole_rows', 'to_rows']
+           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt',
+           'to_format', 'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first

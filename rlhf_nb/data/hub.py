@@ -19,7 +19,8 @@ from ..core import DataError
 from .formats import DataWarning, Row
 
 # %% auto #0
-__all__ = ['LARGE', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of', 'open_hub']
+__all__ = ['LARGE', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of',
+           'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:

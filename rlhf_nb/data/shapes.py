@@ -16,9 +16,9 @@ from ..core import DataError, check_choice, derive_seed
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'FORMATS', 'Term', 'read_role', 'Reading', 'DataNote',
-           'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table', 'shapes_of',
-           'recognise', 'read_as', 'note']
+__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'FORMATS', 'Term', 'read_role', 'Reading',
+           'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
+           'shapes_of', 'recognise', 'read_as', 'note']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class Term(NamedTuple):

@@ -23,7 +23,8 @@ __all__ = ['Beam']
 
 # %% ../../nbs/decode/beam.ipynb #5b3b3642
 class _Reader:
-    """Beginnings of one prompt and the logits after them; with a tape where the fast path knows the model, else each is read as a whole."""
+    """Beginnings of one prompt and the logits after them; with a tape where the fast path knows the model, else each is
+    read as a whole."""
 
     def __init__(self, model: Any, prompt: list[int], beams: int, new: int) -> None:
         self.model, self.prompt = model, prompt
@@ -74,11 +75,13 @@ class Beam(Decoder):
 
     @torch.inference_mode()
     def answer(self, model: nn.Module, request: Request) -> Rollout:
-        """See `Sampler`; nothing is drawn, so seeds change nothing. Log-probs are the policy's own; several answers are the best finds."""
+        """See `Sampler`; nothing is drawn, so seeds change nothing. Log-probs are the policy's own; several answers are
+        the best finds."""
         begin, bare, prompts, tokenizer = time.perf_counter(), unwrapped(model), request.prompts, request.tokenizer
         if request.num_samples > self.beams:
             raise ConfigError(
-                f"{self.name} finds {self.beams} answers to a prompt, and {request.num_samples} were asked for: raise beams."
+                f"{self.name} finds {self.beams} answers to a prompt, and {request.num_samples} were asked for: raise "
+                "beams."
             )
         check_request(bare, prompts, request.sampling, 1)
         stop, choose = request.ends(bare), request.choose(bare)

@@ -24,8 +24,9 @@ from ..rollout.sampler import eval_mode, sample
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'features_of', 'count_tokens', 'fill_up',
-           'Compressed', 'ContextCompressor', 'Missed', 'missed', 'fit_compressor', 'truncate', 'random_choice']
+__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'features_of', 'count_tokens',
+           'fill_up', 'Compressed', 'ContextCompressor', 'Missed', 'missed', 'fit_compressor', 'truncate',
+           'random_choice']
 
 # %% ../../nbs/decode/compress.ipynb #cf3a06a3
 class Unit(NamedTuple):
@@ -304,7 +305,8 @@ def fit_compressor(found: Sequence[Missed], ridge: float = 3.0) -> ContextCompre
     x = torch.cat([m.left_out for m in found])
     if len(x) <= x.shape[1]:
         raise DataError(
-            f"{len(x)} selections can't say what {x.shape[1]} features are worth: give more dialogues, or more selections of each."
+            f"{len(x)} selections can't say what {x.shape[1]} features are worth: give more dialogues, or more "
+            "selections of each."
         )
     y = torch.cat([m.kl / (m.kl.mean() + 0.02) for m in found])
     spread = x.std(0).clamp(min=1e-6)

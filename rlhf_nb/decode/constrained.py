@@ -101,7 +101,8 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
     given = {k: v for k, v in (("regex", regex), ("json_schema", json_schema), ("grammar", grammar)) if v is not None}
     if len(given) != 1:
         raise ConfigError(
-            f"an answer has one form, and {' and '.join(given) or 'none'} {'is' if len(given) < 2 else 'are'} given: name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark "
+            f"an answer has one form, and {' and '.join(given) or 'none'} {'is' if len(given) < 2 else 'are'} given: "
+            "name one of regex=PATTERN, json_schema=FILE.json, grammar=FILE.lark "
             "(on a command line --set json_schema=FILE.json)."
         )
     if regex is not None:
@@ -180,7 +181,8 @@ class Constrained(Decoder):
                 table = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
             except ValueError as e:
                 raise ConfigError(
-                    f"{self.name}: llguidance can't read this tokenizer ({_reason(str(e)).partition(': ')[0]}). Byte-level tokenizers of today's models work; "
+                    f"{self.name}: llguidance can't read this tokenizer ({_reason(str(e)).partition(': ')[0]}). "
+                    "Byte-level tokenizers of today's models work; "
                     "one that only has whole words, as the toy world's, can't write every form."
                 ) from e
             self._known = (key, _guide().LLMatcher(table, self.grammar, log_level=0), tokenizer)

@@ -83,7 +83,8 @@ class Decoder(Sampler):
         """
         if request.greedy:
             raise ConfigError(
-                f"{self.name} chooses among different draws, and the likeliest answer is always the same: leave greedy out."
+                f"{self.name} chooses among different draws, and the likeliest answer is always the same: leave greedy "
+                "out."
             )
 
 

@@ -79,7 +79,8 @@ class Mixed(Decoder):
         sizes = [len(m.get_input_embeddings().weight) for m in both]
         if sizes[0] != sizes[1]:
             raise ConfigError(
-                f"the policy has {sizes[0]} tokens and the other model {sizes[1]}: logits are mixed token by token, so both need one vocabulary."
+                f"the policy has {sizes[0]} tokens and the other model {sizes[1]}: logits are mixed token by token, so "
+                "both need one vocabulary."
             )
         choose = request.choose(both[0])
         nats: list[Tensor] = []

@@ -57,12 +57,14 @@ class DecoderConfig(StrictConfig):
 
     kind: str = option(
         "plain",
-        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, mcts; best_of_n:16 sets n, too",
+        "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, "
+        "guided, mcts; best_of_n:16 sets n, too",
     )
     n: int = option(16, "draws for each answer (rejection: at most)", ge=1)
     reward: Any = Field(
         default=None,
-        description="what draws are chosen by: folder of a reward model, or an entry as in rewards; null in training: the run's own",
+        description="what draws are chosen by: folder of a reward model, or an entry as in rewards; null in training: "
+        "the run's own",
     )
     tau: float = option(1.0, "of soft_best_of_n: small is greedy, large is random; in units of reward", gt=0)
     threshold: float | None = option(None, "of rejection: least reward of an answer")
@@ -74,7 +76,8 @@ class DecoderConfig(StrictConfig):
     )
     draft: str = option(
         "look-up",
-        "of speculative: look-up, folder or name of a smaller model with the same vocabulary, or reference: the policy without its adapters",
+        "of speculative: look-up, folder or name of a smaller model with the same vocabulary, or reference: the policy "
+        "without its adapters",
     )
     ahead: int = option(16, "of speculative: most tokens of a proposal", ge=1)
     most_rows: int = option(4, "of speculative: with more answers at once it is plain", ge=1)
@@ -152,11 +155,13 @@ class DecoderConfig(StrictConfig):
             raise ValueError(f"diversity is for best_of_n, and kind is {self.kind}: leave it out.")
         if self.kind == "constrained" and (not self.formed or self.regex == ""):
             raise ValueError(
-                "decoder constrained needs a form: constrained:PATTERN, or json_schema=FILE.json, or grammar=FILE.lark (on a command line --set json_schema=FILE.json)."
+                "decoder constrained needs a form: constrained:PATTERN, or json_schema=FILE.json, or grammar=FILE.lark "
+                "(on a command line --set json_schema=FILE.json)."
             )
         if self.formed and self.kind not in _DRAWING and self.kind != "constrained":
             raise ValueError(
-                f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), and kind is {self.kind}."
+                f"regex, json_schema and grammar are for constrained and for kinds that draw ({', '.join(_DRAWING)}), "
+                f"and kind is {self.kind}."
             )
         if self.stop and self.kind in ("beam", "guided", "mcts"):
             raise ValueError(
@@ -206,7 +211,8 @@ def _mixed(config: DecoderConfig, other: Any) -> Mixed:
     """The policy and a second model."""
     if other is None:
         raise ConfigError(
-            f"decoder {config.kind} needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER)."
+            f"decoder {config.kind} needs a second model: other=FOLDER or a name (on a command line --set "
+            "other=FOLDER)."
         )
     return Mixed(other, config.weight) if config.kind == "mixture" else Mixed(other, -config.weight, config.plausible)
 
@@ -229,7 +235,8 @@ def make_decoder(
     kind, stops = config.kind, parse_stops(config.stop)
     if KINDS[kind].rewarded and reward is None:
         raise ConfigError(
-            f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in settings: decoder.reward=FOLDER), "
+            f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in "
+            "settings: decoder.reward=FOLDER), "
             "or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'."
         )
     if kind in _DRAWING:
@@ -237,7 +244,8 @@ def make_decoder(
     if kind in ("guided", "mcts"):
         if scorer is None:
             raise ConfigError(
-                f"decoder {kind} needs somebody who judges half an answer: critic=FOLDER, such as runs/ppo/model/critic (on a command line --set critic=FOLDER)."
+                f"decoder {kind} needs somebody who judges half an answer: critic=FOLDER, such as "
+                "runs/ppo/model/critic (on a command line --set critic=FOLDER)."
             )
         if kind == "guided":
             return Guided(scorer, config.branch, config.beams, config.block, reward)

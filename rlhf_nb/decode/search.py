@@ -32,7 +32,8 @@ def critic_scorer(critic: Any) -> Scorer:
     """A critic as a scorer: the value of the state that an answer has reached.
 
     Args:
-        critic: a ValueModel, or anything else whose `values` gives [B, C], the value *before* each token of a completion.
+        critic: a ValueModel, or anything else whose `values` gives [B, C], the value *before* each token of a
+            completion.
     """
 
     @torch.no_grad()
@@ -130,7 +131,8 @@ class Guided(Decoder):
                 "min_new_tokens": max(0, min(self.block, sampling.min_new_tokens - done)),
             }
             ids, logps, lens, ended = sample_tokens(
-                model, PromptBatch.from_lists([[*ids_of[i], *a] for i, a, _ in open_]), sampling.model_copy(update=how), eos=stop, pad=pad,
+                model, PromptBatch.from_lists([[*ids_of[i], *a] for i, a, _ in open_]), sampling.model_copy(update=how),
+                eos=stop, pad=pad,
                 seed=derive_seed(request.seed, "block", done), step=request.step, num_samples=self.branch,
             )  # fmt: skip
             tokens += int(lens.sum())
@@ -233,7 +235,8 @@ class MCTS(Decoder):
         c_puct: weight of the prior.
         reward: for finished answers; None: the scorer's opinion before the last token.
 
-    Source: Liu et al., arXiv 2309.15028 (PPO-MCTS); the stretched mean: Schrittwieser et al., arXiv 1911.08265, appendix B.
+    Source: Liu et al., arXiv 2309.15028 (PPO-MCTS); the stretched mean: Schrittwieser et al., arXiv 1911.08265,
+        appendix B.
     """
 
     def __init__(
@@ -253,7 +256,8 @@ class MCTS(Decoder):
         begin, bare, prompts, tokenizer = time.perf_counter(), unwrapped(model), request.prompts, request.tokenizer
         if request.num_samples > 1:
             raise ConfigError(
-                f"{self.name} finds one answer to a prompt, and {request.num_samples} were asked for: all would be the same."
+                f"{self.name} finds one answer to a prompt, and {request.num_samples} were asked for: all would be the "
+                "same."
             )
         check_request(bare, prompts, request.sampling, 1)
         choose, new, ids_of = request.choose(bare), request.sampling.max_new_tokens, prompts.token_lists()
@@ -275,7 +279,8 @@ class MCTS(Decoder):
         return r
 
     def _simulate(
-        self, model: Any, prompts: PromptBatch, asked: list[list[int]], trees: list[Tree], live: list[int], choose: Chooser, ends: set[int],
+        self, model: Any, prompts: PromptBatch, asked: list[list[int]], trees: list[Tree], live: list[int],
+        choose: Chooser, ends: set[int],
         finals: _Finals, new: int,
     ) -> int:  # fmt: skip
         """One walk in each tree; returns how many beginnings were opened."""

@@ -56,7 +56,8 @@ class Tape:
         return torch.zeros(shape, dtype=d.cached, device=self.device)
 
     def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
-        """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that follow."""
+        """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that
+        follow."""
         known: dict[tuple[int, ...], list[int]] = {}
         for row, text in enumerate(texts):
             known.setdefault(tuple(text), []).append(row)
@@ -321,11 +322,13 @@ class Pace:
 class Speculative(Decoder):
     """The policy's own answers through a draft: the same distribution (with a look-up, the same tokens), fewer passes.
 
-    Where the fast path doesn't know the model, or more rows are asked for at once than `most_rows` (a full batch is the better use of
+    Where the fast path doesn't know the model, or more rows are asked for at once than `most_rows` (a full batch is the
+    better use of
     a pass), answers are drawn the plain way; `cost.gains` then says 1 token per pass.
 
     Args:
-        draft: "look-up", a smaller causal language model with the same vocabulary, or "reference": the policy with its adapters off.
+        draft: "look-up", a smaller causal language model with the same vocabulary, or "reference": the policy with its
+            adapters off.
         ahead: most tokens of a proposal.
         most_rows: most answers at work at the same time.
     """
@@ -401,14 +404,16 @@ class Speculative(Decoder):
         if self.draft == "reference":
             if not adapter_names(model):
                 raise ConfigError(
-                    "draft=reference is the policy with its adapters off, and this one has no adapters. Name another model, draft=FOLDER, or use draft=look-up."
+                    "draft=reference is the policy with its adapters off, and this one has no adapters. Name another "
+                    "model, draft=FOLDER, or use draft=look-up."
                 )
             return ModelDraft(model, sampling, stop, drawn, 1.0, lambda: using_adapter(model, None)), accept
         both: tuple[Any, Any] = (model, unwrapped(self.draft))
         sizes = [len(m.get_input_embeddings().weight) for m in both]
         if sizes[0] != sizes[1]:
             raise ConfigError(
-                f"the policy has {sizes[0]} tokens and the draft {sizes[1]}: a draft needs the policy's own vocabulary. Use draft=look-up, or another model."
+                f"the policy has {sizes[0]} tokens and the draft {sizes[1]}: a draft needs the policy's own "
+                "vocabulary. Use draft=look-up, or another model."
             )
         price = sum(p.numel() for p in self.draft.parameters()) / sum(p.numel() for p in model.parameters())
         return ModelDraft(self.draft, sampling, stop, drawn, price), accept
@@ -424,7 +429,8 @@ class _Written:
 
 
 def _write(
-    model: Any, texts: list[list[int]], draft: Draft, choose: Chooser, numbers: Tensor | None, accept: Tensor | None, new: int, ahead: int
+    model: Any, texts: list[list[int]], draft: Draft, choose: Chooser, numbers: Tensor | None, accept: Tensor | None,
+    new: int, ahead: int
 ) -> _Written:  # fmt: skip
     """Let a draft propose and the policy check until every row has ended; `texts` grow."""
     rows, starts = len(texts), [len(t) for t in texts]
@@ -448,10 +454,12 @@ def _write(
 
 
 def _check(
-    texts: list[list[int]], starts: list[int], logps: list[list[Tensor]], tape: Tape, lines: Tensor, work: list[Proposal], choose: Chooser,
+    texts: list[list[int]], starts: list[int], logps: list[list[Tensor]], tape: Tape, lines: Tensor,
+    work: list[Proposal], choose: Chooser,
     numbers: Tensor | None, accept: Tensor | None, new: int, paces: list[Pace], out: _Written,
 ) -> list[int]:  # fmt: skip
-    """Append to each row what the policy makes of its proposal, and one token of its own; returns the rows that go on."""
+    """Append to each row what the policy makes of its proposal, and one token of its own; returns the rows that go
+    on."""
     each = [
         (n, j, p.row, len(texts[p.row]) - starts[p.row] + j)
         for n, p in enumerate(work)

@@ -56,7 +56,8 @@ def _after_json(text: str) -> int | None:
 
 
 def _after_sentences(text: str, n: int) -> int | None:
-    """Where the n-th sentence ends: . ! ? and the quotes and brackets behind it, before a blank; pieces without a letter (1.) don't count."""
+    """Where the n-th sentence ends: . ! ? and the quotes and brackets behind it, before a blank; pieces without a
+    letter (1.) don't count."""
     begin = 0
     for match in _SENTENCE.finditer(text):
         n -= any(c.isalpha() for c in text[begin : match.start()])
@@ -210,7 +211,8 @@ def cut_rollout(r: Rollout, stops: Stops, tokenizer: Any) -> tuple[Rollout, Tens
     logps = None if r.rollout_logps is None else r.rollout_logps[:, :width].masked_fill(~kept, 0.0)
     cut = replace(
         r, completion_ids=r.completion_ids[:, :width].masked_fill(~kept, pad_id(tokenizer)), completion_mask=kept,
-        completion_lens=torch.tensor(lens, device=device), finished=r.finished | stopped, texts=texts, rollout_logps=logps,
+        completion_lens=torch.tensor(lens, device=device), finished=r.finished | stopped, texts=texts,
+        rollout_logps=logps,
     )  # fmt: skip
     return cut, stopped
 

@@ -41,7 +41,8 @@ def named_reward(said: str | None, source: Source) -> Score | None:
     entry = parse_overrides([f"reward={said}"])["reward"]
     if not isinstance(entry, (str, dict)):
         raise ConfigError(
-            f"--reward is {said!r}: name the folder of a reward model, or an entry such as '{{file: rewards.py, fn: NAME}}'."
+            f"--reward is {said!r}: name the folder of a reward model, or an entry such as '{{file: rewards.py, fn: "
+            f"NAME}}'."
         )
     return scorer(
         [RewardEntry.model_validate({"model": entry} if isinstance(entry, str) else entry)],
@@ -58,12 +59,16 @@ def export_command(
     model: str = typer.Argument(..., help="directory of a model or adapter, or short name (smollm2, ...)"),
     to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(FORMATS)),
     out: Path = _Out,
-    on: str = typer.Option(None, "--on", metavar="FILE", help="held-out prompts that the price is measured on; default: a few that come with the package"),
+    on: str = typer.Option(None, "--on", metavar="FILE", help="held-out prompts that the price is measured on; "
+        "default: a few that come with the package"),
     limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
     answer_tokens: int = typer.Option(32, "--answer-tokens", min=1, help="longest answer that is compared"),
-    reward: str = typer.Option(None, "--reward", help="what may be lost: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"),
-    max_kl: float = typer.Option(None, "--max-kl", min=0.0, help="largest KL(model ‖ copy) that is kept, nats a token; default: " + _BOUNDS),
-    max_lost: float = typer.Option(None, "--max-lost", help="largest loss of reward that is kept, in its own units; default: any"),
+    reward: str = typer.Option(None, "--reward", help="what may be lost: folder of a reward model, or an entry such as "
+        "'{file: rewards.py, fn: NAME}'"),
+    max_kl: float = typer.Option(None, "--max-kl", min=0.0, help="largest KL(model ‖ copy) that is kept, nats a token; "
+        "default: " + _BOUNDS),
+    max_lost: float = typer.Option(None, "--max-lost", help="largest loss of reward that is kept, in its own units; "
+        "default: any"),
     force: bool = typer.Option(False, "--force", help="keep a copy that is beyond a bound"),
     dtype: str = typer.Option("auto", "--dtype", help="of safetensors: auto (as it is), fp32, bf16, fp16"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="of safetensors: largest file of weights"),
@@ -82,13 +87,16 @@ def export_command(
             raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
         source = Source(model)
         done = export_model(
-            source, name, out, on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source), max_kl=max_kl, max_lost=max_lost,
-            force=force, overwrite=overwrite, dtype=None if dtype == "auto" else DTYPES[dtype], shard_bytes=size_of(shard_size),
+            source, name, out, on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
+            max_kl=max_kl, max_lost=max_lost,
+            force=force, overwrite=overwrite, dtype=None if dtype == "auto" else DTYPES[dtype],
+            shard_bytes=size_of(shard_size),
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")
         tell(
-            f"{done.folder}: {model} as {name}, {done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB).",
+            f"{done.folder}: {model} as {name}, {done.bytes / 1e6:,.1f} MB (weights of the model: "
+            f"{done.source_bytes / 1e6:,.1f} MB).",
             err=False,
         )
         tell(f"{done.price}.", err=False)

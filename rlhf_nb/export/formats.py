@@ -26,8 +26,8 @@ from ..untrusted import Unreadable, json_value
 RECORD = "export.json"
 
 # %% auto #0
-__all__ = ['RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported', 'earlier_files',
-           'check_target', 'export_model', 'readme']
+__all__ = ['RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
+           'earlier_files', 'check_target', 'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
 class Format(NamedTuple):
@@ -99,12 +99,18 @@ FORMATS = {
         _opened_program,
     ),
 }
-OTHER_NAMES = {"gguf": "gguf-f16", "f16": "gguf-f16", "q8_0": "gguf-q8_0", "q4_0": "gguf-q4_0", "q4_k_m": "gguf-q4_k_m", "int8": "onnx-int8", "pt2": "program", "torch.export": "program", "torch-export": "program", "torch_export": "program"}  # fmt: skip
+OTHER_NAMES = {
+    "gguf": "gguf-f16", "f16": "gguf-f16", "q8_0": "gguf-q8_0", "q4_0": "gguf-q4_0", "q4_k_m": "gguf-q4_k_m",
+    "int8": "onnx-int8", "pt2": "program", "torch.export": "program", "torch-export": "program",
+    "torch_export": "program",
+}  # fmt: skip
 
 # %% ../../nbs/export/formats.ipynb #a868009
 LEFT_OUT = {
-    "torchscript": "TorchScript is no longer developed, and a trace of a language model holds for one length only. PyTorch's successor is torch.export: --to program. For other programs: --to onnx.",
-    "tensorrt": "a TensorRT engine is built for one GPU and one version, on the machine where it will run, so it can be neither written nor measured here. TensorRT reads --to onnx, TensorRT-LLM --to safetensors.",
+    "torchscript": "TorchScript is no longer developed, and a trace of a language model holds for one length only. "
+    "PyTorch's successor is torch.export: --to program. For other programs: --to onnx.",
+    "tensorrt": "a TensorRT engine is built for one GPU and one version, on the machine where it will run, so it can "
+    "be neither written nor measured here. TensorRT reads --to onnx, TensorRT-LLM --to safetensors.",
 }
 
 
@@ -171,7 +177,8 @@ def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> Non
     """
     if out.resolve() in (source.tensors.own.resolve(), source.tensors.folder.resolve()):
         raise RunError(
-            f"{str(out)!r} is the model itself, and would be overwritten while it is read: name another folder with --out."
+            f"{str(out)!r} is the model itself, and would be overwritten while it is read: name another folder with "
+            "--out."
         )
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is a file, and an export is a folder: name another one with --out.")
@@ -179,7 +186,8 @@ def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> Non
     broken = [p for p in inside if p.name.startswith(".saving-")]
     if broken and not overwrite:
         raise RunError(
-            f"{str(out)!r} holds {broken[0].name}, which an export that was killed has left, or one that still runs needs: "
+            f"{str(out)!r} holds {broken[0].name}, which an export that was killed has left, or one that still runs "
+            "needs: "
             "add --overwrite if none runs, or name another folder with --out."
         )
     if len(inside) > len(broken):
@@ -193,7 +201,8 @@ def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> Non
     free = shutil.disk_usage(there).free
     if needed > free:
         raise RunError(
-            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f} MB free. Make room, or name a folder on another disk with --out."
+            f"the export needs about {needed / 1e6:,.0f} MB, and {str(there)!r} has {free / 1e6:,.0f} MB free. Make "
+            "room, or name a folder on another disk with --out."
         )
 
 
@@ -214,7 +223,8 @@ def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
 
 
 def export_model(
-    source: Source, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32, score: Score | None = None,
+    source: Source, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
+    score: Score | None = None,
     max_kl: float | None = None, max_lost: float | None = None, force: bool = False, overwrite: bool = False,
     dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Exported:  # fmt: skip
@@ -255,14 +265,16 @@ def export_model(
             notes = form.write(source, folder)
         copy = form.open(folder, source)
         price = measure(
-            forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens, score=score,
+            forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
+            score=score,
             measured_by=copy.by, timed=copy.timed,
         )  # fmt: skip
         del copy
         dear = too_dear(price, form.bound if max_kl is None else max_kl, max_lost)
         if dear and not force:
             raise RunError(
-                f"{to} of {told_place(source.place)} isn't kept: {'; '.join(dear)}. Another format may cost less; --force keeps it all the same. Nothing was left in {str(out)!r}."
+                f"{to} of {told_place(source.place)} isn't kept: {'; '.join(dear)}. Another format may cost less; "
+                f"--force keeps it all the same. Nothing was left in {str(out)!r}."
             )
         files = {p.name: p for p in sorted(folder.iterdir()) if p.is_file()}
         size = sum(p.stat().st_size for p in files.values())
@@ -311,16 +323,22 @@ def readme(done: Exported, source: Source, files: list[str]) -> str:
     """
     p, main = done.price, max(files, key=lambda n: (n.startswith("model"), n))
     rows = [
-        ("KL from the model, nats a token", f"{p.kl:.2g} [{p.kl_low:.2g}, {p.kl_high:.2g}]"), ("top-1 agreement", f"{p.top1:.1%}"),
-        ("the same greedy answer", f"{p.same_answers:.0%} of {p.prompts} prompts"), ("size", f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"),
-        *(("tokens/s", f"{p.tokens_per_second:.1f} (the model in PyTorch: {p.full_tokens_per_second:.1f})") for _ in range(p.tokens_per_second is not None)),
-        *((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]") for k, r in p.rewards.items()),
-    ]  # fmt: skip
+        ("KL from the model, nats a token", f"{p.kl:.2g} [{p.kl_low:.2g}, {p.kl_high:.2g}]"),
+        ("top-1 agreement", f"{p.top1:.1%}"),
+        ("the same greedy answer", f"{p.same_answers:.0%} of {p.prompts} prompts"),
+        ("size", f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"),
+    ]
+    if p.tokens_per_second is not None:
+        speed = f"{p.tokens_per_second:.1f} (the model in PyTorch: {p.full_tokens_per_second:.1f})"
+        rows.append(("tokens/s", speed))
+    for k, r in p.rewards.items():
+        rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
     use = USE.get(done.format.split("-")[0], "").replace("FILE", main)
-    return "\n".join(
-        [
-            f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {' '.join(f'Note: {n}.' for n in done.notes)}".strip(), "",
-            "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-            f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{RECORD}`.", *(["", f"Use: `{use}`"] if use else []), "",
-        ]
-    )  # fmt: skip
+    notes = " ".join(f"Note: {n}." for n in done.notes)
+    lines = [
+        f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {notes}".strip(), "",
+        "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
+        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{RECORD}`.",
+        *(["", f"Use: `{use}`"] if use else []), "",
+    ]  # fmt: skip
+    return "\n".join(lines)

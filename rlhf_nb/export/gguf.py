@@ -23,9 +23,12 @@ from ..models.merge import told_place
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Kind
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
-__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'Planned', 'plan_tensors', 'write_gguf',
-           'open_gguf']
+__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'Planned', 'plan_tensors',
+           'write_gguf', 'open_gguf']
 
 # %% ../../nbs/export/gguf.ipynb #a864009
 def neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -42,7 +45,7 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
 ARCHITECTURES = ("llama", "qwen2")
 
 
-def check_architecture(config: Any) -> str:
+def check_architecture(config: PreTrainedConfig) -> str:
     """The architecture's name in llama.cpp.
 
     Args:
@@ -54,11 +57,13 @@ def check_architecture(config: Any) -> str:
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"the model is a {kind}, and GGUF files are written here for {' and '.join(ARCHITECTURES)}. For others use llama.cpp's own converter on a safetensors export."
+            f"the model is a {kind}, and GGUF files are written here for {' and '.join(ARCHITECTURES)}. For others use "
+            "llama.cpp's own converter on a safetensors export."
         )
     rope = getattr(config, "rope_parameters", None) or {}
     plain = {
-        "attention_bias": (False, None), "mlp_bias": (False, None), "use_sliding_window": (False, None), "hidden_act": ("silu",),
+        "attention_bias": (False, None), "mlp_bias": (False, None), "use_sliding_window": (False, None), "hidden_act": (
+            "silu",),
         "pretraining_tp": (1, None),
     }  # fmt: skip
     wrong = {
@@ -69,7 +74,8 @@ def check_architecture(config: Any) -> str:
     if wrong:
         key, value = next(iter(wrong.items()))
         raise ModelError(
-            f"the model has {key}={value!r}, which a GGUF file written here can't say, so the copy would compute something else. Use llama.cpp's own converter on a safetensors export."
+            f"the model has {key}={value!r}, which a GGUF file written here can't say, so the copy would compute "
+            "something else. Use llama.cpp's own converter on a safetensors export."
         )
     return str(kind)
 
@@ -127,7 +133,8 @@ def plan_tensors(source: Source, wanted: str) -> dict[str, Planned]:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ModelError(
-                f"the tensor {name} has no name in a GGUF file of {config.model_type}: the model was changed, and the copy would lack it."
+                f"the tensor {name} has no name in a GGUF file of {config.model_type}: the model was changed, and the "
+                "copy would lack it."
             )
         heads = (
             {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name.split(".")[-2][:1])
@@ -206,7 +213,8 @@ def _stored(name: str, t: Planned, x: Any) -> Any:
         out = gguf.quants.quantize(x, t.kind) if _packed(t.kind) else x.astype(_NUMPY[t.kind.name])
     if not _packed(t.kind) and not np.isfinite(out).all():
         raise ModelError(
-            f"{name} holds {np.abs(x).max():.3g}, which {t.kind.name} can't hold or which isn't finite: the copy would answer nothing. Export to safetensors or onnx instead."
+            f"{name} holds {np.abs(x).max():.3g}, which {t.kind.name} can't hold or which isn't finite: the copy would "
+            "answer nothing. Export to safetensors or onnx instead."
         )
     return out
 

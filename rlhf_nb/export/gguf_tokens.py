@@ -83,16 +83,19 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     cuts = name_of_cuts(steps)
     if cuts is None:
         raise ModelError(
-            f"the tokenizer cuts texts by a rule that llama.cpp has no name for here ({_short(steps)}); written are {', '.join(CUTS)}. With another rule the file would read other tokens than the model learnt."
+            f"the tokenizer cuts texts by a rule that llama.cpp has no name for here ({_short(steps)}); written are "
+            f"{', '.join(CUTS)}. With another rule the file would read other tokens than the model learnt."
         )
     if bool(model.get("ignore_merges")) != (cuts == "llama-bpe"):
         raise ModelError(
-            f"the tokenizer's cuts are those of {cuts}, but it has ignore_merges={model.get('ignore_merges')}, and llama.cpp does otherwise under that name."
+            f"the tokenizer's cuts are those of {cuts}, but it has ignore_merges={model.get('ignore_merges')}, and "
+            "llama.cpp does otherwise under that name."
         )
     normalizer, notes = (core.get("normalizer") or {}).get("type"), list[str]()
     if normalizer not in (None, "NFC"):
         raise ModelError(
-            f"the tokenizer changes texts first ({normalizer}), and llama.cpp doesn't: the file would read other tokens than the model learnt."
+            f"the tokenizer changes texts first ({normalizer}), and llama.cpp doesn't: the file would read other "
+            "tokens than the model learnt."
         )
     if normalizer:
         notes.append(
@@ -102,8 +105,10 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     ids = {k: getattr(tokenizer, f"{k}_token_id") for k in ("bos", "eos", "pad", "unk")}
     begins = tokenizer("a").input_ids[:1]
     return Vocabulary(
-        cuts, tokens, kinds, [m if isinstance(m, str) else " ".join(m) for m in model["merges"]], {k: int(v) for k, v in ids.items() if v is not None},
-        tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id], getattr(tokenizer, "chat_template", None) or None, notes,
+        cuts, tokens, kinds, [m if isinstance(m, str) else " ".join(m) for m in model["merges"]], {k: int(v) for k,
+            v in ids.items() if v is not None},
+        tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id], getattr(tokenizer, "chat_template",
+            None) or None, notes,
     )  # fmt: skip
 
 
@@ -116,7 +121,8 @@ def _core(tokenizer: Any) -> dict[str, Any]:
     if kind != "BPE" or core["model"].get("byte_fallback"):
         what = "BPE with byte fallback (SentencePiece)" if kind == "BPE" else kind
         raise ModelError(
-            f"the tokenizer is {what}, and GGUF files are written here with byte-level BPE only ({', '.join(CUTS)}). Export to onnx, program or safetensors instead."
+            f"the tokenizer is {what}, and GGUF files are written here with byte-level BPE only ({', '.join(CUTS)}). "
+            "Export to onnx, program or safetensors instead."
         )
     return core
 
@@ -132,7 +138,8 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
     found = {i: text for text, i in tokenizer.get_vocab().items()}
     if max(found) >= rows:
         raise ModelError(
-            f"the tokenizer has the token {found[max(found)]!r} with id {max(found)}, and the model's embedding has {rows} rows: they don't belong together."
+            f"the tokenizer has the token {found[max(found)]!r} with id {max(found)}, and the model's embedding has "
+            f"{rows} rows: they don't belong together."
         )
     added = tokenizer.added_tokens_decoder
     tokens = [found.get(i, f"[PAD{i}]") for i in range(rows)]

@@ -46,7 +46,8 @@ def write_int8(source: Source, folder: Path) -> list[str]:
 
 @contextmanager
 def _own_log() -> Iterator[None]:
-    """Inside, a tool that tells each of its steps is silent; and it can't set up the program's log for all others, as it does when it is imported."""
+    """Inside, a tool that tells each of its steps is silent; and it can't set up the program's log for all others, as
+    it does when it is imported."""
     root = logging.getLogger()
     level, handlers, disabled = root.level, list(root.handlers), logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -81,7 +81,8 @@ def quantize(source: Path, target: Path, kind: str = "q4_k_m") -> None:
     """
     if not is_installed():
         raise ModelError(
-            f"{kind} is made by llama.cpp's own tool, which is not installed: {INSTALL}. Without it there are gguf-q8_0 and gguf-q4_0."
+            f"{kind} is made by llama.cpp's own tool, which is not installed: {INSTALL}. Without it there are "
+            "gguf-q8_0 and gguf-q4_0."
         )
     import llama_cpp
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ from .program import as_program, check_same, example, forward_of_cached, past_sh
 from .source import Opened, Source
 from ..models.shards import write_beside
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
 __all__ = ['past_names', 'check_packages', 'write_graph', 'write_onnx', 'session_of', 'open_onnx']
 
 # %% ../../nbs/export/onnx.ipynb #a866007
-def past_names(config: Any, prefix: str) -> list[str]:
+def past_names(config: PreTrainedConfig, prefix: str) -> list[str]:
     """What keys and values are called, layer by layer.
 
     Args:
@@ -39,7 +42,8 @@ def check_packages() -> None:
     missing = [p for p in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(p) is None]
     if missing:
         raise ModelError(
-            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install onnx onnxscript onnxruntime"
+            f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install "
+            "onnx onnxscript onnxruntime"
         )
 
 
@@ -76,7 +80,8 @@ def write_graph(source: Source, file: Path) -> None:
     with _quietly(), torch.no_grad():
         graph = torch.onnx.export(
             as_program(source.model), dynamo=True, verbose=False,
-            input_names=["input_ids", "attention_mask", *past_names(config, "past_key_values")], output_names=["logits", *past_names(config, "present")],
+            input_names=["input_ids", "attention_mask", *past_names(config, "past_key_values")],
+            output_names=["logits", *past_names(config, "present")],
         )  # fmt: skip
         assert graph is not None
         graph.save(file, external_data=4 * source.numbers > 1_500_000_000)
@@ -100,13 +105,16 @@ def write_onnx(source: Source, folder: Path) -> list[str]:
         apart = float((run(*whole)[0] - source.model(whole[0]).logits).abs().max())
     if not apart <= 1e-3:
         raise ModelError(
-            f"the ONNX file in onnxruntime doesn't begin a row as the model does: logits differ by {apart:.2g}. Export to safetensors or GGUF instead."
+            f"the ONNX file in onnxruntime doesn't begin a row as the model does: logits differ by {apart:.2g}. Export "
+            "to safetensors or GGUF instead."
         )
     write_beside(folder, source.tensors)
     return ["in fp32; past_key_values of length 0 begin a row"]
 
 # %% ../../nbs/export/onnx.ipynb #a866009
-def session_of(file: Path, config: Any) -> Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
+def session_of(
+    file: Path, config: PreTrainedConfig
+) -> Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
     """An ONNX file as a function of tokens, mask and past, computed by onnxruntime on the CPU.
 
     Args:
@@ -132,7 +140,7 @@ def session_of(file: Path, config: Any) -> Callable[[Tensor, Tensor, list[Tensor
     return run
 
 
-def open_onnx(folder: Path, config: Any) -> Opened:
+def open_onnx(folder: Path, config: PreTrainedConfig) -> Opened:
     """The ONNX file in a folder, ready to be asked.
 
     Args:

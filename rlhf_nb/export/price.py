@@ -21,12 +21,12 @@ from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
 # %% auto #0
-__all__ = ['Forward', 'HELD_OUT', 'Score', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in', 'held_out', 'Lost', 'Price',
-           'measure', 'too_dear']
+__all__ = ['Forward', 'HELD_OUT', 'Score', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in', 'held_out',
+           'Lost', 'Price', 'measure', 'too_dear']
 
 # %% ../../nbs/export/price.ipynb #a860007
 Forward = Callable[[Sequence[int], Any], tuple[Tensor, Any]]
-"""(ids, past) → logits [len(ids), V] in fp32 behind each of the ids, and the past with them; a past of None is the beginning."""
+# (ids, past) → logits [len(ids), V] in fp32 behind each of the ids, and the past with them; a past of None is the start
 
 
 def forward_of(model: Any) -> Forward:
@@ -75,7 +75,8 @@ def token_kl(full: Tensor, copy: Tensor) -> Tensor:
     """
     if full.shape != copy.shape:
         raise RunError(
-            f"the model has logits of shape {list(full.shape)} and its copy {list(copy.shape)}: they don't speak of the same tokens, and no KL can be formed."
+            f"the model has logits of shape {list(full.shape)} and its copy {list(copy.shape)}: they don't speak of "
+            "the same tokens, and no KL can be formed."
         )
     p, q = full.double().log_softmax(-1), copy.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
@@ -130,7 +131,8 @@ def built_in(tokenizer: Any) -> HeldOut:
         if _unknown(tokenizer, ids) <= 0.1:
             return HeldOut(name, list(prompts), ids, [None] * len(ids))
     raise ConfigError(
-        "the prompts that come with the package are in English, and this model's vocabulary lacks most of their words, so a price measured on them says nothing. "
+        "the prompts that come with the package are in English, and this model's vocabulary lacks most of their words, "
+        "so a price measured on them says nothing. "
         "Give prompts of its own: --on FILE."
     )
 
@@ -210,7 +212,8 @@ class Price:
             else f"; {self.tokens_per_second:.1f} tokens/s against {self.full_tokens_per_second:.1f} in PyTorch"
         )
         text = (
-            f"KL {self.kl:.2g} nats a token [{self.kl_low:.2g}, {self.kl_high:.2g}] (worst token {self.kl_worst:.2g}), top-1 agreement {self.top1:.1%}, "
+            f"KL {self.kl:.2g} nats a token [{self.kl_low:.2g}, {self.kl_high:.2g}] (worst token {self.kl_worst:.2g}), "
+            f"top-1 agreement {self.top1:.1%}, "
             f"the same greedy answer on {self.same_answers:.0%} of {self.prompts} prompts{speed}"
         )
         for name, r in self.rewards.items():
@@ -250,7 +253,8 @@ def _lost(score: Score, held: HeldOut, tokenizer: Any, full: _Answers, copy: _An
     for name in before:
         if not bool((before[name] - after[name]).isfinite().any()):
             raise DataError(
-                f"the reward {name} has no opinion on any of {len(held.prompts)} prompts in {held.name}: nothing can be lost. Does the file have the columns it reads?"
+                f"the reward {name} has no opinion on any of {len(held.prompts)} prompts in {held.name}: nothing can "
+                "be lost. Does the file have the columns it reads?"
             )
         gap: Estimate = mean_interval(before[name] - after[name])
         out[name] = Lost(float(before[name].nanmean()), float(after[name].nanmean()), gap.value, gap.low, gap.high)
@@ -258,7 +262,8 @@ def _lost(score: Score, held: HeldOut, tokenizer: Any, full: _Answers, copy: _An
 
 
 def measure(
-    full: Forward, copy: Forward, tokenizer: Any, held: HeldOut, *, eos: Collection[int], answer_tokens: int = 32, score: Score | None = None,
+    full: Forward, copy: Forward, tokenizer: Any, held: HeldOut, *, eos: Collection[int], answer_tokens: int = 32,
+    score: Score | None = None,
     measured_by: str = "PyTorch", timed: bool = True,
 ) -> Price:  # fmt: skip
     """What a copy of a model costs.
@@ -284,9 +289,12 @@ def measure(
     counts = [len(kl) for kl in found]
     mean = ratio_interval([float(kl.sum()) for kl in found], counts)
     return Price(
-        kl=mean.value, kl_low=max(mean.low, 0.0), kl_high=mean.high, kl_worst=float(torch.cat(found).max()), top1=same / sum(counts),
-        same_answers=sum(a == b for a, b in zip(before.ids, after.ids)) / len(before.ids), prompts=len(counts), tokens=sum(counts),
-        measured_on=held.name, measured_by=measured_by, tokens_per_second=after.speed if timed else None, full_tokens_per_second=before.speed,
+        kl=mean.value, kl_low=max(mean.low, 0.0), kl_high=mean.high, kl_worst=float(torch.cat(found).max()),
+        top1=same / sum(counts),
+        same_answers=sum(a == b for a, b in zip(before.ids, after.ids)) / len(before.ids), prompts=len(counts),
+        tokens=sum(counts),
+        measured_on=held.name, measured_by=measured_by, tokens_per_second=after.speed if timed else None,
+        full_tokens_per_second=before.speed,
         rewards=_lost(score, held, tokenizer, before, after) if score is not None else {},
     )  # fmt: skip
 
@@ -302,11 +310,13 @@ def too_dear(price: Price, max_kl: float, max_lost: float | None = None) -> list
     said = []
     if not price.kl <= max_kl:
         said.append(
-            f"its KL from the model is {price.kl:.2g} nats a token on {price.measured_on}, and the bound is {max_kl:g} (--max-kl)"
+            f"its KL from the model is {price.kl:.2g} nats a token on {price.measured_on}, and the bound is {max_kl:g} "
+            "(--max-kl)"
         )
     for name, r in price.rewards.items():
         if max_lost is not None and not r.lost <= max_lost:
             said.append(
-                f"it loses {r.lost:.3g} of the reward {name} ({r.full:.3g} → {r.copy:.3g}), and the bound is {max_lost:g} (--max-lost)"
+                f"it loses {r.lost:.3g} of the reward {name} ({r.full:.3g} → {r.copy:.3g}), and the bound is "
+                f"{max_lost:g} (--max-lost)"
             )
     return said

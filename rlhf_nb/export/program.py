@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from .price import Forward
 from .source import Opened, Source
 from ..models.shards import write_beside
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
-__all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program', 'forward_of_cached',
-           'open_program']
+__all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program',
+           'forward_of_cached', 'open_program']
 
 # %% ../../nbs/export/program.ipynb #a865007
 class Cached(nn.Module):
@@ -56,7 +59,7 @@ class Cached(nn.Module):
         return out.logits, [x for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-def past_shape(config: Any) -> tuple[int, int, int]:
+def past_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """How many tensors a past has, heads of keys, and a head's width.
 
     Args:
@@ -67,7 +70,9 @@ def past_shape(config: Any) -> tuple[int, int, int]:
     return 2 * config.num_hidden_layers, heads, width
 
 
-def example(config: Any, batch: int = 2, length: int = 3, before: int = 4) -> tuple[Tensor, Tensor, list[Tensor]]:
+def example(
+    config: PreTrainedConfig, batch: int = 2, length: int = 3, before: int = 4
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Inputs of the right shapes.
 
     Args:
@@ -109,7 +114,8 @@ def as_program(model: Any) -> Any:
     except Exception as e:  # whatever a model's code does that a graph can't say
         reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
         raise ModelError(
-            f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: {reason}). Export to safetensors or GGUF instead."
+            f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: "
+            f"{reason}). Export to safetensors or GGUF instead."
         ) from e
     check_same(model, program.module(), "the program")
     return program
@@ -135,7 +141,8 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
             worst = max(worst, float((plain(*inputs)[0] - other(*inputs)[0]).abs().max()))
     if not worst <= bound:
         raise ModelError(
-            f"{what} doesn't compute what the model does: logits differ by up to {worst:.2g}, and {bound:g} is allowed. Export to safetensors or GGUF instead."
+            f"{what} doesn't compute what the model does: logits differ by up to {worst:.2g}, and {bound:g} is "
+            "allowed. Export to safetensors or GGUF instead."
         )
     return worst
 
@@ -150,12 +157,13 @@ def write_program(source: Source, folder: Path) -> list[str]:
     torch.export.save(as_program(source.model), folder / "model.pt2")
     write_beside(folder, source.tensors)
     return [
-        "in fp32, for the CPU; torch.export.load(...).module() takes input_ids, attention_mask and a past whose first place the mask hides"
+        "in fp32, for the CPU; torch.export.load(...).module() takes input_ids, attention_mask and a past whose first "
+        "place the mask hides"
     ]
 
 
 def forward_of_cached(
-    run: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]], config: Any
+    run: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]], config: PreTrainedConfig
 ) -> Forward:
     """A function of tokens, mask and past as a `Forward`.
 
@@ -176,7 +184,7 @@ def forward_of_cached(
     return forward
 
 
-def open_program(folder: Path, config: Any) -> Opened:
+def open_program(folder: Path, config: PreTrainedConfig) -> Opened:
     """model.pt2, ready to be asked.
 
     Args:

@@ -42,7 +42,8 @@ class Source:
             or (self.tensors.own / "REWARD_MODEL.md").exists()
         ):
             raise ModelError(
-                f"{self.place!r} is a reward model, and what is exported here writes texts. Name the policy's directory."
+                f"{self.place!r} is a reward model, and what is exported here writes texts. Name the policy's "
+                "directory."
             )
 
     @cached_property

@@ -23,13 +23,14 @@ from ..types import host, sent_together
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED', 'ROUNDING',
-           'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'Shape', 'tags', 'flex_mask',
-           'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat']
+__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED',
+           'ROUNDING', 'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'Shape', 'tags',
+           'flex_mask', 'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat']
 
 # %% ../../nbs/fast/attention.ipynb #b40728bf
 def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention within each row; what comes last in a row is never seen by what comes before, so right padding needs no mask.
+    """Attention within each row; what comes last in a row is never seen by what comes before, so right padding needs no
+    mask.
 
     Args:
         q: [M, heads, D] queries of M = rows · length tokens; k, v: [M, kv_heads, D].
@@ -161,7 +162,8 @@ def branches_pay(branches: Branches, width: int) -> bool:
 
 # %% ../../nbs/fast/attention.ipynb #159f0002
 class Stretches(NamedTuple):
-    """Tokens that ask and tokens that are asked, stretch by stretch: the last of both are the same tokens, and nobody looks ahead."""
+    """Tokens that ask and tokens that are asked, stretch by stretch: the last of both are the same tokens, and nobody
+    looks ahead."""
 
     queries: Tensor  # int32[S + 1], where each stretch of queries begins; the last is M
     keys: Tensor  # int32[S + 1], the same of keys; the last is N
@@ -338,7 +340,8 @@ AUTO = ("varlen", "flash_attn", "efficient")  # what is tried where nothing was 
 
 # %% ../../nbs/fast/attention.ipynb #159f0014
 def asked_attention() -> str:
-    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "auto" (what nobody asks for), "rows" (padding and masks) or a kernel's name.
+    """How a GPU is to compute attention: `RLHF_NB_ATTENTION`, "auto" (what nobody asks for), "rows" (padding and masks)
+    or a kernel's name.
 
     Raises:
         ConfigError: it is something else.
@@ -374,7 +377,8 @@ def _learns(name: str, device: torch.device) -> bool:
 
 
 def difference(name: str, s: Shape) -> str:
-    """Why a kernel can't be used for a shape; "" where its numbers and gradients are those of masked attention, but for rounding.
+    """Why a kernel can't be used for a shape; "" where its numbers and gradients are those of masked attention, but for
+    rounding.
 
     Args:
         name: of KERNELS.
@@ -447,7 +451,8 @@ def flat_kernel(s: Shape) -> str | None:
 
 
 class Flat:
-    """Attention along the tokens of several rows, one after the other; gives None where its kernel fails, which is said once.
+    """Attention along the tokens of several rows, one after the other; gives None where its kernel fails, which is said
+    once.
 
     Args:
         name: as `flat_kernel` gives it; s: for the same shape.

@@ -88,7 +88,8 @@ def _gpt2_layer(block: Any, make: Make) -> Layer:
 
 # %% ../../nbs/fast/blocks.ipynb #8d5b6091
 def shape_of(body: nn.Module) -> Shape:
-    """What an attention kernel must know of a decoder: where and in which number format it computes, its heads and their size.
+    """What an attention kernel must know of a decoder: where and in which number format it computes, its heads and
+    their size.
 
     Args:
         body: transformers' decoder of a family that `can_run` knows.
@@ -129,7 +130,8 @@ class Blocks:
         self.norm = _norm(b.ln_f if self.learned_positions else b.norm, dtype)
 
     def embed(self, ids: Tensor, positions: Tensor, sparse: bool = False) -> Tensor:
-        """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one anyway."""
+        """[M, H]: what enters the first block; a sparse gradient saves a matrix where the head adds a dense one
+        anyway."""
         layer = self.body.wte if self.learned_positions else self.body.embed_tokens
         plain = sparse and type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq
         x: Tensor = F.embedding(ids, layer.weight, layer.padding_idx, sparse=True) if plain else layer(ids)
@@ -155,10 +157,12 @@ def decode_states(
         ids, positions: int64[R, L].
         mask: bool[R, 1, L, L], 1 = may look; None: causal, which is right where pads come last.
         wanted: int64[N], flat indices into R·L of tokens; None: all of them (of `real`).
-        real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None: all of them.
+        real: int64[M], flat indices of tokens that are no padding, ascending; only they go through the layers. None:
+            all of them.
         sparse: the embedding's gradient as a sparse tensor, to be added to a dense one of the same weight.
         branches: what `mask` says, as lengths; needs `real`. Then attention goes along them, without mask and padding.
-        again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed; None: all is kept.
+        again: called as again(module, f, ...) instead of f(...) for each layer, so that it may forget what f computed;
+            None: all is kept.
         flat: attention along the tokens of `real`; where it works, there is neither mask nor padding.
 
     Returns:

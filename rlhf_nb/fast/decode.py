@@ -20,20 +20,23 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run',
+           'decode']
 
 # %% ../../nbs/fast/decode.ipynb #f80a6664
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]
 
 
 def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> bool:
-    """Whether a decoder makes copies of its projections: small ones side by side; on a GPU, under autocast, any that each step would round anew.
+    """Whether a decoder makes copies of its projections: small ones side by side; on a GPU, under autocast, any that
+    each step would round anew.
 
     Args:
         weight: of the embedding, which says where the model is and in which number format.
         dtype: of products.
         size: numbers in the projections.
-        max_bytes: above it, copies are made only where they save the rounding. They take no more room than the gradients, which aren't there then.
+        max_bytes: above it, copies are made only where they save the rounding. They take no more room than the
+            gradients, which aren't there then.
     """
     rounded = weight.device.type == "cuda" and weight.dtype.itemsize > dtype.itemsize
     return rounded or size * dtype.itemsize <= max_bytes
@@ -44,9 +47,11 @@ class Decoder(Blocks):
 
     Args:
         model: one that `support.can_run` has nothing to say about (LoRA adapters inside are fine).
-        dtype: of projections; states, keys and values have the embedding's, except that a GPU keeps the cache in this one, too.
+        dtype: of projections; states, keys and values have the embedding's, except that a GPU keeps the cache in this
+            one, too.
         length: longest row, in tokens.
-        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called, but see `copied`.
+        max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called,
+            but see `copied`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
@@ -70,7 +75,8 @@ class Decoder(Blocks):
 
         Args:
             ids, positions: int64[M], the tokens of all rows flattened, and their positions in their rows.
-            attend: gets each block's queries, keys, values after rotation; stores what it wants and returns the mixture.
+            attend: gets each block's queries, keys, values after rotation; stores what it wants and returns the
+                mixture.
 
         Returns:
             [M, H], the last block's output before the final norm.
@@ -103,7 +109,8 @@ def prefill(decoder: Decoder, prompts: list[Tensor], max_tokens: int = 1024) -> 
         max_tokens: prompts are taken together up to this many tokens, padding included.
 
     Yields:
-        Keys and values of the next few prompts, [layers, 2, prompts, K, length of the longest, D], where each prompt ends in the
+        Keys and values of the next few prompts, [layers, 2, prompts, K, length of the longest, D], where each prompt
+        ends in the
         last column (and something finite stands before it), and the logits of the tokens that follow, [prompts, V].
     """
     while prompts:
@@ -131,7 +138,8 @@ def prefill(decoder: Decoder, prompts: list[Tensor], max_tokens: int = 1024) -> 
 
 # %% ../../nbs/fast/decode.ipynb #0f5ed032
 Choose = Callable[[Tensor, Tensor | None, int | Tensor], tuple[Tensor, Tensor, Tensor]]
-# (logits [B, V], uniforms [B], position in the completion) → tokens [B], log-probs [B], which of them end a completion [B]
+# (logits [B, V], uniforms [B], position in the completion) → tokens [B], log-probs [B], which of them end a completion
+# [B]
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -152,8 +160,10 @@ def decode_step(decoder: Decoder, slots: Slots, choose: Choose, column: int | Te
     """One token for every slot in use: feed the last ones, attend over the cache, choose, record.
 
     Args:
-        column: where the keys and values of the tokens being fed go. With a Python number the cache is sliced to what is
-            filled. With a 0-dim tensor every shape is fixed and the unfilled columns are hidden by the mask: the form a CUDA
+        column: where the keys and values of the tokens being fed go. With a Python number the cache is sliced to what
+            is
+            filled. With a 0-dim tensor every shape is fixed and the unfilled columns are hidden by the mask: the form a
+            CUDA
             graph can replay.
     """
     n, heads, kv_heads, shared = slots.count, decoder.heads, decoder.kv_heads, slots.shared
@@ -237,7 +247,8 @@ LOOK = 4  # steps after which somebody who may end rows is asked
 
 
 def run(
-    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625, enter: float = 0.25,
+    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625,
+    enter: float = 0.25,
     over: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:  # fmt: skip
     """Generate until every row of the queue has ended.
@@ -289,8 +300,10 @@ def run(
 
 # %% ../../nbs/fast/decode.ipynb #b057dd98
 def decode(
-    model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose, uniforms: Tensor | None, *,
-    ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed: bool | None = None, used: list[int] | None = None,
+    model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose,
+    uniforms: Tensor | None, *,
+    ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed: bool | None = None,
+    used: list[int] | None = None,
     over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Completions of prompts, several to each.
@@ -299,7 +312,8 @@ def decode(
         model: a bare causal language model that `support.can_run` has nothing to say about, in evaluation mode.
         prompts: int64[length] each, sorted by length; repeats: how many completions each gets; B in all.
         new_tokens: most tokens of a completion, C.
-        choose: from logits, uniform numbers and positions to tokens, their log-probs, and which of them end a completion.
+        choose: from logits, uniform numbers and positions to tokens, their log-probs, and which of them end a
+            completion.
         uniforms: float64[C + 1, B], handed to `choose`; None: it needs none.
         ends: whether `choose` ever says that a completion ends.
         batch_size: most rows at work at the same time; cache_bytes: most bytes of keys and values.
@@ -308,7 +322,8 @@ def decode(
         over: told a completion's tokens every few steps, it may end it.
 
     Returns:
-        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing (−1: nothing was written).
+        Tokens int64[B, C] and log-probs float32[B, C]; what stands after the end of a completion means nothing (−1:
+        nothing was written).
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
@@ -340,7 +355,8 @@ def decode(
         cache = torch.zeros(shape, dtype=decoder.cached, device=device)
         slots = Slots(
             cache, count, new_tokens, width, fixed or most < count or shortest != width, fixed,
-            SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:, own_rows[k]].contiguous(),
+            SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:,
+                own_rows[k]].contiguous(),
         )  # fmt: skip
         steps = run(
             decoder,

@@ -22,7 +22,8 @@ _streams = threading.local()
 
 
 def _stream_for(device: torch.device) -> Any:
-    """The stream on which this thread records for a device: one for all its recordings, since cuBLAS keeps up to 32 MB for each that it has seen."""
+    """The stream on which this thread records for a device: one for all its recordings, since cuBLAS keeps up to 32 MB
+    for each that it has seen."""
     known: dict[str, Any] = _streams.__dict__
     if str(device) not in known:
         known[str(device)] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -30,10 +31,13 @@ def _stream_for(device: torch.device) -> Any:
 
 
 def record(run: Callable[[], None], device: torch.device) -> Any:
-    """A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation can't be captured.
+    """A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation
+    can't be captured.
 
-    What other threads do in the meantime (a checkpoint that is being written) doesn't spoil it. Let go of this thread's last graph
-    before: some releases of PyTorch free what recordings on one stream have in common as soon as the first of them goes.
+    What other threads do in the meantime (a checkpoint that is being written) doesn't spoil it. Let go of this thread's
+    last graph
+    before: some releases of PyTorch free what recordings on one stream have in common as soon as the first of them
+        goes.
     """
     graph, casts, stream = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled(), torch.cuda.current_stream(device)
     try:
@@ -54,7 +58,8 @@ def record(run: Callable[[], None], device: torch.device) -> Any:
 class Replay:
     """A step with fixed shapes, recorded once per number of rows as a CUDA graph and replayed.
 
-    Elsewhere than on a CUDA device the step simply runs; so it does where recording fails, and where `RLHF_NB_CUDA_GRAPHS=0` asks for it.
+    Elsewhere than on a CUDA device the step simply runs; so it does where recording fails, and where
+    `RLHF_NB_CUDA_GRAPHS=0` asks for it.
 
     Args:
         step: one decoding step; gets the column to write, a 0-dim tensor.

@@ -15,7 +15,8 @@ SHARE_BYTES = 1 << 20  # of keys and values that a layer need not read again, fr
 
 
 class SharedPrompts:
-    """Prompts that several rows continue: their keys and values are kept once, and asked by all their rows in one product.
+    """Prompts that several rows continue: their keys and values are kept once, and asked by all their rows in one
+    product.
 
     A *line* is one row at one key head, number row · K + head.
 
@@ -50,7 +51,8 @@ class SharedPrompts:
     def regroup(self, count: int) -> None:
         """Who continues what, after rows of slots 0 … count − 1 came, moved or left.
 
-        `lines` holds the lines of each prompt and key head, as many as the prompt with most rows has (the others repeat a line):
+        `lines` holds the lines of each prompt and key head, as many as the prompt with most rows has (the others repeat
+        a line):
         int64[S·K·R]; `place` where in `lines` each line stands: int64[rows·K].
         """
         of, heads = self.of[:count], torch.arange(self.cache.shape[3])

@@ -17,8 +17,10 @@ __all__ = ['Slots']
 class Slots:
     """The rows being decoded; slots 0 … count − 1 are in use.
 
-    All slots write the same cache column, so every row, whenever it began, ends there; a row of p tokens starts p columns before.
-    `mask` hides what lies left of a row. Where rows have their prompts in common (`shared`), only what follows them is in the cache.
+    All slots write the same cache column, so every row, whenever it began, ends there; a row of p tokens starts p
+    columns before.
+    `mask` hides what lies left of a row. Where rows have their prompts in common (`shared`), only what follows them is
+    in the cache.
 
     Args:
         cache: [layers, 2, slots, K, T, D]; what a mask hides must be finite, too.
@@ -42,7 +44,8 @@ class Slots:
             (new_tokens + 1, rows), -1, device=device
         )  # by row; the last line is for what nobody wants
         self.logps = torch.zeros(self.ids.shape, device=device)
-        # where the next token is recorded (position in the completion · B + row), the token to feed next, its position in the row
+        # where the next token is recorded (position in the completion · B + row), the token to feed next, its position
+        # in the row
         self.place, self.tokens, self.positions = torch.zeros(3, size, dtype=torch.int64, device=device).unbind(0)
         self.done = torch.zeros(size, dtype=torch.bool, device=device)  # EOS was produced, or the last token allowed
         self.count, self.column, self.first = (
@@ -98,7 +101,8 @@ class Slots:
             there.copy_(layer.index_select(1, each))
 
     def hide(self, first: int = 0) -> None:
-        "Set the mask of slots `first` … count − 1: nothing left of a row, and with fixed shapes nothing right of the last column."
+        """Set the mask of slots `first` … count − 1: nothing left of a row, and with fixed shapes nothing right of the
+        last column."""
         if self.mask is None:
             return
         columns = torch.arange(self.cache.shape[4], device=self.mask.device)

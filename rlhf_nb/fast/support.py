@@ -16,9 +16,12 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'MOVERS', 'FAMILIES', 'VERIFIED', 'use_fast', 'enabled', 'changed_here', 'changed', 'split',
@@ -112,11 +115,12 @@ hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
 slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 logits = logits * self.logit_scale
 logits = logits / self.config.logits_scaling
-if self.config.final_logit_softcapping is not None: logits = logits / self.config.final_logit_softcapping logits = torch.tanh(logits) \
-logits = logits * self.config.final_logit_softcapping""".split("\n")
+if self.config.final_logit_softcapping is not None: logits = logits / self.config.final_logit_softcapping \
+logits = torch.tanh(logits) logits = logits * self.config.final_logit_softcapping""".split("\n")
 )
 _NO_MATTER = re.compile(
-    r"(use_cache|return_dict|output_\w+|aux_loss) = |if (labels is not None|not return_dict|output_router_logits):|return "
+    r"(use_cache|return_dict|output_\w+|aux_loss) = |if (labels is not None|not "
+    r"return_dict|output_router_logits):|return "
 )
 _HEAD = re.compile(
     r"logits = self\.(\w+)\(hidden_states(?:\[:, slice_indices, :\])?\)(?:\.contiguous\(\)|\.float\(\))?"
@@ -177,8 +181,9 @@ FAMILIES = {
 _PARTS = ("Model", "DecoderLayer", "Block", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _HELPERS = ("rotate_half", "apply_rotary_pos_emb")
 VERIFIED = frozenset(
-    """05e96d86 2cb6d500 2d7ae7cb 43e17fae 50c5ef4a 77902c61 77a7bf9d 841da1ee 872ba55d 8bde72c8 8db1a475 8e6d60ca 9a96b949 9d0852e3 \
-9f7393bb be06f2ee bffaf051 c3f38340 d0b81fab dbf356d5 de5facf3 e230910f e2d17d9f e868ef54 f0105796 f025d80a f583a507 f69d3cfe""".split()
+    """05e96d86 2cb6d500 2d7ae7cb 43e17fae 50c5ef4a 77902c61 77a7bf9d 841da1ee 872ba55d 8bde72c8 8db1a475 8e6d60ca \
+9a96b949 9d0852e3 9f7393bb be06f2ee bffaf051 c3f38340 d0b81fab dbf356d5 de5facf3 e230910f e2d17d9f e868ef54 \
+f0105796 f025d80a f583a507 f69d3cfe""".split()
 )
 
 
@@ -233,8 +238,10 @@ def _unverified(module: Any, prefix: str) -> bool:
 
 # %% ../../nbs/fast/support.ipynb #ba44022a
 _CALLED = (
-    "torch.nn.modules.linear torch.nn.modules.sparse torch.nn.modules.normalization torch.nn.modules.activation torch.nn.modules.container "
-    "torch.nn.modules.dropout transformers.activations transformers.pytorch_utils peft.tuners.lora.layer peft.utils.other"
+    "torch.nn.modules.linear torch.nn.modules.sparse torch.nn.modules.normalization torch.nn.modules.activation "
+    "torch.nn.modules.container "
+    "torch.nn.modules.dropout transformers.activations transformers.pytorch_utils peft.tuners.lora.layer "
+    "peft.utils.other"
 ).split()  # where the modules are defined that are called and may be in a block
 _ROPES = ("default", "linear", "llama3", "yarn")  # angles depend on positions alone
 _SLOTS = {"self_attn": "Attention", "attn": "Attention", "mlp": "MLP"}
@@ -296,7 +303,7 @@ def can_run(model: nn.Module, length: int | None = None) -> str | None:
     return changed(outer) or (parts if isinstance(parts, str) else None) or _misfit(body, config, prefix, length)
 
 
-def _misfit(body: Any, config: Any, prefix: str, length: int | None) -> str | None:
+def _misfit(body: Any, config: PreTrainedConfig, prefix: str, length: int | None) -> str | None:
     """What in an unchanged decoder of a known family is of another kind than the blocks we run."""
     kinds = {getattr(sys.modules[type(body).__module__], prefix + part, None) for part in _PARTS}
     layers = getattr(body, "layers", None) or body.h
@@ -334,7 +341,10 @@ def _misfit(body: Any, config: Any, prefix: str, length: int | None) -> str | No
             heads // kv_heads,
             True,
         ):
-            return f"an attention in it has settings of its own (heads of {here['head_dim']}, configuration says {head_dim})"
+            return (
+                f"an attention in it has settings of its own (heads of {here['head_dim']}, configuration says "
+                f"{head_dim})"
+            )
     rope = getattr(getattr(body, "rotary_emb", None), "rope_type", "default")
     if rope not in _ROPES:
         return f"its rotary positions ({rope}) depend on the longest row of a batch"

@@ -22,8 +22,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
-           'draws_numbers']
+__all__ = ['SMALL', 'LARGE', 'HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance',
+           'Replicas', 'draws_numbers']
 
 # %% ../../nbs/fast/workers.ipynb #7bb3b47c
 SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
@@ -120,7 +120,8 @@ def spread(run: Callable[[_Item], _Result], items: Sequence[_Item], workers: int
 
 # %% ../../nbs/fast/workers.ipynb #b1c07ea6
 def apart(make: Callable[[], _Result]) -> _Result:
-    """make(), in a thread that then ends and takes its team of OpenMP's threads with it: for work before another thread computes.
+    """make(), in a thread that then ends and takes its team of OpenMP's threads with it: for work before another thread
+    computes.
 
     Args:
         make: is run with the caller's context variables.
@@ -196,7 +197,8 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
 
 # %% ../../nbs/fast/workers.ipynb #6a21c45e
 def balance(costs: Sequence[float], workers: int) -> list[list[int]]:
-    """Which pieces each of several workers takes so that all end at about the same time: the largest first, to whoever has least.
+    """Which pieces each of several workers takes so that all end at about the same time: the largest first, to whoever
+    has least.
 
     Args:
         costs: of each piece, in any unit.

@@ -33,9 +33,9 @@ from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
 
 # %% auto #0
-__all__ = ['TOY_STEPS', 'cell', 'table', 'Told', 'read_run', 'figure', 'Verdict', 'verdict', 'Measured', 'measure', 'hub_name',
-           'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands', 'front_matter', 'use_code',
-           'card', 'rebuild_notebook', 'shown_log']
+__all__ = ['TOY_STEPS', 'cell', 'table', 'Told', 'read_run', 'figure', 'Verdict', 'verdict', 'Measured', 'measure',
+           'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands', 'front_matter',
+           'use_code', 'card', 'rebuild_notebook', 'shown_log']
 
 # %% ../../nbs/hub/card.ipynb #f8666e3a
 _MARKS = set("\\`*{}[]<>|#~@$&^")

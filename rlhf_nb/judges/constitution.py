@@ -66,7 +66,8 @@ def load_constitution(path: str | Path | None = None, **over: Any) -> Constituti
     """A constitution from a YAML file.
 
     Args:
-        path: a file; texts it leaves out come from the one that is shipped (`recipes/principles.yaml`), a list of principles
+        path: a file; texts it leaves out come from the one that is shipped (`recipes/principles.yaml`), a list of
+            principles
             replaces the shipped list. None: the shipped one.
         over: settings that win over both.
 
@@ -97,7 +98,8 @@ class ModelWriter:
         tokenizer: its tokenizer.
         sampling: how texts are drawn (default: 256 tokens at most, temperature 1).
         seed: with a row's number and the stage it determines the text.
-        chat: put questions, and requests for critique and revision, as a user's message; None: if the tokenizer has a chat template.
+        chat: put questions, and requests for critique and revision, as a user's message; None: if the tokenizer has a
+            chat template.
         batch_size: most texts written at the same time; None: as memory allows.
     """
 
@@ -246,7 +248,8 @@ def critique_and_revise(
 
 # %% ../../nbs/judges/constitution.ipynb #762906e8
 def ai_preferences(
-    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], judge: Judge, constitution: Constitution | None = None, *,
+    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], judge: Judge,
+    constitution: Constitution | None = None, *,
     sampling: SamplingConfig | None = None, seed: int = 0, first_row: int = 0, min_confidence: float = 0.5,
     chat: bool | None = None, batch_size: int | None = None,
 ) -> Labelled:  # fmt: skip
@@ -263,7 +266,8 @@ def ai_preferences(
         min_confidence: as in `label_pairs`.
 
     Returns:
-        Rows with prompt, chosen, rejected, probability and principle; stats as in `label_pairs`, and `empty`: rows without
+        Rows with prompt, chosen, rejected, probability and principle; stats as in `label_pairs`, and `empty`: rows
+        without
         two answers.
 
     Raises:
@@ -282,6 +286,7 @@ def ai_preferences(
     drawn = [drawn_principle(c, seed, first_row + i) for i in both]
     made = label_pairs(
         judge, [prompts[i] for i in both], [first[i] for i in both], [second[i] for i in both],
-        criteria=[p.criterion for p in drawn], min_confidence=min_confidence, columns={"principle": [p.name for p in drawn]},
+        criteria=[p.criterion for p in drawn], min_confidence=min_confidence,
+        columns={"principle": [p.name for p in drawn]},
     )  # fmt: skip
     return Labelled(made.rows, made.stats | {"empty": float(len(rows) - len(both))})

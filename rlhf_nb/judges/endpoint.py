@@ -398,7 +398,8 @@ class EndpointJudge(TemplateJudge):
         name: for logs.
         settings: further settings of `EndpointConfig`: key_env, cache, concurrency, timeout, attempts, budget, ...
 
-    `counts` hold, over the judge's life, requests, failures, nonsense (unusable replies), no_opinion, and how many replies
+    `counts` hold, over the judge's life, requests, failures, nonsense (unusable replies), no_opinion, and how many
+    replies
     were read with_logprobs or text_only.
 
     Raises:
@@ -471,8 +472,10 @@ class EndpointJudge(TemplateJudge):
             why = str(call.failure or e)
             kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
             raise RewardError(
-                f"judge {self.name!r} at {self.config.address} stopped: {why.replace(secret, '***') if secret else why} "
-                f"{kept} of {len(todo)} answers were obtained and are kept in {place}: asking again asks only for the rest."
+                f"judge {self.name!r} at {self.config.address} stopped: "
+                f"{why.replace(secret, '***') if secret else why} "
+                f"{kept} of {len(todo)} answers were obtained and are kept in {place}: asking again asks only for the "
+                "rest."
             ) from None
         finally:
             call.over.set()

@@ -26,9 +26,9 @@ Texts = Sequence[Any]  # one text or list of messages per row
 Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it to the judge
 
 # %% auto #0
-__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of', 'FunctionJudge',
-           'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement', 'JudgeReward', 'Duel',
-           'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
+__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of',
+           'FunctionJudge', 'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement',
+           'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/judges/judge.ipynb #46b74760
 class Judge(Protocol):
@@ -53,7 +53,8 @@ def _aligned(**columns: Sequence[Any] | None) -> int:
 
 
 def plain(text: Any) -> str:
-    """A prompt or an answer as a judge reads it: text as it is, one message as its content, several with their roles."""
+    """A prompt or an answer as a judge reads it: text as it is, one message as its content, several with their
+    roles."""
     if isinstance(text, str):
         return text
     if isinstance(text, Sequence) and text and all(isinstance(m, Mapping) for m in text):
@@ -146,7 +147,8 @@ class FunctionJudge(BothOrders):
     """A scoring function as a judge: P(first) = σ(clarity · (score − score) + position_bias).
 
     Args:
-        score: `f(prompts, completions)` to one number (or None) per completion; it gets `criteria` if it has such an argument.
+        score: `f(prompts, completions)` to one number (or None) per completion; it gets `criteria` if it has such an
+            argument.
         clarity: ≥ 0, how sharply a difference of one point is seen.
         noise: standard deviation, in points, of an error that each (prompt, answer) keeps for ever.
         position_bias: in logits; > 0 prefers what stands first.
@@ -287,7 +289,8 @@ def _values(ratings: Sequence[str]) -> list[float]:
 
 # %% ../../nbs/judges/judge.ipynb #996aa56d
 class TemplateJudge(BothOrders):
-    """A judge that is asked in words, and compares and rates by the probabilities of its replies; a subclass gives these (`reply_probs`)."""
+    """A judge that is asked in words, and compares and rates by the probabilities of its replies; a subclass gives
+    these (`reply_probs`)."""
 
     def __init__(
         self, template: JudgeTemplate | None, labels: Sequence[str], ratings: Sequence[str], name: str = "judge"
@@ -401,7 +404,8 @@ def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
     alone = [rows[0] for rows in groups.values() if len(rows) < 2]
     if alone:
         raise RewardError(
-            f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one answer only "
+            f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one "
+            "answer only "
             f"(the first: {plain(prompts[alone[0]])!r:.80}). Sample at least 2 per prompt, or use mode='pointwise'."
         )
     return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows), opponents)]
@@ -412,7 +416,8 @@ class JudgeReward:
 
     Args:
         judge: compares or rates.
-        mode: "pointwise": the rating; "pairwise": the win rate, in [0, 1], against the other answers to the same prompt.
+        mode: "pointwise": the rating; "pairwise": the win rate, in [0, 1], against the other answers to the same
+            prompt.
         opponents: pairwise: each answer meets its next this many siblings; None: all of them.
         name: for logs (default: the judge's name).
 
@@ -478,7 +483,8 @@ def as_duel(reward: Any) -> Any:
 
 
 def among_siblings(reward: Any) -> Any:
-    """A judge, or a `Duel`, as a reward that compares all answers to a prompt with each other; any other reward as it is."""
+    """A judge, or a `Duel`, as a reward that compares all answers to a prompt with each other; any other reward as it
+    is."""
     judge = reward.judge if isinstance(reward, Duel) else reward
     return JudgeReward(judge, mode="pairwise") if hasattr(judge, "compare") and hasattr(judge, "rate") else reward
 
@@ -491,7 +497,8 @@ class Labelled(NamedTuple):
 
 # %% ../../nbs/judges/judge.ipynb #3d4a46c0
 def label_pairs(
-    judge: Judge, prompts: Texts, answers_a: Texts, answers_b: Texts, *, criteria: Criteria = None, min_confidence: float = 0.5,
+    judge: Judge, prompts: Texts, answers_a: Texts, answers_b: Texts, *, criteria: Criteria = None,
+    min_confidence: float = 0.5,
     columns: Mapping[str, Sequence[Any]] | None = None, known: Mapping[str, Sequence[Any]] | None = None,
 ) -> Labelled:  # fmt: skip
     """Let a judge say which of two answers is better.

@@ -66,7 +66,8 @@ class ModelJudge(TemplateJudge):
         token_budget: most tokens in one forward.
         name: for logs.
 
-    `stats` of the last call hold position_bias, flips, and label_mass: the mean probability of all labels together. Near 0
+    `stats` of the last call hold position_bias, flips, and label_mass: the mean probability of all labels together.
+    Near 0
     the model wants to say something else, and its opinion is worth nothing.
 
     Raises:
@@ -107,7 +108,8 @@ class ModelJudge(TemplateJudge):
         window = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         if window is not None and longest > window:  # many models answer all the same, and answer nonsense
             raise DataError(
-                f"a question to judge {self.name!r} is {longest} tokens long, but the model reads {window}: shorten prompts or "
+                f"a question to judge {self.name!r} is {longest} tokens long, but the model reads {window}: shorten "
+                "prompts or "
                 "answers, or take a judge with a wider window."
             )
         c = Completions.from_lists([p for p in prompts for _ in replies], replies * len(prompts))

@@ -13,7 +13,8 @@ from ..core import ConfigError, DataError
 from .kl import KLKind, check_tokens, kl_estimate, wide
 
 # %% auto #0
-__all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline', 'group_advantages']
+__all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline',
+           'group_advantages']
 
 # %% ../../nbs/losses/advantages.ipynb #ad1b373a
 @torch.no_grad()
@@ -150,10 +151,12 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, stats: Moments | No
 
 # %% ../../nbs/losses/advantages.ipynb #f33b32fe
 def _groups(scores: Tensor, group_size: int, at_least: int) -> tuple[Tensor, Tensor]:
-    """Scores as [prompts, G], relative to the first of each group (so that equal scores give exact zeros), and those firsts."""
+    """Scores as [prompts, G], relative to the first of each group (so that equal scores give exact zeros), and those
+    firsts."""
     if group_size < at_least:
         raise ConfigError(
-            f"group_size: {group_size} completions per prompt leave nothing to compare with; at least {at_least} are needed."
+            f"group_size: {group_size} completions per prompt leave nothing to compare with; at least {at_least} are "
+            "needed."
         )
     if scores.dim() != 1 or scores.shape[0] % group_size:
         raise DataError(
@@ -166,7 +169,8 @@ def _groups(scores: Tensor, group_size: int, at_least: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def rloo_baseline(scores: Tensor, group_size: int) -> Tensor:
-    """Mean score of the *other* completions of the same prompt: a baseline that doesn't depend on the completion itself.
+    """Mean score of the *other* completions of the same prompt: a baseline that doesn't depend on the completion
+    itself.
 
     Args:
         scores: [B], completions of one prompt in consecutive rows.

@@ -13,8 +13,8 @@ from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_me
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss',
-           'FixedKL', 'AdaptiveKL']
+__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report',
+           'kl_loss', 'FixedKL', 'AdaptiveKL']
 
 # %% ../../nbs/losses/kl.ipynb #9fefeca4
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
@@ -38,7 +38,8 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32 at least: a half's range ends at 65,504 and its sums stop growing at 2,048; float32 and float64 stay as they are."""
+    """x in float32 at least: a half's range ends at 65,504 and its sums stop growing at 2,048; float32 and float64 stay
+    as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 # %% ../../nbs/losses/kl.ipynb #5f777987
@@ -58,7 +59,8 @@ def kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor:
-    """KL(policy ‖ reference) of each token, estimated from the token that was taken; a number, not a loss (no gradient).
+    """KL(policy ‖ reference) of each token, estimated from the token that was taken; a number, not a loss (no
+    gradient).
 
     Args:
         logps: any shape, log π of tokens sampled from π.
@@ -102,7 +104,8 @@ def mean_and_error(samples: Tensor) -> MeanError:
 def kl_report(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> dict[str, MeanError]:
     """KL(policy ‖ reference) per sequence by all three estimators, each with its standard error.
 
-    k1 and k3 have the same expectation: when they differ by many standard errors, the tokens were not sampled from `logps`.
+    k1 and k3 have the same expectation: when they differ by many standard errors, the tokens were not sampled from
+        `logps`.
 
     Args:
         logps: [B, C], log π of the taken tokens.
@@ -130,7 +133,8 @@ def kl_loss(
         ref_logps: [B, C], log π_ref of the same tokens.
         mask: bool[B, C], 1 = the token counts.
         kind: "k2" for the KL this package talks about; "k3" as in GRPO.
-        old_logps: [B, C], log-probs of the policy that sampled; given, each token is weighted by π/π_old (as a constant),
+        old_logps: [B, C], log-probs of the policy that sampled; given, each token is weighted by π/π_old (as a
+            constant),
             which keeps the statement above true after the policy has moved.
 
     Returns:
@@ -233,7 +237,8 @@ class AdaptiveKL(FixedKL):
             )
         if 0.2 * n >= self.horizon:
             raise ConfigError(
-                f"kl_horizon: {self.horizon:g} sequences is too short for updates of {n}: one step could bring the coefficient "
+                f"kl_horizon: {self.horizon:g} sequences is too short for updates of {n}: one step could bring the "
+                "coefficient "
                 f"to 0 or below. Use at least {n}, better {20 * n}."
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -16,8 +16,8 @@ from .kl import wide
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean', 'suggest_weights',
-           'check_unpaired', 'unpaired_loss']
+__all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean',
+           'suggest_weights', 'check_unpaired', 'unpaired_loss']
 
 # %% ../../nbs/losses/kto.ipynb #66937bd1
 def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tensor:
@@ -39,7 +39,8 @@ def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tens
 def weigh_sides(
     losses: Tensor, labels: Tensor, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> Tensor:
-    """Every answer's loss times the weight of its side: λ_D where the label is True, else λ_U; see `suggest_weights`."""
+    """Every answer's loss times the weight of its side: λ_D where the label is True, else λ_U; see
+    `suggest_weights`."""
     return torch.where(labels, desirable_weight * losses, undesirable_weight * losses)
 
 # %% ../../nbs/losses/kto.ipynb #45a5b3bf
@@ -119,7 +120,8 @@ class RunningMean:
 
     Args:
         decay: in [0, 1]. 0: the last batch alone (KTO's own). 1: all batches alike. Between: a batch loses the
-            share 1 − decay of its weight with every later one. No start value leaks in: weights are divided by their sum.
+            share 1 − decay of its weight with every later one. No start value leaks in: weights are divided by their
+            sum.
 
     Raises:
         ConfigError: decay outside [0, 1].

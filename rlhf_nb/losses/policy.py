@@ -20,7 +20,8 @@ __all__ = ['bounded', 'clipped_surrogate', 'clipped_value', 'explained_variance'
 def bounded(log_ratio: Tensor, advantages: Tensor, clip_eps_high: float) -> Tensor:
     """The log-ratio, held where clipping has taken its gradient away, so that its exponential is a number.
 
-    Beyond 1 + clip_eps_high, a rise of what isn't bad (advantage ≥ 0) has gradient 0, yet the infinity of an overflow times that 0 is NaN.
+    Beyond 1 + clip_eps_high, a rise of what isn't bad (advantage ≥ 0) has gradient 0, yet the infinity of an overflow
+    times that 0 is NaN.
     A bad answer's log-ratio stays as it is: its gradient is what brings it back.
 
     Args:
@@ -94,7 +95,8 @@ def clipped_value(
             direction earns nothing. None: no clipping.
 
     Returns:
-        Sum over tokens, number of tokens, and stats: val/clipfrac_avg, val/value, val/error_sq, val/returns, val/returns_sq
+        Sum over tokens, number of tokens, and stats: val/clipfrac_avg, val/value, val/error_sq, val/returns,
+            val/returns_sq
         (the last three make `explained_variance`).
 
     Source: the PPO of arXiv 1909.08593; Huang et al., arXiv 2403.17031.

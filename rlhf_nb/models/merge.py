@@ -21,9 +21,9 @@ from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_confi
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp', 'Differences',
-           'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe',
-           'merge_adapters']
+__all__ = ['ALMOST_PARALLEL', 'RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
+           'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place',
+           'portable_recipe', 'merge_adapters']
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide(x: Tensor) -> Tensor:
@@ -43,7 +43,8 @@ def total_of(weights: Sequence[float]) -> float:
     total = math.fsum(weights)
     if abs(total) < 1e-8:
         raise ConfigError(
-            f"the weights {list(weights)} add up to {total:g}, and a mean divides by that. Give others, or normalize=false (--no-normalize) for the plain sum."
+            f"the weights {list(weights)} add up to {total:g}, and a mean divides by that. Give others, or "
+            "normalize=false (--no-normalize) for the plain sum."
         )
     return total
 
@@ -154,7 +155,8 @@ def drop(delta: Tensor, density: float, seed: int, rescale: Rescale = "density")
 
 
 def elect(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool = True) -> Tensor:
-    """The weighted mean of task vectors over those that agree with the elected sign (TIES); each vector is asked for twice.
+    """The weighted mean of task vectors over those that agree with the elected sign (TIES); each vector is asked for
+    twice.
 
     Args:
         deltas: task vectors of one shape, trimmed or thinned out.
@@ -280,13 +282,15 @@ def merged_tensor(
 
 # %% ../../nbs/models/merge.ipynb #a340025
 _NO_MATHS = {
-    "transformers_version", "use_cache", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
-    "architectures", "attn_implementation", "id2label", "label2id", "problem_type", "task_specific_params",
+    "transformers_version", "use_cache", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+    "max_position_embeddings", "architectures", "attn_implementation", "id2label", "label2id", "problem_type",
+    "task_specific_params",
 }  # fmt: skip
 
 
 def _counts(key: str) -> bool:
-    """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches off."""
+    """Whether a config's key says what a model computes: not its private notes, nor dropout, which training switches
+    off."""
     return (
         key not in _NO_MATHS
         and not key.startswith(("_", "unsloth"))
@@ -329,23 +333,27 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
         for key in sorted(own.keys() | theirs.keys()):
             if _counts(key) and own.get(key) != theirs.get(key):
                 raise ModelError(
-                    f"{_shown(first)} and {_shown(other)} are different models: {key} is {own.get(key)!r} in the first and {theirs.get(key)!r} in the second. Only models "
+                    f"{_shown(first)} and {_shown(other)} are different models: {key} is {own.get(key)!r} in the first "
+                    f"and {theirs.get(key)!r} in the second. Only models "
                     "that were fine-tuned from the same weights can be merged."
                 )
         for key in ("architectures", "max_position_embeddings"):
             if own.get(key) != theirs.get(key):
                 if key == "architectures":
                     raise ModelError(
-                        f"{_shown(first)} is a {own.get(key)} and {_shown(other)} a {theirs.get(key)}: a policy and a reward model don't mix."
+                        f"{_shown(first)} is a {own.get(key)} and {_shown(other)} a {theirs.get(key)}: a policy and a "
+                        "reward model don't mix."
                     )
                 notes.append(
-                    f"{key} is {own.get(key)} in {_shown(first)} and {theirs.get(key)} in {_shown(other)}; the first's is kept"
+                    f"{key} is {own.get(key)} in {_shown(first)} and {theirs.get(key)} in {_shown(other)}; the first's "
+                    "is kept"
                 )
         lacking = sorted(set(first) ^ set(other))
         if lacking:
             which = (first, other) if lacking[0] in first else (other, first)
             raise ModelError(
-                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} has none ({len(lacking)} such tensors): they are different models."
+                f"{_shown(which[0])} has a tensor {lacking[0]} and {_shown(which[1])} has none ({len(lacking)} such "
+                "tensors): they are different models."
             )
         for name in first:
             a, b = first.table[name], other.table[name]
@@ -356,7 +364,8 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
                     else ""
                 )
                 raise ModelError(
-                    f"{name} is {list(a.shape)} in {_shown(first)} and {list(b.shape)} in {_shown(other)}, so they can't be added.{why}"
+                    f"{name} is {list(a.shape)} in {_shown(first)} and {list(b.shape)} in {_shown(other)}, so they "
+                    f"can't be added.{why}"
                 )
         notes += _tokens_fit(first, words, other, _vocabulary(other))
     return list(dict.fromkeys(notes))
@@ -372,7 +381,8 @@ def _tokens_fit(
     """
     if words is None or theirs is None:
         return [
-            f"{_shown(first if words is None else other)} has no tokenizer beside it, so nobody knows whether its tokens are the others'"
+            f"{_shown(first if words is None else other)} has no tokenizer beside it, so nobody knows whether its "
+            "tokens are the others'"
         ]
     if words != theirs:
         apart = sorted(
@@ -382,7 +392,8 @@ def _tokens_fit(
         token = apart[0]
         said = [f"has the id {v[token]}" if token in v else "is none" for v in (words, theirs)]
         raise ModelError(
-            f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and {said[1]} in the second ({len(apart):,} tokens differ). "
+            f"{_shown(first)} and {_shown(other)} have different tokenizers: {token!r} {said[0]} in the first and "
+            f"{said[1]} in the second ({len(apart):,} tokens differ). "
             "The same row of both embeddings would stand for different words."
         )
     templates = {_template(m) for m in (first, other)} - {None}
@@ -463,7 +474,8 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
     _check_target(target, out, read)
     if getattr(first.config, "reward_bias", None) is not None or (first.own / "REWARD_MODEL.md").exists():
         raise ModelError(
-            f"{_shown(first)} is a reward model, whose zero lies in its configuration and not in a tensor, and merging would lose it. Several reward models are used as an ensemble: reward=[A, B]."
+            f"{_shown(first)} is a reward model, whose zero lies in its configuration and not in a tensor, and merging "
+            "would lose it. Several reward models are used as an ensemble: reward=[A, B]."
         )
     notes = check_fit(read)
     layers, dtype = _layers_of(first), None if recipe.dtype == "auto" else DTYPES[recipe.dtype]
@@ -493,7 +505,8 @@ def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):
         raise ModelError(
-            f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name another folder."
+            f"{str(said)!r} is one of the models that are merged, and would be overwritten while it is read: name "
+            "another folder."
         )
 
 
@@ -505,7 +518,8 @@ def _layers_of(model: ModelTensors) -> int:
 def _written_table(
     recipe: Recipe, first: ModelTensors, layers: int, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Number format and shape of each tensor that will be written; what a recipe can't say of one is told here, before anything is written."""
+    """Number format and shape of each tensor that will be written; what a recipe can't say of one is told here, before
+    anything is written."""
     table = {}
     for name in first:
         own = first.table[name].dtype
@@ -519,7 +533,8 @@ def _written_table(
 def _write_beside(
     folder: Path, sources: Sequence[Path], recipe: Recipe, read: Sequence[ModelTensors], written: list[str]
 ) -> None:
-    """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the record of what was merged."""
+    """Write what stands beside merged weights: the tokenizer's files, from the first source that has each, and the
+    record of what was merged."""
     copy_beside(folder, sources)
     record = {
         "recipe": portable_recipe(recipe),
@@ -562,7 +577,8 @@ def merge_adapters(recipe: Recipe, out: str | Path) -> Merged:
 
     if recipe.method not in ("linear", "task_arithmetic"):
         raise ConfigError(
-            f"{recipe.method} of adapters is no adapter: only sums are (linear, task_arithmetic). Leave the adapter option out, and the whole model is written."
+            f"{recipe.method} of adapters is no adapter: only sums are (linear, task_arithmetic). Leave the adapter "
+            "option out, and the whole model is written."
         )
     found = [ModelTensors(p.model) for p in recipe.models]
     adapters = _addable(found)
@@ -605,23 +621,27 @@ def _addable(found: Sequence[ModelTensors]) -> list[Adapter]:
     if len(adapters) < len(found):
         plain = next(m for m in found if m.adapter is None)
         raise ModelError(
-            f"{_shown(plain)} is a whole model and no adapter. Leave the adapter option out, and the whole model is written."
+            f"{_shown(plain)} is a whole model and no adapter. Leave the adapter option out, and the whole model is "
+            "written."
         )
     if len({m.folder.resolve() for m in found}) > 1:
         raise ModelError(
-            f"the adapters belong to different models, {found[0].folder} and {next(m.folder for m in found if m.folder != found[0].folder)}: their sum belongs to none."
+            f"the adapters belong to different models, {found[0].folder} and "
+            f"{next(m.folder for m in found if m.folder != found[0].folder)}: their sum belongs to none."
         )
     for a in adapters:
         if a.wholes or any("magnitude_vector" in parts for parts in a.parts.values()):
             what = "lengths of rows (DoRA)" if not a.wholes else f"whole layers ({', '.join(sorted(a.wholes)[:2])})"
             raise ModelError(
-                f"the adapter {str(a.folder)!r} also has {what}, which can't be added up. Leave the adapter option out, and the whole model is written."
+                f"the adapter {str(a.folder)!r} also has {what}, which can't be added up. Leave the adapter option "
+                "out, and the whole model is written."
             )
     return adapters
 
 
 def _sum_of_pairs(recipe: Recipe, adapters: Sequence[Adapter], layer: str, layers: int) -> tuple[Tensor, Tensor]:
-    """Σ wᵢ·sᵢ·BᵢAᵢ of one layer as one pair: the A stand below each other, the B, times weight and scale, side by side."""
+    """Σ wᵢ·sᵢ·BᵢAᵢ of one layer as one pair: the A stand below each other, the B, times weight and scale, side by
+    side."""
     n = numbers_for(recipe, f"{layer}.weight", layers)
     total = total_of(n.weights) if recipe.normalizes else 1.0
     scale = (n.scale if recipe.method == "task_arithmetic" else 1.0) / total

@@ -11,8 +11,8 @@ from ..core import ModelError, suggest
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_folder', 'read_origin', 'find_copy', 'resolve',
-           'near_short_name']
+__all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_folder', 'read_origin', 'find_copy',
+           'resolve', 'near_short_name']
 
 # %% ../../nbs/models/places.ipynb #3e3adac4
 SHORT_NAMES = {
@@ -92,7 +92,8 @@ def resolve(name: str, revision: str | None = None) -> str:
     if model in SHORT_NAMES or (said and "/" in model and not model.startswith((".", "/", "~"))):
         more = f"@{revision}" if revision and not said else ""
         raise ModelError(
-            f"{name!r} is not on this machine, and models are fetched only on request. Fetch it once with\n  rlhf-nb get {name}{more}"
+            f"{name!r} is not on this machine, and models are fetched only on request. Fetch it once with\n  rlhf-nb "
+            f"get {name}{more}"
         )
     return name
 

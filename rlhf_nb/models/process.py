@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from ..scoring.scores import completion_values
 from ..scoring.trees import TOKEN_BUDGET
 from ..types import Completions
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
+
 # %% auto #0
 __all__ = ['ProcessModel', 'save_process', 'load_process']
 
@@ -41,12 +45,14 @@ class ProcessModel(ScalarModel):
     pooling = "last"  # of the self-check, which compares the state behind the last token
 
     def __init__(
-        self, decoder: nn.Module, head: ScalarHead, *, rule: StepRule = LINES, adapter: str | None = None, lora_config: Any = None
+        self, decoder: nn.Module, head: ScalarHead, *, rule: StepRule = LINES, adapter: str | None = None,
+        lora_config: LoraConfig | None = None
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
         if head.kind != "linear":
             raise ModelError(
-                f"the head of a process reward model is linear, so that plain transformers can read it, not {head.kind!r}."
+                "the head of a process reward model is linear, so that plain transformers can read it, not "
+                f"{head.kind!r}."
             )
         self.rule = rule.check()
 
@@ -74,7 +80,7 @@ class ProcessModel(ScalarModel):
         return found
 
 # %% ../../nbs/models/process.ipynb #eab3f75c
-def _shell(config: Any) -> tuple[Any, str]:
+def _shell(config: PreTrainedConfig) -> tuple[Any, str]:
     """A token classifier without weights, and the name of its linear layer.
 
     Raises:
@@ -87,7 +93,8 @@ def _shell(config: Any) -> tuple[Any, str]:
             shell = AutoModelForTokenClassification.from_config(config)
     except ValueError as e:
         raise ModelError(
-            f"transformers has no token classifier for {config.model_type!r}, so a process reward model of it can't be saved."
+            f"transformers has no token classifier for {config.model_type!r}, so a process reward model of it can't be "
+            "saved."
         ) from e
     return shell, _layer_of(shell)[0]
 
@@ -103,7 +110,8 @@ def _layer_of(model: Any) -> tuple[str, nn.Linear]:
         if isinstance(layer, nn.Linear):
             return name, layer
     raise ModelError(
-        f"{type(model).__name__} has no linear layer that classifies tokens, so its judgement can't be told from its states."
+        f"{type(model).__name__} has no linear layer that classifies tokens, so its judgement can't be told from its "
+        "states."
     )
 
 
@@ -190,12 +198,14 @@ def load_process(
     kinds = list(getattr(config, "architectures", None) or [])
     if kinds and not any("TokenClassification" in k for k in kinds):
         raise ModelError(
-            f"{where!r} is a {kinds[0]}, and a process reward model is a token classifier: rlhf-nb process trains one. (A reward model of whole answers is read "
+            f"{where!r} is a {kinds[0]}, and a process reward model is a token classifier: rlhf-nb process trains one. "
+            "(A reward model of whole answers is read "
             "by RewardModel.load; in rewards it is {model: FOLDER}.)"
         )
     if config.num_labels > 2:
         raise ModelError(
-            f"{where!r} has {config.num_labels} labels: a step is wrong or right, which takes two (the second is right), or one."
+            f"{where!r} has {config.num_labels} labels: a step is wrong or right, which takes two (the second is "
+            "right), or one."
         )
     how: dict[str, Any] = {
         "dtype": torch.float32,

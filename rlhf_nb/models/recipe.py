@@ -14,8 +14,8 @@ from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, did_you_mean
 
 # %% auto #0
-__all__ = ['Number', 'Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'Where', 'Part', 'Recipe', 'depth_of', 'number_at',
-           'Numbers', 'numbers_for', 'is_mergekit', 'from_mergekit']
+__all__ = ['Number', 'Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'Where', 'Part', 'Recipe', 'depth_of',
+           'number_at', 'Numbers', 'numbers_for', 'is_mergekit', 'from_mergekit']
 
 # %% ../../nbs/models/recipe.ipynb #a338007
 Number = float | list[float]
@@ -61,7 +61,8 @@ class Recipe(StrictConfig):
     normalize: bool | None = option(None, "divide by the weights' sum; null: of linear and ties")
     rescale: Rescale | None = option(
         None,
-        "of ties and dare, what is left of a task vector: density (divided by it), l1 (its sum of sizes stays) or none; null: density of dare",
+        "of ties and dare, what is left of a task vector: density (divided by it), l1 (its sum of sizes stays) or "
+        "none; null: density of dare",
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", "number format that is written; auto: the first model's (the base's, where there is one)"
@@ -81,15 +82,18 @@ class Recipe(StrictConfig):
         """
         if self.method in NEEDS_BASE and self.base is None:
             raise ConfigError(
-                f"{self.method} works on what each model learnt, its difference to the model they all come from: name that one as base (--base on the command line)."
+                f"{self.method} works on what each model learnt, its difference to the model they all come from: name "
+                "that one as base (--base on the command line)."
             )
         if self.method not in NEEDS_BASE and self.base is not None:
             raise ConfigError(
-                f"{self.method} has no base: leave it out, put it among the models, or choose one of {', '.join(NEEDS_BASE)}."
+                f"{self.method} has no base: leave it out, put it among the models, or choose one of "
+                f"{', '.join(NEEDS_BASE)}."
             )
         if self.method == "slerp" and len(self.models) != 2:
             raise ConfigError(
-                f"slerp walks from one model to a second, and {len(self.models)} are named. linear takes any number, warp too."
+                f"slerp walks from one model to a second, and {len(self.models)} are named. linear takes any number, "
+                "warp too."
             )
         for part in self.models:
             for key, setting, low, high in (
@@ -194,7 +198,8 @@ def numbers_for(recipe: Recipe, name: str, layers: int) -> Numbers:
         raise ConfigError(f"{key}: no filter fits {name}. End the list with a value without filter, for all others.")
 
     return Numbers(
-        [first("weight", p.weight, recipe.weight) for p in recipe.models], [first("density", p.density, recipe.density) for p in recipe.models],
+        [first("weight", p.weight, recipe.weight) for p in recipe.models], [first("density", p.density,
+            recipe.density) for p in recipe.models],
         first("t", recipe.t), first("scale", recipe.scale),
     )  # fmt: skip
 
@@ -203,8 +208,10 @@ _KIT_METHODS = {m: m for m in ("linear", "slerp", "task_arithmetic", "ties", "da
 _KIT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "auto"}
 _KIT_NUMBERS = {"weight": "weight", "density": "density", "t": "t", "lambda": "scale"}
 _KIT_TAKES: dict[str, tuple[str, ...]] = {
-    "linear": ("weight", "normalize"), "slerp": ("t",), "task_arithmetic": ("weight", "lambda", "normalize"),
-    "ties": ("weight", "density", "lambda", "normalize", "rescale"), "dare_linear": ("weight", "density", "lambda", "normalize", "rescale"),
+    "linear": ("weight", "normalize"), "slerp": ("t",),
+    "task_arithmetic": ("weight", "lambda", "normalize"),
+    "ties": ("weight", "density", "lambda", "normalize", "rescale"),
+    "dare_linear": ("weight", "density", "lambda", "normalize", "rescale"),
     "dare_ties": ("weight", "density", "lambda", "normalize", "rescale"),
 }  # fmt: skip
 
@@ -264,7 +271,8 @@ def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     lacking = [p["model"] for p in parts if "weight" not in p]
     if "weight" in takes and "weight" not in settings and lacking:
         raise ConfigError(
-            f"models: {lacking[0]} has no weight, and mergekit asks for one. Write parameters: {{weight: 1.0}} there, or below parameters for all."
+            f"models: {lacking[0]} has no weight, and mergekit asks for one. Write parameters: {{weight: 1.0}} there, "
+            "or below parameters for all."
         )
     if "rescale" in takes:
         settings["rescale"] = "l1" if settings.get("rescale", kit.startswith("dare")) else "none"
@@ -282,7 +290,8 @@ def _kit_entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             raise ConfigError(f"{key}: this setting of mergekit has no meaning here. {hint}")
     if data.get("tokenizer_source") not in (None, "base"):
         raise ConfigError(
-            f"tokenizer_source={data['tokenizer_source']!r}: models are merged only where their tokenizers are the same. Leave it out."
+            f"tokenizer_source={data['tokenizer_source']!r}: models are merged only where their tokenizers are the "
+            "same. Leave it out."
         )
     entries = data.get("models")
     if (
@@ -317,12 +326,14 @@ def _kit_parameters(where: str, kit: str, parameters: Mapping[str, Any], only: I
 
 
 def _kit_base(kit: str, parts: list[dict[str, Any]], base: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """What mergekit's base_model is here: the first model of slerp, one of linear's, or what is subtracted; the models and our base."""
+    """What mergekit's base_model is here: the first model of slerp, one of linear's, or what is subtracted; the models
+    and our base."""
     names = [p["model"] for p in parts]
     if kit == "slerp":
         if base is None or (base in names and len(names) != 2) or (base not in names and len(names) != 1):
             raise ConfigError(
-                f"slerp needs base_model, where the walk begins, and one other model; there are base_model={base!r} and {', '.join(names)}."
+                f"slerp needs base_model, where the walk begins, and one other model; there are base_model={base!r} "
+                f"and {', '.join(names)}."
             )
         return [{"model": base}, *(p for p in parts if p["model"] != base)], None
     if kit == "linear":
@@ -331,7 +342,8 @@ def _kit_base(kit: str, parts: list[dict[str, Any]], base: str | None) -> tuple[
         return parts, None
     if base is None:
         raise ConfigError(
-            f"base_model: {kit} works on what each model learnt, its difference to the model they all come from. Name that one."
+            f"base_model: {kit} works on what each model learnt, its difference to the model they all come from. Name "
+            "that one."
         )
     return [p for p in parts if p["model"] != base], base
 

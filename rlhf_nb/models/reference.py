@@ -38,9 +38,8 @@ def model_fingerprint(reference: Reference) -> str:
     for name, tensor in sorted(reference.model.state_dict().items()):
         if reference.adapters_off and ".lora_" in name:
             continue
-        digest.update(
-            f"{name.replace('.base_layer', '').removeprefix('base_model.model.')} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        )
+        plain = name.replace(".base_layer", "").removeprefix("base_model.model.")
+        digest.update(f"{plain} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
@@ -130,7 +129,8 @@ def _read(path: Path, key: dict[str, str], n: int) -> Tensor:
     for what, want in key.items():
         if found.get(what) != want:
             raise DataError(
-                f"the reference cache {path.name} was made for another {what}: it says {found.get(what)}, this run has {want}. "
+                f"the reference cache {path.name} was made for another {what}: it says {found.get(what)}, this run has "
+                f"{want}. "
                 f"Its log-probs would shift every margin. {remedy}"
             )
     if sums.shape != (n,):
@@ -147,7 +147,8 @@ class MovingReference(Reference):
         mixup: α in (0, 1], share of the policy in the new reference; 1 replaces it.
 
     Raises:
-        ModelError: the policy has adapters, the numbers are out of range, or the policy to follow is not whole on this rank.
+        ModelError: the policy has adapters, the numbers are out of range, or the policy to follow is not whole on this
+            rank.
 
     Source: Gorbatovski et al., arXiv 2404.09656 (TR-DPO), eq. 3–4.
     """
@@ -156,7 +157,8 @@ class MovingReference(Reference):
         super().__init__(model)
         if self.adapters_off:
             raise ModelError(
-                "a moving reference needs a copy of its own, and with LoRA the reference is the base model. Train without LoRA, or with a frozen reference."
+                "a moving reference needs a copy of its own, and with LoRA the reference is the base model. Train "
+                "without LoRA, or with a frozen reference."
             )
         if every < 1 or not 0 < mixup <= 1:
             raise ModelError(f"every is {every} and mixup {mixup}: need every ≥ 1 and 0 < mixup ≤ 1.")
@@ -171,7 +173,8 @@ class MovingReference(Reference):
             hasattr(p, "to_local") or p.shape != q.shape for p, q in zip(policy.parameters(), self.model.parameters())
         ):
             raise ModelError(
-                "the policy's weights are shared out over ranks, and a moving reference needs them whole: call follow inside engine.generation_mode()."
+                "the policy's weights are shared out over ranks, and a moving reference needs them whole: call follow "
+                "inside engine.generation_mode()."
             )
         for mine, new in zip(self.model.parameters(), policy.parameters(), strict=True):
             mine.lerp_(new.to(mine), self.mixup)

@@ -23,8 +23,8 @@ from ..untrusted import Unreadable, json_value
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'FORMATS', 'BESIDE', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors', 'plan_shards',
-           'write_shards', 'write_config', 'copy_beside', 'write_beside']
+__all__ = ['SHARD_BYTES', 'FORMATS', 'BESIDE', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
+           'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/models/shards.ipynb #a335007
 FORMATS = {
@@ -83,9 +83,11 @@ def read_tensor(name: str, entry: Entry) -> Tensor:
     return tensor
 
 # %% ../../nbs/models/shards.ipynb #a335009
-_PLAIN: dict[str, tuple[Any, ...]] = {  # settings of an adapter that change what it computes, with the values that are understood
-    "peft_type": ("LORA",), "bias": ("none",), "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None,),
-    "trainable_token_indices": (None,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "arrow_config": (None,),
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    # settings of an adapter that change what it computes, with the values that are understood
+    "peft_type": ("LORA",), "bias": ("none",), "lora_bias": (False, None), "use_qalora": (False, None),
+    "layer_replication": (None,), "trainable_token_indices": (None,),
+    "target_parameters": (None, []), "alora_invocation_tokens": (None,), "arrow_config": (None,),
     "use_bdlora": (None, False), "velora_config": (None,), "monteclora_config": (None,),
 }  # fmt: skip
 _MOVES = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -112,12 +114,14 @@ class Adapter:
         for key, known in _PLAIN.items():
             if key in self.config and self.config[key] not in known:
                 raise ModelError(
-                    f"the adapter {str(folder)!r} has {key}={self.config[key]!r}, and only plain LoRA, rsLoRA and DoRA are added to weights here. Load it with its "
+                    f"the adapter {str(folder)!r} has {key}={self.config[key]!r}, and only plain LoRA, rsLoRA and DoRA "
+                    "are added to weights here. Load it with its "
                     "model in peft, merge_and_unload() it there, and name that folder."
                 )
         if str(self.config.get("init_lora_weights")).lower().startswith(_MOVES):
             raise ModelError(
-                f"the adapter {str(folder)!r} started as {self.config['init_lora_weights']!r}, which took a part out of the frozen weights; on the weights as they "
+                f"the adapter {str(folder)!r} started as {self.config['init_lora_weights']!r}, which took a part out "
+                "of the frozen weights; on the weights as they "
                 "are it would be another model. Save it merged where it was trained."
             )
         self.table = read_table(self.folder / "adapter_model.safetensors")
@@ -157,14 +161,16 @@ class Adapter:
         a, b, scale = self.pair(layer)
         if a.ndim != 2 or b.ndim != 2:
             raise ModelError(
-                f"the adapter {str(self.folder)!r} has matrices of {a.ndim} dimensions in {layer}, and only those of linear layers and embeddings are understood."
+                f"the adapter {str(self.folder)!r} has matrices of {a.ndim} dimensions in {layer}, and only those of "
+                "linear layers and embeddings are understood."
             )
         flipped = bool(self.config.get("fan_in_fan_out")) or "embedding_A" in self.parts[layer]
         change = (b @ a).mul_(scale)
         change = change.T if flipped else change
         if change.shape != weight.shape:
             raise ModelError(
-                f"the adapter {str(self.folder)!r} changes {layer} by a matrix of {list(change.shape)}, and the model has {list(weight.shape)} there: it belongs to another model."
+                f"the adapter {str(self.folder)!r} changes {layer} by a matrix of {list(change.shape)}, and the model "
+                f"has {list(weight.shape)} there: it belongs to another model."
             )
         whole = weight.float() + change
         if "magnitude_vector" in self.parts[layer]:
@@ -176,7 +182,8 @@ class Adapter:
 
 # %% ../../nbs/models/shards.ipynb #a335010
 class ModelTensors(Mapping[str, Tensor]):
-    """The tensors of a saved model by name, each read when it is asked for; of an adapter's folder those of its model with the adapter in them.
+    """The tensors of a saved model by name, each read when it is asked for; of an adapter's folder those of its model
+    with the adapter in them.
 
     Args:
         place: a directory, a short name that was fetched, or an adapter's directory.
@@ -200,14 +207,16 @@ class ModelTensors(Mapping[str, Tensor]):
             raise ModelError(f"{self.place!r} is neither a directory here nor a model that was fetched. {hint}")
         if kind == "gguf":
             raise ModelError(
-                f"{self.place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch the original model."
+                f"{self.place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch "
+                "the original model."
             )
         if kind == "adapter":
             self.adapter = Adapter(where)
             base = base_of_adapter(where)
             if not base:
                 raise ModelError(
-                    f"the adapter {self.place!r} doesn't say which model it belongs to. Save it merged where it was trained."
+                    f"the adapter {self.place!r} doesn't say which model it belongs to. Save it merged where it was "
+                    "trained."
                 )
             kind, under = find_model(base)
             if kind != "model":
@@ -216,7 +225,8 @@ class ModelTensors(Mapping[str, Tensor]):
                     "adapter": "is an adapter itself. Merge that one first.",
                 }
                 raise ModelError(
-                    f"the adapter {self.place!r} belongs to {base!r}, which {found.get(kind, 'is a GGUF file: weights are read from safetensors.')}"
+                    f"the adapter {self.place!r} belongs to {base!r}, which "
+                    f"{found.get(kind, 'is a GGUF file: weights are read from safetensors.')}"
                 )
             self.folder, self.own = Path(under).expanduser(), Path(where).expanduser()
         else:
@@ -224,7 +234,8 @@ class ModelTensors(Mapping[str, Tensor]):
         self.config: Any = _config(self.folder)
         if getattr(self.config, "quantization_config", None) is not None:
             raise ModelError(
-                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the model that was packed."
+                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
+                "model that was packed."
             )
         self.table: dict[str, Entry] = {}
         for file in _files(self.folder):
@@ -245,7 +256,8 @@ class ModelTensors(Mapping[str, Tensor]):
         for head in heads:
             if not any(torch.equal(read_tensor(head, self.table[head]), read_tensor(e, self.table[e])) for e in ends):
                 raise ModelError(
-                    f"the configuration of {self.place!r} says that both ends share one weight (tie_word_embeddings), and its files hold {head} with other numbers: "
+                    f"the configuration of {self.place!r} says that both ends share one weight (tie_word_embeddings), "
+                    f"and its files hold {head} with other numbers: "
                     "nobody can tell which are meant. Save the model again as it was loaded."
                 )
         return set(heads)
@@ -260,14 +272,17 @@ class ModelTensors(Mapping[str, Tensor]):
             here = [n for n in self.table if n == name] or [n for n in self.table if name.endswith(f".{n}")]
             if len(here) != 1:
                 raise ModelError(
-                    f"the adapter {self.place!r} changes {name}, and its model {str(self.folder)!r} has no such weight: it belongs to another model."
+                    f"the adapter {self.place!r} changes {name}, and its model {str(self.folder)!r} has no such "
+                    "weight: it belongs to another model."
                 )
             if getattr(self.config, "tie_word_embeddings", False) and (
                 here[0].endswith(_EMBEDDINGS) or here[0] in self.tied
             ):
                 raise ModelError(
-                    f"the adapter {self.place!r} changes {here[0]}, a weight that both ends of the model share (tie_word_embeddings): added to it, it would change the "
-                    "other end too, and the model would be another one. Use the adapter with peft, or train without that layer."
+                    f"the adapter {self.place!r} changes {here[0]}, a weight that both ends of the model share "
+                    "(tie_word_embeddings): added to it, it would change the "
+                    "other end too, and the model would be another one. Use the adapter with peft, or train without "
+                    "that layer."
                 )
             found[here[0]] = value
         return layers, wholes
@@ -312,7 +327,8 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(
-            f"{str(folder)!r} has no model*.safetensors; it holds: {', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
+            f"{str(folder)!r} has no model*.safetensors; it holds: "
+            f"{', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
         )
     return files
 
@@ -340,7 +356,8 @@ def plan_shards(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: 
 
 
 def write_shards(
-    folder: Path, table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensor: Callable[[str], Tensor], most: int = SHARD_BYTES
+    folder: Path, table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensor: Callable[[str], Tensor],
+    most: int = SHARD_BYTES
 ) -> int:  # fmt: skip
     """Write a model's weights as transformers does, with one tensor in memory at a time.
 
@@ -373,7 +390,8 @@ def write_shards(
                 made = tensor(name)
                 if (made.dtype, tuple(made.shape)) != table[name]:
                     raise ModelError(
-                        f"{name} came as {made.dtype} {list(made.shape)} and was announced as {table[name][0]} {list(table[name][1])}."
+                        f"{name} came as {made.dtype} {list(made.shape)} and was announced as {table[name][0]} "
+                        f"{list(table[name][1])}."
                     )
                 if (
                     made.is_floating_point()
@@ -381,7 +399,8 @@ def write_shards(
                     and not all(bool(torch.isfinite(x)) for x in made.aminmax())
                 ):
                     raise ModelError(
-                        f"{name} holds numbers that are not finite, so the model would answer nothing. One of the models is damaged, or {made.dtype} is too small for it."
+                        f"{name} holds numbers that are not finite, so the model would answer nothing. One of the "
+                        f"models is damaged, or {made.dtype} is too small for it."
                     )
                 out.write(made.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 del made
@@ -393,9 +412,9 @@ def write_shards(
     return total
 
 
-BESIDE = (  # what stands beside the weights and says how they are used
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt",
+    "added_tokens.json", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told insid
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['REFUSED', 'CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle',
-           'cycle_command']
+__all__ = ['REFUSED', 'CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as',
+           'run_cycle', 'cycle_command']
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):

@@ -27,9 +27,9 @@ from ..data.rows import raw_rows, reading_of
 from ..data.worlds import Row
 
 # %% auto #0
-__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',
-           'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of', 'text_parts',
-           'painted', 'show']
+__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks',
+           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of',
+           'text_parts', 'painted', 'show']
 
 # %% ../../nbs/pipeline/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):

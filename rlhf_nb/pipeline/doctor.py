@@ -41,10 +41,10 @@ from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
-           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
-           'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
-           'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer',
+           'plain_rows', 'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads',
+           'check_speed', 'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths',
+           'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]

@@ -18,9 +18,9 @@ from ..core import ConfigError, RewardError, suggest
 Percent = Literal["unit", "hundredth"]
 
 # %% auto #0
-__all__ = ['Percent', 'Vote', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer', 'extract_number',
-           'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch', 'extract_choice',
-           'MultipleChoice', 'pass_at_k', 'majority_vote']
+__all__ = ['Percent', 'Vote', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer',
+           'extract_number', 'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch',
+           'extract_choice', 'MultipleChoice', 'pass_at_k', 'majority_vote']
 
 # %% ../../nbs/rewards/answers.ipynb #0207043f
 def completion_text(completion: Any) -> str:
@@ -67,7 +67,8 @@ _USUAL = ("answer", "solution", "ground_truth", "final_answer", "target", "label
 
 # %% ../../nbs/rewards/answers.ipynb #911982d2
 class AnswerReward(ABC):
-    """A reward that compares a completion's text with the row's right answer. Subclasses write `parse_answer` and `score`.
+    """A reward that compares a completion's text with the row's right answer. Subclasses write `parse_answer` and
+    `score`.
 
     Args:
         name: for logs.
@@ -88,12 +89,14 @@ class AnswerReward(ABC):
         return [rewards.get(i) for i in range(len(parsed))]
 
     def _parsed(self, columns: dict[str, Any], prompts: Sequence[Any], n: int) -> list[Any]:
-        """Right answers as `score` wants them; None where there is none, or none that can be read (counted, warned of once)."""
+        """Right answers as `score` wants them; None where there is none, or none that can be read (counted, warned of
+        once)."""
         name, column = self.name, self.answer_column
         if column not in columns:
             near = suggest(column, columns) or next((c for c in _USUAL if c in columns), None)
             raise RewardError(
-                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have, so nothing can be checked. "
+                f"reward {name!r} reads right answers from the column {column!r}, which the data doesn't have, so "
+                "nothing can be checked. "
                 + (f"Did you mean {near!r}? " if near else "")
                 + f"Columns are: {', '.join(columns) or 'none'}. Name the right one: {{verify: ..., answer: COLUMN}}.",
                 python="In Python: answer_column=...",
@@ -126,7 +129,8 @@ class AnswerReward(ABC):
 
     @abstractmethod
     def parse_answer(self, answer: Any, prompt: Any = None) -> Any:
-        """A right answer as `score` wants it; ValueError says why it can't be read. The prompt may say how it is meant."""
+        """A right answer as `score` wants it; ValueError says why it can't be read. The prompt may say how it is
+        meant."""
 
     @abstractmethod
     def score(self, text: str, answer: Any) -> float | None:
@@ -135,7 +139,8 @@ class AnswerReward(ABC):
 # %% ../../nbs/rewards/answers.ipynb #32f35986
 _HASH = re.compile(r"(?<!#)####(?!#)[ \t]*")
 _SAID = re.compile(
-    r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*[ \t]{0,9}"
+    r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*[ "
+    r"\t]{0,9}"
     r"(?:is\b|was\b|equals\b|:|=)[\"'`*_]*:?[ \t]*",
     re.IGNORECASE,
 )
@@ -147,7 +152,8 @@ _ANOTHER = re.compile(
     r"\b(?:that|this|these|your|his|her|their|an|any|no|each|every|which|whose|wrong|incorrect)[ \t]+$", re.IGNORECASE
 )
 _REMARK = re.compile(
-    r"\W*(?:in)?(?:correct|right|wrong|reasonable|consistent|verified|valid|as follows|clear|obvious|below|above)\b\D*$",
+    r"\W*(?:in)?(?:correct|right|wrong|reasonable|consistent|verified|valid|"
+    r"as follows|clear|obvious|below|above)\b\D*$",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
@@ -483,7 +489,8 @@ class Number(AnswerReward):
 
 # %% ../../nbs/rewards/answers.ipynb #3a145d03
 def normalize_text(text: str) -> str:
-    """A text without what doesn't matter in a short answer: case, spacing, Unicode variants, quotes, final punctuation."""
+    """A text without what doesn't matter in a short answer: case, spacing, Unicode variants, quotes, final
+    punctuation."""
     plain = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
     words = (word.strip("\"'`“”‘’()[]{}*_").rstrip(".,;:!?").strip("\"'`“”‘’()[]{}*_") for word in plain.split())
     return " ".join(word for word in words if word)

@@ -33,8 +33,8 @@ from ..types import Completions, Rollout
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
-           'RunningNormalizer']
+__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble',
+           'apply_eos_penalty', 'RunningNormalizer']
 
 # %% ../../nbs/rewards/base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):
@@ -73,7 +73,8 @@ def _arguments(fn: Any, name: str, rollout: Rollout) -> dict[str, list[Any]]:
 
 # %% ../../nbs/rewards/base.ipynb #8b536058
 def _check_answers(answers: Any, n: int) -> tuple[list[float | None], dict[int, str]]:
-    """One finite number or None per row, and by row what is wrong with the rest; a list of the wrong length can't be blamed on a row and raises."""
+    """One finite number or None per row, and by row what is wrong with the rest; a list of the wrong length can't be
+    blamed on a row and raises."""
     if isinstance(answers, Tensor) and (answers.dim() <= 1 or answers.shape[1:].numel() == 1):
         answers = answers.detach().float().flatten()
     answers = answers.tolist() if hasattr(answers, "tolist") else answers
@@ -119,7 +120,8 @@ class _Patience(NamedTuple):
 def _together(
     makers: Sequence[Callable[[], Awaitable[Any]]], how: Sequence[_Patience] | None = None
 ) -> Callable[[], list[Any]]:
-    """Start awaitables, all at once, in a thread of their own; returns a function that waits for the results, exceptions among them."""
+    """Start awaitables, all at once, in a thread of their own; returns a function that waits for the results,
+    exceptions among them."""
     results: list[Any] = []
     how = how or [_Patience()] * len(makers)
     until = time.monotonic() + max(h.longest for h in how)  # for one that never lets the others have a turn
@@ -245,7 +247,8 @@ def _excerpt(text: Any, limit: int = 200) -> str:
 
 
 def _place(e: BaseException) -> str:
-    """The last line that was run of its author's code, not of a package's: " (rewards.py, line 12)"; "" where there is none."""
+    """The last line that was run of its author's code, not of a package's: " (rewards.py, line 12)"; "" where there is
+    none."""
     calls = [(f.f_globals.get("__name__", ""), Path(f.f_code.co_filename), n) for f, n in walk_tb(e.__traceback__)]
     library = Path(sysconfig.get_path("stdlib"))
     own = [(file, n) for name, file, n in calls if not (name.startswith("rlhf_nb.") or "site-packages" in file.parts)]
@@ -265,8 +268,11 @@ def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
     """The error for rows that a function failed on."""
     row = min(bad)
     return RewardError(
-        f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt {_excerpt(rollout.prompts[row])}, "
-        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or let it be asked again (retries: 2 in its entry of rewards); in Python, Rewards(..., on_error='skip') counts and goes on."
+        f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt "
+        f"{_excerpt(rollout.prompts[row])}, "
+        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or let it "
+        "be asked again (retries: 2 in its entry of rewards); in Python, Rewards(..., on_error='skip') counts and "
+        "goes on."
     )
 
 
@@ -283,7 +289,8 @@ def _units(fn: Any, rollout: Rollout) -> list[list[int]]:
 def _row_by_row(
     fn: Any, rollout: Rollout, columns: dict[str, list[Any]], problem: Exception, stop: bool, limit: float | None
 ) -> tuple[list[float | None], dict[int, str]]:
-    """After a whole batch failed: each row's own answer, and what is wrong with those that fail alone (`stop`: the first of them only)."""
+    """After a whole batch failed: each row's own answer, and what is wrong with those that fail alone (`stop`: the
+    first of them only)."""
     units = _units(fn, rollout)
     calls = [
         (fn, rollout[torch.tensor(rows)], {k: [v[row] for row in rows] for k, v in columns.items()}) for rows in units
@@ -336,7 +343,8 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         found = f"there are {len(tokenizer)} here, and it knows {known}"
     if found:
         raise ModelError(
-            f"the reward model {model.home!r} has another tokenizer: {found}. It is given the policy's tokens, so its scores would be about other words. "
+            f"the reward model {model.home!r} has another tokenizer: {found}. It is given the policy's tokens, so its "
+            "scores would be about other words. "
             f"{as_text}; or train one from the policy's model, rlhf-nb reward."
         )
     if model.foreign and own is not None and own.chat_template is not None:
@@ -344,8 +352,10 @@ def check_reader(model: Any, tokenizer: Any) -> None:
         end = str(own.apply_chat_template(said, tokenize=False)).rpartition("Yes.")[2]
         if end != tokenizer.eos_token:
             warnings.warn(
-                f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the {tokenizer.eos_token!r} that ends an answer; its template ends an "
-                f"answer by {end!r}, and whoever trains on the template's text (transformers, TRL) reads it at the last of that: other numbers. {as_text}.",
+                f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
+                f"{tokenizer.eos_token!r} that ends an answer; its template ends an "
+                f"answer by {end!r}, and whoever trains on the template's text (transformers, TRL) reads it at the "
+                f"last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
@@ -378,7 +388,8 @@ class Rewards:
         for i, fn in enumerate(self.fns):
             if not callable(fn) and not isinstance(fn, RolloutScorer):
                 raise ConfigError(
-                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), RewardModelFn or Ensemble."
+                    f"reward function {i} is {fn!r}, which can't be called: give f(prompts, completions, **columns), "
+                    "RewardModelFn or Ensemble."
                 )
         lists: dict[str, Sequence[Any] | None] = {
             "weights": weights,
@@ -414,11 +425,14 @@ class Rewards:
             rollout: what the policy wrote.
 
         Returns:
-            scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no opinion. `stats` then holds
-            each part's mean and the counts of missing opinions and failures; `steps` what of the scores belongs to the ends of steps, if anything does.
+            scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no
+            opinion. `stats` then holds
+            each part's mean and the counts of missing opinions and failures; `steps` what of the scores belongs to the
+            ends of steps, if anything does.
 
         Raises:
-            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a row.
+            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a
+                row.
         """
         self.stats, self.steps = {}, None
         n, device = len(rollout), rollout.completion_ids.device
@@ -441,8 +455,10 @@ class Rewards:
         if silent and self.on_error == "raise":
             row = silent[0]
             raise RewardError(
-                f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they have no score. The first: "
-                f"prompt {_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Return a number for them from at least one function."
+                f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they "
+                "have no score. The first: "
+                f"prompt {_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Return a number "
+                "for them from at least one function."
             )
         scores = total.float()
         scores[silent] = self.fallback
@@ -596,7 +612,8 @@ def apply_eos_penalty(
     Args:
         scores: [B].
         finished: bool[B], 1 = EOS was produced.
-        penalty: None changes nothing. "fixed": the score of an answer without EOS (usually −1). "subtract": how much it loses (≥ 0).
+        penalty: None changes nothing. "fixed": the score of an answer without EOS (usually −1). "subtract": how much it
+            loses (≥ 0).
         mode: "fixed" or "subtract".
 
     Returns:

@@ -61,8 +61,9 @@ class ClassifierReward:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, label: str | int | None = None, *, output: Literal["logit", "probability"] = "logit",
-        reads: Literal["completion", "both"] = "completion", name: str | None = None, batch_size: int = 32,
+        self, model: Any, tokenizer: Any, label: str | int | None = None, *,
+        output: Literal["logit", "probability"] = "logit", reads: Literal["completion", "both"] = "completion",
+        name: str | None = None, batch_size: int = 32,
     ) -> None:  # fmt: skip
         check_choice("output", output, ("logit", "probability"))
         check_choice("reads", reads, ("completion", "both"))
@@ -119,7 +120,8 @@ class ClassifierReward:
 
 # %% ../../nbs/rewards/classifier.ipynb #9104793f
 def load_classifier(
-    folder: str | Path, label: str | int | None = None, *, device: Any = "cpu", trust_remote_code: bool = False, **options: Any
+    folder: str | Path, label: str | int | None = None, *, device: Any = "cpu", trust_remote_code: bool = False,
+    **options: Any
 ) -> ClassifierReward:  # fmt: skip
     """A sequence classifier from a directory or the hub, as a reward; fp32, dropout off.
 

@@ -138,9 +138,11 @@ class PythonTests(AnswerReward):
         score: "fraction" of the tests, or "all": 1 only if every one passes.
         workers: programs at a time (default: up to 4, by the number of cores).
         name: for logs.
-        limits: of the sandbox: timeout_s, wall_s, memory_mb, output_kb, disk_mb, fences, programs_may_escape (see `Sandbox`).
+        limits: of the sandbox: timeout_s, wall_s, memory_mb, output_kb, disk_mb, fences, programs_may_escape (see
+            `Sandbox`).
 
-    After a call, `results` holds how each program ended, for the rows that have tests, and `outcomes` counts the endings.
+    After a call, `results` holds how each program ended, for the rows that have tests, and `outcomes` counts the
+    endings.
     Tests that can't be judged from outside the program give no reward, and are counted in `unreadable`.
     """
 
@@ -183,15 +185,18 @@ class PythonTests(AnswerReward):
         if not self._warned and any(r.fences and not _holds(r.fences) for r in self.results):
             self._warned = True
             warnings.warn(
-                f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, and you said that "
+                f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, "
+                "and you said that "
                 "programs may escape. Let nothing be in reach that you would miss.",
                 stacklevel=3,
             )
         if unclear := [r.unclear[0] for r in self.results if r.unclear]:
             if not self.unreadable:
                 warnings.warn(
-                    f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from outside the program "
-                    f"and give no reward (first: {unclear[0]}). Repair or drop these rows; `.unreadable` goes on counting.",
+                    f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from "
+                    "outside the program "
+                    f"and give no reward (first: {unclear[0]}). Repair or drop these rows; `.unreadable` goes on "
+                    "counting.",
                     stacklevel=3,
                 )
             self.unreadable += len(unclear)
@@ -203,7 +208,8 @@ class PythonTests(AnswerReward):
         return float(share == 1) if self.all_or_nothing else share
 
     def _grade(self, code: str, tests: CodeTests) -> SandboxResult:
-        """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest fails."""
+        """Scripts in one process, then each pair in its own; after a timeout (or a failure, if all must pass) the rest
+        fails."""
         runs = [self.sandbox.run(code, tests.scripts, "", tests.setup, tests.entry_point)] if tests.scripts else []
         passed = [*runs[0].passed] if runs else []
         for given, wanted in tests.pairs:

@@ -15,8 +15,8 @@ from ..core import ConfigError, RewardError, check_choice
 from .answers import TextReward, after_thinking, completion_text
 
 # %% auto #0
-__all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition', 'Length',
-           'Repetition', 'Gated']
+__all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition',
+           'Length', 'Repetition', 'Gated']
 
 # %% ../../nbs/rewards/formats.ipynb #f0f36f87
 class Matches(TextReward):
@@ -99,7 +99,8 @@ class JsonMatches(TextReward):
     """1 if the text holds JSON of the right form, else 0.
 
     Args:
-        schema: a JSON schema (a dict; needs the package `jsonschema`), a pydantic model class, or None: any JSON will do.
+        schema: a JSON schema (a dict; needs the package `jsonschema`), a pydantic model class, or None: any JSON will
+            do.
         where: "first" object or array in the text, or the "whole" text.
         name: for logs.
     """
@@ -134,7 +135,8 @@ def _json_check(schema: Any) -> Callable[[Any], bool]:
         jsonschema: Any = importlib.import_module("jsonschema")
     except ImportError as e:
         raise ConfigError(
-            "checking a JSON schema needs the package jsonschema, which is not installed: pip install jsonschema, or give a pydantic model class."
+            "checking a JSON schema needs the package jsonschema, which is not installed: pip install jsonschema, or "
+            "give a pydantic model class."
         ) from e
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:

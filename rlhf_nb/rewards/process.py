@@ -43,8 +43,8 @@ class ProcessReward(RewardModelFn):
     """
 
     def __init__(
-        self, model: ProcessModel, tokenizer: Any, aggregate: Aggregate = "min", place: Place = "steps", name: str = "process",
-        token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None,
+        self, model: ProcessModel, tokenizer: Any, aggregate: Aggregate = "min", place: Place = "steps",
+        name: str = "process", token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, ProcessModel):
             raise ConfigError(
@@ -79,7 +79,8 @@ class ProcessReward(RewardModelFn):
         return aggregate_steps(*self.steps(c), self.aggregate)
 
     def score_rollout(self, rollout: Completions) -> tuple[Tensor, dict[str, Tensor]]:
-        """Aggregates [B]; as parts the number of steps, the least and the last value, and, where steps are rewarded, `step_rewards` and `step_ends` [B, C]."""
+        """Aggregates [B]; as parts the number of steps, the least and the last value, and, where steps are rewarded,
+        `step_rewards` and `step_ends` [B, C]."""
         values, ends = self.steps(rollout)
         parts = {
             "steps": ends.sum(1).float(),
@@ -92,7 +93,8 @@ class ProcessReward(RewardModelFn):
 
 
 def load_process_reward(
-    where: str | Path, *, aggregate: Aggregate = "min", place: Place = "steps", name: str = "process", token_budget: int = TOKEN_BUDGET,
+    where: str | Path, *, aggregate: Aggregate = "min", place: Place = "steps", name: str = "process",
+    token_budget: int = TOKEN_BUDGET,
     device: Any = "cpu", trust_remote_code: bool = False,
 ) -> ProcessReward:  # fmt: skip
     """A process reward from a folder or hub name.
@@ -139,7 +141,8 @@ def step_scorer(reward: ProcessReward, aggregate: Aggregate | None = None) -> St
         aggregate: of the steps so far; None: the reward's own. What has been written since the last step counts as one.
 
     Returns:
-        A function from token rows of prompts and of answers so far to one value in [0, 1] for each. Before the first token it is 1.
+        A function from token rows of prompts and of answers so far to one value in [0, 1] for each. Before the first
+        token it is 1.
     """
 
     def values(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float]:

@@ -69,7 +69,8 @@ def trl_reward(fn: Any) -> Any:
     """A function that is called as TRL does, with keywords only, as a reward function of this package.
 
     Args:
-        fn: takes any of `prompts`, `completions`, `completion_ids` and the columns of the data by name. Completions are messages where prompts are.
+        fn: takes any of `prompts`, `completions`, `completion_ids` and the columns of the data by name. Completions are
+            messages where prompts are.
 
     Raises:
         ConfigError: it needs something that only TRL's trainers have.

@@ -22,8 +22,8 @@ from rlhf_nb.rollout.sampler import (
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
-           'sampling_metrics']
+__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler',
+           'needs_scoring', 'sampling_metrics']
 
 # %% ../../nbs/rollout/backends.ipynb #874653ef
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Sampler:
     """What lets a policy answer prompts: `answer`, and what is known of it.
 
     name: in messages.
-    exact: the log-probs it returns are a scoring pass's, up to the rounding of fp32, so that training may take them for π_old.
+    exact: the log-probs it returns are a scoring pass's, up to the rounding of fp32, so that training may take them for
+        π_old.
     slots_in_use: of the last call: tokens that were kept ÷ tokens that were computed; None: not known.
     """
 
@@ -70,7 +71,8 @@ class Sampler:
     slots_in_use: float | None = None
 
     def generate(
-        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int,
+        step: int = 0,
         num_samples: int = 1, greedy: bool = False, eos: list[int] | None = None,
     ) -> Rollout:  # fmt: skip
         """B · num_samples rows, those of a prompt contiguous; `rollout_logps` at the sampling temperature, or None.
@@ -135,7 +137,8 @@ def answers_to_tensors(
 class TransformersContinuous(Sampler):
     """Continuous batching of transformers (`generate_batch`).
 
-    With top-k or top-p its log-probs are those of the filtered distribution, from which it drew; ours are of the unfiltered one.
+    With top-k or top-p its log-probs are those of the filtered distribution, from which it drew; ours are of the
+    unfiltered one.
 
     Args:
         page_size: tokens in a page of the cache.
@@ -155,7 +158,8 @@ class TransformersContinuous(Sampler):
 
         if "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters:
             raise ConfigError(
-                f"transformers {transformers.__version__} is too old for {self.name}, whose settings had other names (5.23 was tested): use sampler=auto, or a newer one."
+                f"transformers {transformers.__version__} is too old for {self.name}, whose settings had other names "
+                "(5.23 was tested): use sampler=auto, or a newer one."
             )
         sampling = request.sampling
         for name in ("min_new_tokens", "min_p"):
@@ -175,7 +179,8 @@ class TransformersContinuous(Sampler):
         )  # fmt: skip
         engine = ContinuousBatchingConfig(**{
             "page_size": self.page_size, "num_blocks": max(each, min(rows * each, pages)), "max_batch_tokens": 1024,
-            "max_requests_per_batch": rows, "return_logprobs": True, "seed": (request.seed * 1_000_003 + request.step) % 2**31, **self.options,
+            "max_requests_per_batch": rows, "return_logprobs": True,
+            "seed": (request.seed * 1_000_003 + request.step) % 2**31, **self.options,
         })  # fmt: skip
         # it takes the global random generators: afterwards they are as they were
         with eval_mode(model), torch.random.fork_rng([bare.device] if bare.device.type == "cuda" else []):
@@ -187,7 +192,8 @@ class TransformersContinuous(Sampler):
         problem = next((x.error for x in found if x.error), None)
         if len(found) != rows or problem:
             raise ModelError(
-                f"{self.name} returned {len(found)} of {rows} answers ({problem or 'its thread ended early'}): use sampler=auto."
+                f"{self.name} returned {len(found)} of {rows} answers ({problem or 'its thread ended early'}): use "
+                "sampler=auto."
             )
         tokens, logps = [list(x.generated_tokens) for x in found], [list(x.logprobs) for x in found]
         ids, lens, finished, said = answers_to_tensors(tokens, logps, eos, pad, bare.device)
@@ -209,7 +215,8 @@ def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -
 
     Args:
         r: what the sampler returned.
-        rule: the method's setting `old_logps`: "sampler", "recompute", or "auto": the sampler's own where these are a scoring pass's.
+        rule: the method's setting `old_logps`: "sampler", "recompute", or "auto": the sampler's own where these are a
+            scoring pass's.
         sampler: who drew.
         dtype: in which the scorer computes.
 
@@ -224,14 +231,16 @@ def needs_scoring(r: Rollout, rule: str, sampler: Sampler, dtype: torch.dtype) -
 
 
 def sampling_metrics(r: Rollout, sampler: Sampler) -> dict[str, float]:
-    """What is to be seen of the sampling: slots in use; and where π_old was scored, how far the sampler's log-probs are from it.
+    """What is to be seen of the sampling: slots in use; and where π_old was scored, how far the sampler's log-probs are
+    from it.
 
     Args:
         r: with `old_logps`.
         sampler: who drew.
 
     Returns:
-        perf/slots_in_use, sampling/logp_difference_mean and _max (absolute, per token), sampling/importance_mean (π_old ÷ sampler, 1 in
+        perf/slots_in_use, sampling/logp_difference_mean and _max (absolute, per token), sampling/importance_mean (π_old
+        ÷ sampler, 1 in
         expectation); those that are known.
     """
     found = {} if sampler.slots_in_use is None else {"perf/slots_in_use": sampler.slots_in_use}

@@ -69,7 +69,8 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 
 # %% ../../nbs/rollout/choosing.ipynb #d5ab7041
 def _top_p_threshold(logps: Tensor, top_p: float) -> Tensor:
-    "Smallest log-probability inside the nucleus [B, 1]; looks at the 64 likeliest tokens first, sorts all only if those do not hold top_p."
+    """Smallest log-probability inside the nucleus [B, 1]; looks at the 64 likeliest tokens first, sorts all only if
+    those do not hold top_p."""
     total = logps.logsumexp(-1, keepdim=True)
     vocab = logps.shape[-1]
     for k in (
@@ -125,7 +126,8 @@ class Chooser:
             position: in the completion, the same for all rows or int64[B].
 
         Returns:
-            Tokens int64[B], their log-probs [B] at the temperature, *before* minimum length and filters, and bool[B]: is it an EOS?
+            Tokens int64[B], their log-probs [B] at the temperature, *before* minimum length and filters, and bool[B]:
+            is it an EOS?
         """
         logps, allowed = self._allowed(logits, position)
         if self.greedy or u is None:
@@ -141,7 +143,8 @@ class Chooser:
             logits, position: as for a call.
 
         Returns:
-            Log-probs [B, V] at the temperature, before minimum length and filters, and the unnormalised weights [B, V] after them.
+            Log-probs [B, V] at the temperature, before minimum length and filters, and the unnormalised weights [B, V]
+            after them.
         """
         logps, allowed = self._allowed(logits, position)
         return logps, filter_logps(allowed, self.sampling).exp()

@@ -45,9 +45,11 @@ def sample_together(
 
     Args:
         models: causal language models with one vocabulary, the policy first; in evaluation mode.
-        combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of them.
+        combined: gets one function a model, which gives its next logits [B, V], and makes one distribution's logits of
+            them.
         request: prompts, lengths and the rest.
-        heard: is told the tokens [B] of each place, rows of a prompt contiguous; those of a row that has ended mean nothing.
+        heard: is told the tokens [B] of each place, rows of a prompt contiguous; those of a row that has ended mean
+            nothing.
 
     Returns:
         As `sample`; `rollout_logps` are those of the combination.
@@ -76,7 +78,8 @@ def sample_together(
 
 
 def sample_mixture(
-    policy: Any, reference: Reference, alpha: float, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, seed: int, step: int = 0,
+    policy: Any, reference: Reference, alpha: float, prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
+    seed: int, step: int = 0,
 ) -> Rollout:  # fmt: skip
     """Answers of π^(1−α) · π_ref^α, token by token; one to each prompt.
 
@@ -136,7 +139,8 @@ def ensemble_logits(logits: Sequence[Tensor], rule: Rule = "logits", weights: Se
 
 
 def sample_ensemble(
-    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, rule: Rule = "logits", weights: Sequence[float] | None = None,
+    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, rule: Rule = "logits",
+    weights: Sequence[float] | None = None,
     greedy: bool = False, seed: int = 0, step: int = 0,
 ) -> Rollout:  # fmt: skip
     """Answers of several models together, token by token; one to each prompt.
@@ -160,7 +164,8 @@ def sample_ensemble(
     sizes = [int(m.config.get_text_config().vocab_size) for m in bare]
     if len(set(sizes)) > 1:
         raise ModelError(
-            f"the models have vocabularies of {', '.join(map(str, sizes))} tokens: only models with one vocabulary can answer token by token together."
+            f"the models have vocabularies of {', '.join(map(str, sizes))} tokens: only models with one vocabulary can "
+            "answer token by token together."
         )
     check_choice("ensemble rule", rule, ("logits", "product", "probabilities", "vote"))
 

@@ -26,9 +26,9 @@ from ..types import PromptBatch, Rollout, along, fetch, host
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan', 'eval_mode', 'eos_ids', 'cache_bytes_per_token',
-           'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw', 'as_rollout', 'pad_id',
-           'sample']
+__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan', 'eval_mode', 'eos_ids',
+           'cache_bytes_per_token', 'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw',
+           'as_rollout', 'pad_id', 'sample']
 
 # %% ../../nbs/rollout/sampler.ipynb #e0896274
 class Requests(NamedTuple):
@@ -53,7 +53,8 @@ def earlier(prompts: PromptBatch) -> Tensor:
 
 
 def addresses(prompts: PromptBatch, num_samples: int) -> tuple[Tensor, Tensor]:
-    "Of each of B · num_samples answers, those of a prompt contiguous: the row of its prompt, and the sample's number there."
+    """Of each of B · num_samples answers, those of a prompt contiguous: the row of its prompt, and the sample's number
+    there."""
     rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
     return rows, earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
 
@@ -88,7 +89,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:
     """Tokens that end a completion.
 
-    The generation config's list when it contains the tokenizer's EOS; otherwise the tokenizer's EOS alone, because that is
+    The generation config's list when it contains the tokenizer's EOS; otherwise the tokenizer's EOS alone, because that
+    is
     what training appends; without one, the generation config's.
     """
     listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -98,7 +100,8 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:
 
 
 def cache_bytes_per_token(model: nn.Module) -> int:
-    "Bytes of keys and values that a token leaves behind, at most; of a model without attention, a guess from its width."
+    """Bytes of keys and values that a token leaves behind, at most; of a model without attention, a guess from its
+    width."""
     c: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
 
     def most(name: str) -> int:  # some configs have a number for each layer
@@ -115,7 +118,8 @@ Pick = Callable[[int, Tensor], Tensor]  # (position in the completion, logits [n
 
 
 def _generate(model: Any, prompts: list[Tensor], pick: Pick, new_tokens: int, eos: list[int], pad: int) -> None:
-    "transformers' `generate`, prompts padded on the left; a logits processor leaves it no token but the one that `pick` took."
+    """transformers' `generate`, prompts padded on the left; a logits processor leaves it no token but the one that
+    `pick` took."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     width, before = max(map(len, prompts)), model.generation_config
@@ -145,12 +149,14 @@ _may_share: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str]] = WeakKeyDi
 
 
 def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: int = CHECKED) -> str:
-    """Which rows may be in one batch of `generate`: a recurrent state may have read pads, positions counted them, or rows mixed.
+    """Which rows may be in one batch of `generate`: a recurrent state may have read pads, positions counted them, or
+    rows mixed.
 
     Found out once for a model, and again when its class, config or hooks change, or prompts of twice the length come.
 
     Args:
-        short, long: int64[length], two prompts; each is asked alone, the first also beside one of its length, and with pads beside the second.
+        short, long: int64[length], two prompts; each is asked alone, the first also beside one of its length, and with
+            pads beside the second.
         steps: tokens that are compared.
 
     Returns:
@@ -188,7 +194,8 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
     alone = max(own)
     if alone > bound:
         raise ModelError(
-            f"transformers' generate doesn't say what {type(model).__name__} says token by token: log-probs differ by {alone:.2g}. "
+            f"transformers' generate doesn't say what {type(model).__name__} says token by token: log-probs differ by "
+            f"{alone:.2g}. "
             "Training on its samples would be wrong; use a model whose cache works, or a newer transformers."
         )
     known[key] = "all" if same <= bound and padded <= bound else "same length" if same <= bound else "none"
@@ -196,7 +203,8 @@ def may_share(model: nn.Module, short: Tensor, long: Tensor, pad: int, steps: in
 
 
 def generate(
-    model: nn.Module, asked: Requests, choose: Chooser, uniform: Tensor | None, new_tokens: int, size: int, pad: int, used: list[int]
+    model: nn.Module, asked: Requests, choose: Chooser, uniform: Tensor | None, new_tokens: int, size: int, pad: int,
+    used: list[int]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The plain way: tokens int64[B, C] and log-probs float32[B, C] of all rows, at most `size` of them at a time.
 
@@ -209,7 +217,8 @@ def generate(
         why = None if wrapper is m.get_base_model() else changed_here(wrapper)
         if why is not None:
             raise ModelError(
-                f"{why}, which transformers' generate passes by: change {type(m.get_base_model()).__name__}, inside, instead."
+                f"{why}, which transformers' generate passes by: change {type(m.get_base_model()).__name__}, inside, "
+                "instead."
             )
     every = [p for p, n in zip(asked.prompts, asked.repeats) for _ in range(n)]
     share = may_share(model, every[0], every[-1], pad, min(CHECKED, new_tokens))
@@ -256,7 +265,8 @@ def check_request(
     limit, kind = rope.get("original_max_position_embeddings") or window, rope.get("rope_type")
     if limit is not None and kind in ("dynamic", "longrope") and int(prompts.prompt_lens.min()) <= limit < length:
         raise DataError(
-            f"The model's rotary positions ({kind}) change when a row grows beyond {limit} tokens, and kept keys would be of the other "
+            f"The model's rotary positions ({kind}) change when a row grows beyond {limit} tokens, and kept keys would "
+            "be of the other "
             f"kind; the longest prompt and max_new_tokens make {length}: lower one of them to stay within {limit}."
         )
     return length
@@ -269,7 +279,8 @@ def cut_at_eos(ids: Tensor, logps: Tensor, choose: Chooser, pad: int) -> tuple[T
         ids, logps: [B, C]; what stands after a row's EOS is anything; −1: the row ended there without one.
 
     Returns:
-        ids, logps (`pad` and 0 after the end; no column that all rows have ended before), lens int64[B] (EOS included), finished bool[B].
+        ids, logps (`pad` and 0 after the end; no column that all rows have ended before), lens int64[B] (EOS included),
+        finished bool[B].
     """
     ended = choose.ended(ids)
     finished = ended.any(1)
@@ -280,7 +291,8 @@ def cut_at_eos(ids: Tensor, logps: Tensor, choose: Chooser, pad: int) -> tuple[T
     if not bool(logps.isfinite().all()):
         row = int((~logps.isfinite()).any(1).int().argmax())
         raise ModelError(
-            f"The model's logits are not finite while sampling (first in row {row}): its weights or activations hold NaN or Inf. "
+            f"The model's logits are not finite while sampling (first in row {row}): its weights or activations hold "
+            "NaN or Inf. "
             "Look at the last steps' gradient norm, lower the learning rate, or use bf16 or fp32 instead of fp16."
         )
     return ids, logps, lens, finished
@@ -291,8 +303,10 @@ _told: set[str] = set()
 
 @torch.inference_mode()
 def sample_tokens(
-    model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, eos: list[int], pad: int, seed: int, step: int = 0,
-    num_samples: int = 1, greedy: bool = False, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed_shapes: bool | None = None,
+    model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, *, eos: list[int], pad: int, seed: int,
+    step: int = 0,
+    num_samples: int = 1, greedy: bool = False, batch_size: int | None = None, cache_bytes: int = 2 << 30,
+    fixed_shapes: bool | None = None,
     used: list[int] | None = None, over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`sample` without the tokenizer: ids in, ids out.
@@ -301,12 +315,14 @@ def sample_tokens(
         eos: tokens that end a completion (may be empty); pad: what stands after the end.
         batch_size: most sequences decoded at the same time; cache_bytes: most bytes of their keys and values.
         fixed_shapes: decode with fixed shapes (None: on CUDA, as a recorded graph).
-        used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in use.
+        used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in
+            use.
         over: told a completion's tokens every few steps, it may end it (only where `fast.decode` writes).
         Others as in `sample`.
 
     Returns:
-        ids int64[B, C], rollout_logps float32[B, C], lens int64[B] (EOS included), finished bool[B], on the model's device.
+        ids int64[B, C], rollout_logps float32[B, C], lens int64[B] (EOS included), finished bool[B], on the model's
+        device.
     """
     bare, new, used = unwrapped(model), sampling.max_new_tokens, [] if used is None else used
     length = check_request(bare, prompts, sampling, num_samples, batch_size)
@@ -340,7 +356,8 @@ def sample_tokens(
 
 
 def draw(
-    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, greedy: bool = False, **sampling: Any
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, greedy: bool = False,
+    **sampling: Any
 ) -> tuple[list[list[int]], list[Tensor]]:  # fmt: skip
     """Completions of prompts, as every trainer draws them: token ids in, token ids and their log-probs out.
 
@@ -353,7 +370,8 @@ def draw(
         sampling: further settings of `SamplingConfig`: temperature, top_p, ...
 
     Returns:
-        B lists of token ids, and for each a float32 tensor with the log-prob of each of them, at the temperature, before filters.
+        B lists of token ids, and for each a float32 tensor with the log-prob of each of them, at the temperature,
+        before filters.
     """
     batch, how = PromptBatch.from_lists(prompts), SamplingConfig(max_new_tokens=max_new_tokens, **sampling)
     eos = eos_ids(unwrapped(model), None)
@@ -363,7 +381,8 @@ def draw(
 
 # %% ../../nbs/rollout/sampler.ipynb #8bd65614
 def as_rollout(
-    prompts: PromptBatch, num_samples: int, ids: Tensor, lens: Tensor, finished: Tensor, logps: Tensor | None, tokenizer: Any
+    prompts: PromptBatch, num_samples: int, ids: Tensor, lens: Tensor, finished: Tensor, logps: Tensor | None,
+    tokenizer: Any
 ) -> Rollout:  # fmt: skip
     """Answers with their prompts and texts.
 
@@ -377,7 +396,8 @@ def as_rollout(
     asked = prompts[torch.arange(len(prompts)).repeat_interleave(num_samples)].to(ids.device)
     return Rollout(
         prompt_ids=asked.prompt_ids, prompt_mask=asked.prompt_mask, completion_ids=ids, completion_lens=lens,
-        completion_mask=along(lambda n: torch.arange(ids.shape[1], device=n.device) < n[:, None], lens), uid=asked.uid, finished=finished,
+        completion_mask=along(lambda n: torch.arange(ids.shape[1], device=n.device) < n[:, None], lens), uid=asked.uid,
+        finished=finished,
         prompts=asked.prompts, texts=tokenizer.batch_decode(rows, skip_special_tokens=True), columns=asked.columns,
         rollout_logps=logps,
     )  # fmt: skip

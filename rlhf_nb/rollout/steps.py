@@ -24,7 +24,8 @@ Right = Callable[
 ]  # f(prompts, completions, **columns): 1 (more than ½) where an answer is right
 
 # %% auto #0
-__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps', 'exact_value']
+__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps',
+           'exact_value']
 
 # %% ../../nbs/rollout/steps.ipynb #d8cdca8f
 class StepLabels(NamedTuple):
@@ -43,7 +44,8 @@ def stderr_of_share(count: float, n: int) -> float:
         count: how many of n are right.
         n: at least 1.
 
-    Source: the estimate (c + 1) / (n + 2) in place of c / n, Agresti & Coull, "Approximate is better than exact" (1998).
+    Source: the estimate (c + 1) / (n + 2) in place of c / n, Agresti & Coull, "Approximate is better than exact"
+        (1998).
     """
     p = (count + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
@@ -93,7 +95,8 @@ def find_beginnings(
 
 
 def count_right(
-    model: nn.Module, tokenizer: Any, begun: Beginnings, right: Right, *, n: int, sampling: SamplingConfig, seed: int = 0,
+    model: nn.Module, tokenizer: Any, begun: Beginnings, right: Right, *, n: int, sampling: SamplingConfig,
+    seed: int = 0,
     batch_size: int | None = None, chunk: int = 512,
 ) -> tuple[list[int], int]:  # fmt: skip
     """Continue each beginning n times.
@@ -118,7 +121,8 @@ def count_right(
         room = max(1, sampling.max_new_tokens - min(map(len, heads)))
         shorter = sampling.model_copy(update={"max_new_tokens": room, "min_new_tokens": min(room, missing(part[0]))})
         ids, _, lens, _ = sample_tokens(
-            model, PromptBatch.from_lists(prompts, pad_id=pad), shorter, eos=stop, pad=pad, seed=seed, num_samples=n, batch_size=batch_size
+            model, PromptBatch.from_lists(prompts, pad_id=pad), shorter, eos=stop, pad=pad, seed=seed, num_samples=n,
+            batch_size=batch_size
         )  # fmt: skip
         drawn += int(host(lens).sum())
         tails = [t[:m] for t, m in zip(host(ids).tolist(), host(lens).tolist())]
@@ -131,16 +135,20 @@ def count_right(
 
 
 def label_steps(
-    model: nn.Module, tokenizer: Any, rows: Sequence[dict[str, Any]], right: Right, *, n: int = 8, sampling: SamplingConfig | None = None,
-    rule: StepRule = LINES, hard: bool = False, seed: int = 0, chat: bool | None = None, batch_size: int | None = None, chunk: int = 512,
+    model: nn.Module, tokenizer: Any, rows: Sequence[dict[str, Any]], right: Right, *, n: int = 8,
+    sampling: SamplingConfig | None = None,
+    rule: StepRule = LINES, hard: bool = False, seed: int = 0, chat: bool | None = None, batch_size: int | None = None,
+    chunk: int = 512,
 ) -> StepLabels:  # fmt: skip
     """Label the steps of answers by rollouts.
 
     Args:
         model: the policy whose chances are counted, usually the one that wrote the answers.
         tokenizer: of that model.
-        rows: prompt and completions (steps), or prompt and completion, which the rule takes apart; further columns reach `right`.
-        right: says of whole answers whether they are right: `f(prompts, completions, **columns)`, more than ½ for yes; a verifier, for one.
+        rows: prompt and completions (steps), or prompt and completion, which the rule takes apart; further columns
+            reach `right`.
+        right: says of whole answers whether they are right: `f(prompts, completions, **columns)`, more than ½ for yes;
+            a verifier, for one.
         n: continuations of each beginning.
         sampling: temperature and filters; min_new_tokens and max_new_tokens of a whole answer, its beginning included.
         rule: where steps end.
@@ -184,7 +192,8 @@ def _in_steps(row: dict[str, Any], i: int, tok: Any, rule: StepRule) -> dict[str
     """A row's prompt and its answer in steps."""
     if row.get("prompt") is None or not (row.get("completions") or row.get("completion")):
         raise DataError(
-            f"row {i} has the columns {', '.join(row)}: to label steps, prompt and completions (steps) or completion (a whole answer) are needed."
+            f"row {i} has the columns {', '.join(row)}: to label steps, prompt and completions (steps) or completion "
+            "(a whole answer) are needed."
         )
     if row.get("completions"):
         return {"prompt": row["prompt"], "completions": list(row["completions"])}
@@ -239,7 +248,8 @@ def exact_value(
         while alive:
             if len(alive) > most:
                 raise ConfigError(
-                    f"{len(alive)} continuations are alive, too many to go through: raise floor (now {floor:g}), or count samples."
+                    f"{len(alive)} continuations are alive, too many to go through: raise floor (now {floor:g}), or "
+                    "count samples."
                 )
             rows = torch.tensor([[*prompt_ids, *tail] for tail, _ in alive], device=device)
             early = sorted(stop) if len(alive[0][0]) < sampling.min_new_tokens else []

@@ -40,8 +40,8 @@ def add_pairs(
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh',
-           'StepReport', 'Engine', 'same_versions']
+__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy',
+           'weigh', 'StepReport', 'Engine', 'same_versions']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:

@@ -24,8 +24,8 @@ from .checkpoint import fsync_path
 from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'writing', 'Requests',
-           'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
+__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'writing',
+           'Requests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/run/log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it

@@ -156,7 +156,8 @@ def _seccomp(libc: Any, arch: int, refused: Sequence[int]) -> bool:
 
 # %% ../../nbs/sandbox/runner.ipynb #354d6907
 def _path_rule(folder: str, readable: Sequence[str]) -> Callable[[Any, bool, bool], bool]:
-    """(in the child) A function that says whether a path may be opened (written to, if `write`; listed, if `listing`)."""
+    """(in the child) A function that says whether a path may be opened (written to, if `write`; listed, if
+    `listing`)."""
     import os
 
     # everything used later is bound here, so that replacing it in builtins or os changes nothing
@@ -178,7 +179,8 @@ def _path_rule(folder: str, readable: Sequence[str]) -> Callable[[Any, bool, boo
 
 # %% ../../nbs/sandbox/runner.ipynb #1ea486a8
 def _audit(folder: str, readable: Sequence[str]) -> None:
-    """(in the child) Python refuses files outside, sockets, processes, signals, foreign functions and peeking at objects."""
+    """(in the child) Python refuses files outside, sockets, processes, signals, foreign functions and peeking at
+    objects."""
     import os
     import sys
 
@@ -188,8 +190,10 @@ def _audit(folder: str, readable: Sequence[str]) -> None:
     lists = ("os.listdir", "os.scandir")
     files = (*lists, "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.truncate", "os.link", "os.symlink")
     never = tuple(
-        "subprocess. os.exec os.spawn os.posix_spawn os.fork os.system os.kill pty. os.ch os.utime os.setxattr os.removexattr "
-        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec cpython.PyInterpreterState_New".split()
+        "subprocess. os.exec os.spawn os.posix_spawn os.fork os.system os.kill pty. os.ch os.utime os.setxattr "
+        "os.removexattr "
+        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec "
+        "cpython.PyInterpreterState_New".split()
     )
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -254,7 +258,8 @@ def _holds(fences: Sequence[str]) -> bool:
 
 # %% ../../nbs/sandbox/runner.ipynb #c142d88a
 def _child(job: dict[str, Any], tests: int, tell: int) -> None:
-    """(in the child) Shut the doors, fork; here the judge, there the program. Tell the fences, the verdicts, the end."""
+    """(in the child) Shut the doors, fork; here the judge, there the program. Tell the fences, the verdicts, the
+    end."""
     import marshal
     import os
     import sys
@@ -435,7 +440,8 @@ class Sandbox:
         disk_mb: of all files together, where namespaces stand.
         fences: those of the kernel to put up where the machine has them: "namespaces", "landlock", "seccomp".
         programs_may_escape: run programs also where the kernel doesn't keep them from your files (no landlock, or
-            neither of the others: macOS, an old Linux). The audit hook inside Python, which is always on, is no boundary
+            neither of the others: macOS, an old Linux). The audit hook inside Python, which is always on, is no
+                boundary
             against determined code. For a container that has nothing to lose.
 
     `fences_here` says what stands on this machine.
@@ -483,8 +489,10 @@ class Sandbox:
         result = self._run(code, tuple(tests), stdin, setup, entry_point)
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
-                f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your files, and a "
-                "program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run the training on such "
+                f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
+                "files, and a "
+                "program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run "
+                "the training on such "
                 "a machine; or, in a container that has nothing to lose, say programs_may_escape=True."
             )
         return result

@@ -189,7 +189,8 @@ def _program(job: dict[str, Any], hear: int, say: int) -> None:
         asked: dict[str, Callable[[], Any]] = {
             "call": lambda: x(*args, **kwargs), "attr": lambda: getattr(x, *args), "set": lambda: setattr(x, *args),
             "item": lambda: x[args[0]], "iter": lambda: iter(x), "next": lambda: next(x), "len": lambda: len(x),
-            "bool": lambda: bool(x), "str": lambda: str(x), "repr": lambda: repr(x), "is": lambda: isinstance(args[0], x),
+            "bool": lambda: bool(x), "str": lambda: str(x), "repr": lambda: repr(x), "is": lambda: isinstance(args[0],
+                x),
         }  # fmt: skip
         return asked[op]()
 
@@ -262,7 +263,8 @@ def _judge(job: dict[str, Any], ask: int, hear: int, tell: Callable[[str], None]
         lied.append(text)
         return Stop(text)
 
-    def question(op: str, target: int, args: list[Any], kwargs: Any = None, made: str = "", answer: bool = True, effects: bool = False) -> Any:  # fmt: skip
+    def question(op: str, target: int, args: list[Any], kwargs: Any = None, made: str = "", answer: bool = True,
+        effects: bool = False) -> Any:  # fmt: skip
         """What the program answers: its value, or its exception raised here."""
 
         def hold(x: Any) -> tuple[int, str]:
@@ -502,7 +504,8 @@ def _runner(tree: ast.Module) -> str:
             lines.append(f"{n.name}()")
         elif isinstance(n, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in n.bases):
             lines.append(
-                f"for __case__ in __import__('unittest').defaultTestLoader.loadTestsFromTestCase({n.name}): __case__.debug()"
+                f"for __case__ in __import__('unittest').defaultTestLoader.loadTestsFromTestCase({n.name}): "
+                "__case__.debug()"
             )
         elif isinstance(n, ast.ClassDef) and n.name.startswith("Test") and not n.bases:
             methods = [m.name for m in n.body if isinstance(m, ast.FunctionDef) and m.name.startswith("test")]
@@ -524,7 +527,10 @@ def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
     functions |= {name for name in dir(builtins) if callable(getattr(builtins, name))} - asked - bound
     for n in ast.walk(tree):
         if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
-            return f"`from {n.module} import *` would let the program replace any name of the test; import what is tested by name"
+            return (
+                f"`from {n.module} import *` would let the program replace any name of the test; import what is "
+                "tested by name"
+            )
         if isinstance(n, ast.Name) and n.id in _LATE - defined:
             return f"it looks names up while it runs (`{n.id}`), so it can't be read which are the program's"
         if isinstance(n, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(n).replace(".", " ").split():
@@ -552,18 +558,28 @@ def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
                 s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs
             ]
             if len(theirs) > 1 and any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
-                return f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; compare their attributes"
+                return (
+                    f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; "
+                    "compare their attributes"
+                )
             if len(theirs) > 1 and (bare := [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]):
                 return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)"
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
             for given in (*n.args, *(k.value for k in n.keywords)):
                 if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
-                    return f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can be handed over"
+                    return (
+                        f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can "
+                        "be handed over"
+                    )
         outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
         if outer is not None and outer in _calls(outer, asked):
             others = asked - {outer.func.id}  # type: ignore[attr-defined]
             if _calls(outer, others):
-                return f"it hands an answer to `{outer.func.id}`, which the program would have to define, so the program decides; define it in the test or in `setup`"  # type: ignore[attr-defined]
+                name = outer.func.id  # type: ignore[attr-defined]
+                return (
+                    f"it hands an answer to `{name}`, which the program would have to define, so the program decides; "
+                    "define it in the test or in `setup`"
+                )
     return None
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a16
@@ -581,7 +597,8 @@ def translate(tests: tuple[str, ...], setup: str = "", entry_point: str = "") ->
     Args:
         tests: Python with assertions; they share a namespace, in this order.
         setup: Python that the judge runs before them (imports, helpers).
-        entry_point: the one name that is the program's. "": every name that neither they, nor `setup`, nor Python define.
+        entry_point: the one name that is the program's. "": every name that neither they, nor `setup`, nor Python
+            define.
 
     Raises:
         ValueError: a test is no Python, or can't be judged from outside the program; the message says why.
@@ -629,7 +646,8 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
         called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, own - known - _LATE)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
-                f"the tests call only functions of Python's own ({', '.join(sorted(called))}): name the program's as `entry_point`"
+                f"the tests call only functions of Python's own ({', '.join(sorted(called))}): name the program's as "
+                "`entry_point`"
             )
         asked = called
     questions = []

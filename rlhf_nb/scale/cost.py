@@ -26,8 +26,8 @@ from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost', 'Estimate',
-           'estimate']
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
+           'Estimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
 class Speed(NamedTuple):

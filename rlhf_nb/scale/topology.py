@@ -15,10 +15,10 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload', 'Shape',
-           'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
-           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'averages',
-           'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
+__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload',
+           'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
+           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split',
+           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
 
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)

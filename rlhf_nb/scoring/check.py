@@ -27,7 +27,8 @@ __all__ = ['log', 'BOUNDS', 'plain_logps', 'Checked', 'first_wrong_layer', 'self
 
 # %% ../../nbs/scoring/check.ipynb #e4408fe6
 def plain_logps(model: Any, c: Completions, temperature: float = 1.0) -> Tensor:
-    """[B, C] log-probs of completion tokens from `model(...)` on one unpadded row at a time, in at least fp32; 0 where there is no token.
+    """[B, C] log-probs of completion tokens from `model(...)` on one unpadded row at a time, in at least fp32; 0 where
+    there is no token.
 
     Args:
         model: a causal language model.
@@ -50,7 +51,8 @@ BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.06, torch.b
 class Checked:
     """What a self-check found.
 
-    `scorer` and `sampler` are the largest differences to `model(...)`, in nats (of a reward model: in units of its largest score, at least 1; None: not compared); `reason` says why fast paths are off, None where they are on.
+    `scorer` and `sampler` are the largest differences to `model(...)`, in nats (of a reward model: in units of its
+    largest score, at least 1; None: not compared); `reason` says why fast paths are off, None where they are on.
     """
 
     rows: int
@@ -128,7 +130,8 @@ def self_check(
 ) -> Checked:
     """Compare a few rows of `model(...)` with the scorer, trees on, and with what the sampler said.
 
-    Where they differ, fast paths and trees are switched off for this model and the others of its kind, with one warning.
+    Where they differ, fast paths and trees are switched off for this model and the others of its kind, with one
+    warning.
 
     Args:
         model: a causal language model; dropout is off in here.
@@ -137,7 +140,8 @@ def self_check(
         sampler_logps: float[B, C] that the sampler gave for them.
         rows: how many are compared at most.
         tokens: how many tokens they have at most, at least one row.
-        others: models that are used beside it and not compared themselves (reference, critic, reward models): their decoders
+        others: models that are used beside it and not compared themselves (reference, critic, reward models): their
+            decoders
             of the same class are computed by the same blocks.
 
     Raises:
@@ -170,14 +174,19 @@ def self_check(
                 row = torch.cat([c.prompt_ids[0][c.prompt_mask[0]], c.completion_ids[0, : int(c.completion_lens[0])]])
                 where = first_wrong_layer(model, row, bound)
             what = f"scorer by {scorer:.2g}" + ("" if sampler is None else f", sampler by {sampler:.2g}")
-            reason = f"log-probs were found to differ from model(...) ({what} nats, bound {bound:g}){'' if where is None else f', from {where} on'}"
+            reason = (
+                f"log-probs were found to differ from model(...) ({what} nats, bound "
+                f"{bound:g}){'' if where is None else f', from {where} on'}"
+            )
             _distrust_all(model, decoder_of(model), others, reason)
             with use_fast(False):
                 plain = scored()
             if plain > bound:
                 raise ModelError(
-                    f"log-probs of {type(model).__name__} differ from model(...) by {plain:.2g} nats even on the plain path (bound {bound:g}): "
-                    "its forward pass depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
+                    f"log-probs of {type(model).__name__} differ from model(...) by {plain:.2g} nats even on the plain "
+                    f"path (bound {bound:g}): "
+                    "its forward pass depends on more than the tokens of a row. Don't train with them; look at what "
+                    "was changed in the model."
                 )
     return Checked(len(c), int(c.completion_mask.sum()), bound, scorer, sampler, can_run(model))
 
@@ -185,7 +194,8 @@ def self_check(
 def check_scores(
     model: Any, c: Completions, rows: int = 4, tokens: int = 1024, others: Iterable[nn.Module] = ()
 ) -> Checked:
-    """Compare a few scores with those from the decoder's own forward pass, one unpadded row at a time; else as `self_check`.
+    """Compare a few scores with those from the decoder's own forward pass, one unpadded row at a time; else as
+    `self_check`.
 
     Args:
         model: a reward model: a decoder, `number` from states to scores, and `pooling` ("last" or "mean").
@@ -219,7 +229,9 @@ def check_scores(
                 plain = off_by()
             if plain > bound:
                 raise ModelError(
-                    f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} of the largest even on the "
-                    f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with them; look at what was changed in the model."
+                    f"scores of {type(model).__name__} differ from those of its decoder's forward pass by {plain:.2g} "
+                    "of the largest even on the "
+                    f"plain path (bound {bound:g}): it depends on more than the tokens of a row. Don't train with "
+                    "them; look at what was changed in the model."
                 )
     return Checked(len(c), int(c.completion_lens.sum()), bound, scorer, None, can_run(decoder))

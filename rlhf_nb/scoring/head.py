@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,12 @@ from ..core import ConfigError, ModelError
 from ..fast.linear import half_of
 from ..fast.support import enabled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps',
-           'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place',
+           'head_logps', 'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/scoring/head.ipynb #20b01249
 KEEP_LOGITS = (
@@ -56,7 +59,8 @@ class _Room(NamedTuple):
 def _scores(
     h: Tensor, w: Tensor, b: Tensor | None, how: HeadOptions, room: _Room | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits at the sampling temperature, in at least fp32 (in `room`, if given); and tanh of the soft-capped ones, if capped."""
+    """Logits at the sampling temperature, in at least fp32 (in `room`, if given); and tanh of the soft-capped ones, if
+    capped."""
     x = h.to(how.dtype)
     if room is None:
         z = F.linear(x, w, b)
@@ -72,7 +76,8 @@ def _scores(
 
 # %% ../../nbs/scoring/head.ipynb #820dc93b
 class _InPlace:
-    """Whether the head may add to `weight.grad` itself: how many backward passes have said so (`gradients_in_place`)."""
+    """Whether the head may add to `weight.grad` itself: how many backward passes have said so
+    (`gradients_in_place`)."""
 
     allowed = 0
     lock = Lock()
@@ -80,10 +85,12 @@ class _InPlace:
 
 @contextmanager
 def gradients_in_place(allowed: bool = True) -> Iterator[None]:
-    """Inside, `backward()` adds the head's gradient to `weight.grad` itself: one or two matrices of the head's size less at the peak.
+    """Inside, `backward()` adds the head's gradient to `weight.grad` itself: one or two matrices of the head's size
+    less at the peak.
 
     Args:
-        allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and other
+        allowed: only True where nothing else waits for that gradient: `torch.autograd.grad` would not return it, and
+            other
             processes would not receive it. Weights with hooks are left to autograd anyway.
     """
     allowed = allowed and enabled()
@@ -296,7 +303,8 @@ def _module_logps(head: nn.Module, hidden: Tensor, targets: Tensor, how: HeadOpt
 
 
 def read_head(head: nn.Module, h: Tensor, targets: Tensor, how: HeadOptions) -> tuple[Tensor, ...]:
-    """log-probs, entropy, log Σ p² through a plain linear head's weights, or through the module when it is anything else."""
+    """log-probs, entropy, log Σ p² through a plain linear head's weights, or through the module when it is anything
+    else."""
     if type(head) is nn.Linear:
         return _linear_head(h, head.weight, head.bias, targets, how)
     if not how.temperature > 0:
@@ -315,7 +323,7 @@ _SCALES: dict[str, tuple[str, Callable[[float, Any], float]]] = {  # family → 
 _OTHER_CAPS = ("logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
 
 
-def logit_transform(config: Any) -> tuple[float, float | None]:
+def logit_transform(config: PreTrainedConfig) -> tuple[float, float | None]:
     """What an architecture does to its logits after the head: (factor, soft cap or None).
 
     Raises:
@@ -326,7 +334,8 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
     for name in {name for name, _ in _SCALES.values()}.union(_OTHER_CAPS) - {setting}:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ModelError(
-                f"{kind or 'this model'} sets {name}={getattr(config, name)}, and how it changes the logits isn't known here: "
+                f"{kind or 'this model'} sets {name}={getattr(config, name)}, and how it changes the logits isn't "
+                "known here: "
                 "log-probs read past the head would be wrong. Use a family that logit_transform knows, or add it there."
             )
     value = None if setting is None else getattr(config, setting, None)
@@ -349,7 +358,8 @@ def split_head(model: Any) -> tuple[nn.Module, nn.Module]:
     decoder = getattr(inner, str(getattr(inner, "base_model_prefix", "model")), None)
     if head is None or not isinstance(decoder, nn.Module) or decoder is inner:
         raise ModelError(
-            f"{type(model).__name__} has no language-model head beside a decoder: load it with AutoModelForCausalLM, and "
+            f"{type(model).__name__} has no language-model head beside a decoder: load it with AutoModelForCausalLM, "
+            "and "
             "unwrap it first if it is wrapped for distributed training."
         )
     return decoder, head

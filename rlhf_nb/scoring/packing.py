@@ -68,7 +68,8 @@ def visible(branch: Tensor) -> Tensor:
 
 
 def locate(c: Completions, wanted: Tensor, places: Tensor, before: Tensor, **layout: Any) -> Pack:
-    """Where each target is predicted: at the token before it, which for the first one is the prompt's last (`before`)."""
+    """Where each target is predicted: at the token before it, which for the first one is the prompt's last
+    (`before`)."""
     rows, cols = wanted.nonzero(as_tuple=True)
     source = torch.where(cols == 0, before[rows], places[rows, cols] - 1)
     last = before
@@ -121,7 +122,8 @@ class Cores:
 
 @contextmanager
 def split_among(cores: int) -> Iterator[None]:
-    """Inside, a plan first deals its rows out to so many cores, the same work for each, then cuts each one's into forward passes.
+    """Inside, a plan first deals its rows out to so many cores, the same work for each, then cuts each one's into
+    forward passes.
 
     Args:
         cores: 1 is a plan as it always is.

@@ -30,7 +30,8 @@ _count: ContextVar[_Count | None] = ContextVar("recompute", default=None)
 
 @contextmanager
 def recomputing(on: bool = True) -> Iterator[_Count]:
-    """Inside, layers of the scorer keep their input only, and compute the rest again in the backward pass (which may come later).
+    """Inside, layers of the scorer keep their input only, and compute the rest again in the backward pass (which may
+    come later).
 
     Args:
         on: False: as if this were not here.
@@ -117,7 +118,8 @@ def recomputed_layers(net: nn.Module) -> Iterator[None]:
     layers = repeated_layers(net)
     if not layers:
         raise ModelError(
-            f"recompute is on, but {type(net).__name__} has no list of layers (nn.ModuleList) whose activations could be computed again: leave recompute out."
+            f"recompute is on, but {type(net).__name__} has no list of layers (nn.ModuleList) whose activations could "
+            "be computed again: leave recompute out."
         )
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:

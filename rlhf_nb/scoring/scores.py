@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 # %% auto #0
-__all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'completion_reads', 'sequence_scores', 'logps']
+__all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps',
+           'completion_values', 'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(
@@ -56,7 +56,8 @@ def hidden_states(
         net: a decoder, or what returns `read`.
         p: as `pack` lays it out.
         wanted: int64[N], flat indices into R·L; None: all of them.
-        tied: the embedding is also the head's weight and the head's gradient is taken along: the embedding's own then needs no matrix of its own.
+        tied: the embedding is also the head's weight and the head's gradient is taken along: the embedding's own then
+            needs no matrix of its own.
         fast: leave out what nobody reads (`fast.blocks`); only where `can_run` has no objection.
         read: the output that is read; "logits" of a whole language model.
 
@@ -72,8 +73,10 @@ def hidden_states(
     except IndexError as e:
         config = text_config(net)
         raise DataError(
-            f"largest token id {int(p.input_ids.max())}, largest position {int(p.position_ids.max())}, but the model has "
-            f"{getattr(config, 'vocab_size', '?')} tokens and {getattr(config, 'max_position_embeddings', '?')} positions: "
+            f"largest token id {int(p.input_ids.max())}, largest position {int(p.position_ids.max())}, but the model "
+            "has "
+            f"{getattr(config, 'vocab_size', '?')} tokens and {getattr(config, 'max_position_embeddings', '?')} "
+            "positions: "
             "use the model's own tokenizer and shorter sequences."
         ) from e
     h: Tensor | None = getattr(out, read, None)
@@ -86,7 +89,8 @@ def hidden_states(
 
 
 def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool) -> Tensor:
-    """`fast.blocks`'s forward pass; where much is padding, or attention goes along branches, only real tokens go through the layers."""
+    """`fast.blocks`'s forward pass; where much is padding, or attention goes along branches, only real tokens go
+    through the layers."""
     weight = next(decoder.parameters())
     on_cpu = (
         weight.device.type == "cpu" and weight.dtype.itemsize >= 4
@@ -109,7 +113,8 @@ FULL = 0.9  # part of a forward pass that is tokens, from which leaving out the 
 
 
 def _mask_arguments(net: Any, p: Pack) -> dict[str, Any]:
-    """Mask and positions of trees; rows of a causal decoder need neither, others must be told which tokens are padding."""
+    """Mask and positions of trees; rows of a causal decoder need neither, others must be told which tokens are
+    padding."""
     if p.attention_mask is None:
         return {} if _is_causal(net) or bool(host(p.token_mask).all()) else {"attention_mask": p.token_mask.long()}
     mask = p.attention_mask
@@ -129,7 +134,8 @@ _together: ContextVar[bool] = ContextVar("together", default=False)
 
 @contextmanager
 def one_forward() -> Iterator[None]:
-    """Inside, a batch goes through the model in one forward pass, whatever its size: for ranks that must make equally many."""
+    """Inside, a batch goes through the model in one forward pass, whatever its size: for ranks that must make equally
+    many."""
     token = _together.set(True)
     try:
         yield
@@ -148,7 +154,8 @@ def _forwards(
     tied: bool = False,
     output: str = "last_hidden_state",
 ) -> list[Found]:
-    """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at once."""
+    """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at
+    once."""
     width, device, causal = width_of(net), c.prompt_ids.device, _is_causal(net)
     c = c.on_host()  # what is decided from here on must not wait for the device
     total = c.prompt_lens + c.completion_lens
@@ -172,7 +179,8 @@ def _forwards(
     if len(parts) > 1 and _together.get():
         if limit is not None and all(len(rows) for rows in sides):
             raise ModelError(
-                f"rows of up to and of more than {limit} tokens can't share a forward pass in this model: use one kind, or one process."
+                f"rows of up to and of more than {limit} tokens can't share a forward pass in this model: use one "
+                "kind, or one process."
             )
         parts = [(sorted(r for rows, _ in parts for r in rows), False)]
 
@@ -244,7 +252,8 @@ def completion_logps(
         logps, entropy, values and log_sum_sq (each None unless asked for), [B, C] with 0 where no token was asked for.
 
     Raises:
-        DataError, ModelError, ConfigError: no rows; ids or positions the model doesn't have; a model that can't be split.
+        DataError, ModelError, ConfigError: no rows; ids or positions the model doesn't have; a model that can't be
+            split.
     """
     split_head(model)  # refuses what has no head beside a decoder
     parts = split(unwrapped(model))
@@ -268,7 +277,8 @@ def completion_logps(
 
 
 def _rounded(c: Completions) -> torch.dtype | None:
-    """What weights are rounded to on a CPU where nobody learns, so that all passes may share one copy; None elsewhere."""
+    """What weights are rounded to on a CPU where nobody learns, so that all passes may share one copy; None
+    elsewhere."""
     alone = c.prompt_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
     return torch.get_autocast_dtype("cpu") if alone else None
 
@@ -294,7 +304,8 @@ def _whole_logps(
     model: Any, reason: str, c: Completions, temperature: float, budget: int, entropy: bool, log_sum_sq: bool,
     value_head: Callable[[Tensor], Tensor] | None, targets: Literal["mask", "all"], share: Share,
 ) -> TokenScores:  # fmt: skip
-    """`completion_logps` of a model that can't be taken apart: its own forward from ids to logits, a few rows at a time."""
+    """`completion_logps` of a model that can't be taken apart: its own forward from ids to logits, a few rows at a
+    time."""
     if share == "always":
         raise ModelError(f"prompts can't be shared: {reason}. With share_prompts=True they are, where possible.")
     if reason not in _told:
@@ -380,7 +391,8 @@ def completion_reads(
     token_budget: int = TOKEN_BUDGET,
     share_prompts: Share = True,
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the logits before each completion token that counts, without [tokens, V] logits at a time.
+    """What a function makes of the logits before each completion token that counts, without [tokens, V] logits at a
+    time.
 
     Args:
         model: causal language model of transformers, with or without PEFT adapters.
@@ -440,7 +452,8 @@ def sequence_scores(
         head: maps hidden states [B, H] to scores [B].
         c: prompts and completions.
         token_budget: tokens of one forward pass at most.
-        pooling: "last" reads the state at the last real token (found by its index, never by its id), "mean" averages the
+        pooling: "last" reads the state at the last real token (found by its index, never by its id), "mean" averages
+            the
             states of prompt and completion.
         share_prompts: as in `completion_logps`.
 

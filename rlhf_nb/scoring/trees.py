@@ -16,8 +16,8 @@ from .packing import Cores, Pack, cut_into_items, fill, locate, pack_rows
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan', 'PackingStats', 'packing_stats',
-           'why_no_trees', 'rope_limit']
+__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan', 'PackingStats',
+           'packing_stats', 'why_no_trees', 'rope_limit']
 
 # %% ../../nbs/scoring/trees.ipynb #765003d1
 def _pack_trees(c: Completions, real: Tensor, wanted: Tensor, starts: Tensor) -> Pack:
@@ -101,7 +101,8 @@ def pack(
 ) -> Pack:
     """Lay out completions for one forward pass.
 
-    Neighbouring rows with the same prompt become a tree: the prompt once, then each completion, none of them seeing another.
+    Neighbouring rows with the same prompt become a tree: the prompt once, then each completion, none of them seeing
+        another.
 
     Args:
         c: prompts and completions.
@@ -203,7 +204,8 @@ def packing_stats(
 
 # %% ../../nbs/scoring/trees.ipynb #345c1187
 TREE_FAMILIES = frozenset(
-    "arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite helium hunyuan_v1_dense llama "
+    "arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite helium "
+    "hunyuan_v1_dense llama "
     "mistral nemotron olmo olmo2 olmo3 opt phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2".split()
 )  # families whose tree pass was compared with plain rows
 
@@ -234,7 +236,8 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
 def rope_limit(decoder: nn.Module, longest: int) -> int | None:
     """The length at which rotary angles jump, where they depend on a forward pass's longest row; None where they don't.
 
-    Rows on both sides of it must not share a forward pass: transformers computes all of them with the longer ones' angles.
+    Rows on both sides of it must not share a forward pass: transformers computes all of them with the longer ones'
+        angles.
 
     Args:
         decoder: as split_head returns it.
@@ -250,7 +253,9 @@ def rope_limit(decoder: nn.Module, longest: int) -> int | None:
             return int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
         if "dynamic" in str(kind.get("rope_type")) and longest >= config.max_position_embeddings:
             raise ModelError(
-                f"rotary positions are 'dynamic', and a row has {longest} tokens where they change from {config.max_position_embeddings} on: "
-                "log-probs would depend on which rows were computed before. Use shorter rows, or rope_type 'yarn' or 'linear'."
+                f"rotary positions are 'dynamic', and a row has {longest} tokens where they change from "
+                f"{config.max_position_embeddings} on: "
+                "log-probs would depend on which rows were computed before. Use shorter rows, or rope_type 'yarn' or "
+                "'linear'."
             )
     return None

@@ -15,8 +15,9 @@ from .batcher import Piece, Token
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused', 'StreamOptions',
-           'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage', 'chat_logprobs', 'text_logprobs', 'Form']
+__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused',
+           'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage', 'chat_logprobs',
+           'text_logprobs', 'Form']
 
 # %% ../../nbs/serve/protocol.ipynb #5e881006
 class Refused(Exception):

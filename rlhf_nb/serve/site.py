@@ -33,7 +33,8 @@ from .settings import ServeConfig
 from .upstream import Upstream, find_upstream
 
 # %% auto #0
-__all__ = ['LETTERS', 'SMALL', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned', 'memory_plan']
+__all__ = ['LETTERS', 'SMALL', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned',
+           'memory_plan']
 
 # %% ../../nbs/serve/site.ipynb #5e886006
 LETTERS = 32  # of a prompt, at most, for each token; ordinary text has four

@@ -20,8 +20,8 @@ from ..scoring.head import text_config
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'answer_states', 'Fit',
-           'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
+__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'answer_states',
+           'Fit', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)

@@ -43,8 +43,8 @@ from .watched import EvalConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
-__all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod', 'load_reward',
-           'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
+__all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod',
+           'load_reward', 'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:

@@ -23,8 +23,8 @@ from ..types import Rollout, pad_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['FORMAT', 'NUMBERS', 'SAME', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded', 'step_of',
-           'about', 'record', 'refuse', 'check_parts', 'read_replay', 'replay']
+__all__ = ['FORMAT', 'NUMBERS', 'SAME', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded',
+           'step_of', 'about', 'record', 'refuse', 'check_parts', 'read_replay', 'replay']
 
 # %% ../../nbs/train/replay.ipynb #0846279f
 FORMAT = 1

@@ -34,8 +34,8 @@ from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of', 'WordBags',
-           'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
+__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of',
+           'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/train/reward.ipynb #407b06d2
 class RewardConfig(TrainConfig):

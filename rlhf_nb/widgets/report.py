@@ -29,7 +29,8 @@ from ..untrusted import dump_yaml
 from .reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'exposition', 'serve_metrics']
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'exposition',
+           'serve_metrics']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """

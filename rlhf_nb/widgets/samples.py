@@ -30,9 +30,9 @@ from .reader import SampleIndex
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ORDERS', 'MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples', 'select_samples',
-           'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png', 'rescore',
-           'weights_at', 'Tokens', 'Samples']
+__all__ = ['Row', 'ORDERS', 'MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples',
+           'select_samples', 'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png',
+           'rescore', 'weights_at', 'Tokens', 'Samples']
 
 # %% ../../nbs/widgets/samples.ipynb #45675bab
 ORDERS = ("step", "reward", "kl", "length")
