@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def export(root: Path) -> None:
         if path.name not in KEEP:
             path.unlink()
     nbdev_export()
+    facts = subprocess.run(  # in a process of its own: this one may have imported what was there before
+        [sys.executable, str(root / ".ci" / "facts.py")], env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )  # fmt: skip
+    if facts.returncode:
+        print("rlhf_nb/cli/facts.json is as it was: " + facts.stderr.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

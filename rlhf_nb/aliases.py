@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .core import ConfigError
+from .errors import ConfigError
 
 # %% auto #0
 __all__ = ['SAME', 'CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'NEEDLESS', 'EXPLAINED', 'NAMES', 'known',

@@ -3,10 +3,14 @@
 # %% ../../nbs/cli/main.ipynb #aa66c7b1
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from collections.abc import Sequence
-from importlib import resources
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module, resources
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,36 +18,21 @@ from typing import Any
 import typer
 import typer.core
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
-from ..bench.attacking import attack_command
-from ..bench.evals import compare_command, eval_command
-from ..console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
-from ..pipeline.cycle import cycle_command
-from ..export.command import export_command
-from ..feedback.look import feedback_command
-from ..bench.lm_eval import lm_eval_command
-from ..pipeline.lab import fork_command, overopt_command
-from ..bench.label_steps import label_steps_command
-from ..hub.merging import merge_command
-from ..feedback.follow import monitor_command
-from ..hub.push import push_command
-from ..pipeline.results import show_results
-from ..serve.start import serve_command
-from ..pipeline.stage_sweep import sweep_command
-from ..bench.talk import chat_command, get_command, sample_command
-from ..config import StrictConfig, TrainConfig, read_config_file
-from ..core import ConfigError, RunError, printable, suggest
-from ..train.registry import get, methods
+from ..console import Debug, as_settings, told
+from ..console import again as _again
+from ..console import me as _me
+from ..console import rank as _rank
+from ..console import tell as _tell
+from ..errors import ConfigError, RunError, suggest
 
 # %% auto #0
-__all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
-           'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'rollback', 'plan_command', 'config_accelerate', 'launch_command']
+__all__ = ['GROUPS', 'ELSEWHERE', 'EXAMPLES', 'SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy',
+           'Resume', 'Overwrite', 'WELCOME', 'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind',
+           'load_config', 'typed', 'say_what_to_train', 'facts', 'known_methods', 'fact_of', 'written_facts',
+           'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'setting_of', 'TrainingCommand', 'demo',
+           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback',
+           'plan_command', 'config_accelerate', 'launch_command']
 
 # %% ../../nbs/cli/main.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -68,6 +57,8 @@ def find_config(name: str | None) -> Path | None:
 
 def recipe_kind(path: Path) -> str:
     """Who trains by a recipe: the method that its name ends in, or "run" where it describes a pipeline."""
+    from rlhf_nb.config import read_config_file
+
     return path.stem.rsplit("_", 1)[-1] if "model" in read_config_file(path) else "run"
 
 
@@ -80,9 +71,11 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         overrides: `key=value` texts.
         toy: begin with the toy preset.
     """
+    from rlhf_nb.train.registry import get
+
     if kind == "run":
         from rlhf_nb.pipeline.stages import PipelineConfig
-    of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
+    of: Any = PipelineConfig if kind == "run" else get(kind).config
     path = find_config(config)
     if (
         path is not None
@@ -126,31 +119,159 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         )
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
+GROUPS = {  # as `--help` shows them; a method that is named nowhere stands under Train
+    "Start": ("demo", "data", "doctor", "run", "chat"),
+    "Train": (
+        "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft", "label-steps", "sweep", "fork", "config",
+    ),
+    "Look": ("watch", "report", "overopt"),
+    "Judge": ("eval", "compare", "attack", "lm-eval"),
+    "Use and watch": ("sample", "get", "serve", "feedback", "monitor", "cycle"),
+    "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
+}  # fmt: skip
+ELSEWHERE = {  # commands whose module is read when they are called
+    "sample": "bench.talk:sample_command", "chat": "bench.talk:chat_command", "get": "bench.talk:get_command", "push": "hub.push:push_command",
+    "merge": "hub.merging:merge_command", "monitor": "feedback.follow:monitor_command", "eval": "bench.evals:eval_command",
+    "compare": "bench.evals:compare_command", "overopt": "pipeline.lab:overopt_command", "fork": "pipeline.lab:fork_command",
+    "attack": "bench.attacking:attack_command", "feedback": "feedback.look:feedback_command", "cycle": "pipeline.cycle:cycle_command",
+    "serve": "serve.start:serve_command", "label-steps": "bench.label_steps:label_steps_command", "lm-eval": "bench.lm_eval:lm_eval_command",
+    "export": "export.command:export_command", "sweep": "pipeline.stage_sweep:sweep_command",
+}  # fmt: skip
+EXAMPLES = {  # the line that is typed most
+    "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo", "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl",
+    "run": "run --config runs/demo", "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2", "fork": "fork runs/ppo --at 40 kl_coef=0.2",
+    "label-steps": "label-steps smollm2 questions.jsonl --out steps.jsonl", "watch": "watch runs/ppo", "report": "report runs/ppo",
+    "overopt": "overopt runs/ppo", "eval": "eval runs/ppo/model --suite legs", "compare": "compare runs/eval/old runs/eval/new",
+    "attack": "attack runs/reward/model --data pairs.jsonl", "lm-eval": "lm-eval smollm2 --tasks hellaswag --limit 100",
+    "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2", "feedback": "feedback feedback.jsonl",
+    "monitor": "monitor traffic.jsonl --once", "cycle": "cycle feedback.jsonl", "plan": "plan ppo model.name_or_path=smollm2 --gpus 8",
+    "launch": "launch ppo --config run.yaml --processes 2", "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
+    "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
+}  # fmt: skip
+
+
+def _place(name: str) -> tuple[str, int]:
+    """The group of a command, and where it stands in the list."""
+    for i, (group, names) in enumerate(GROUPS.items()):
+        if name in names:
+            return group, 100 * i + names.index(name)
+    return "Train", 199
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """What help says of methods and of commands that live elsewhere, written down at export so that reading it needs no torch."""
+    return dict(json.loads((resources.files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8")))
+
+
+def _live() -> bool:
+    """Whether methods may be registered that no file knows: then the registry is asked."""
+    return "RLHF_NB_METHODS" in os.environ or "rlhf_nb.train.registry" in sys.modules
+
+
+def known_methods() -> dict[str, str]:
+    """The commands of all methods, and the names of their methods."""
+    if not _live():
+        return {fact["command"]: name for name, fact in facts()["methods"].items()}
+    from rlhf_nb.train.registry import methods
+
+    return {m.command or m.name: m.name for m in methods().values()}
+
+
+def fact_of(kind: str) -> dict[str, Any] | None:
+    """What is written down about a method, by its name or its command; None: the registry must be asked."""
+    known = {} if _live() else facts()["methods"]
+    return known.get(kind) or next((fact for fact in known.values() if fact["command"] == kind), None)
+
+
+def written_facts() -> dict[str, Any]:
+    """What `facts` reads, from the registry, the configs and the commands themselves."""
+    from rlhf_nb.train.registry import methods
+
+    def init(kind: str) -> dict[str, str]:
+        return {
+            name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
+            for name in ("default", "toy")
+        }
+
+    out: dict[str, Any] = {"commands": {}, "methods": {}, "pipeline": {"init": init("run")}}
+    for name, place in ELSEWHERE.items():
+        command = _at(place)
+        out["commands"][name] = (_sweep(command) if name == "sweep" else command).__doc__.strip().splitlines()[0]
+    for name, method in methods().items():
+        command, flat = method.command or name, method.config.preset("default").flat()
+        keys = {".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)}
+        out["methods"][name] = {
+            "command": command, "about": method.about, "keys": sorted(k for k in keys if method.config.has(k)), "settings": settings_help(name, command), "init": init(name),
+        }  # fmt: skip
+    return out
+
+
+def _at(place: str) -> Any:
+    """A function by `module:name`."""
+    module, _, function = place.partition(":")
+    return getattr(import_module(f"rlhf_nb.{module}"), function)
+
+
+def _sweep(make: Any) -> Any:
+    """The command `sweep`, which is told how settings are read."""
+    return make(load_config, say_what_to_train)
+
+
 class Commands(typer.core.TyperGroup):
-    """The commands of this module, and one for each method of the registry."""
+    """The commands of this module and of others, and one for each method of the registry."""
+
+    listing = False  # while help is written, a command is its name and its line
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Methods first, as a pipeline runs them."""
+        """All of them, in the order of their groups."""
         try:
-            return [*(m.command or m.name for m in methods().values()), *super().list_commands(ctx)]
+            return sorted({*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: _place(name)[1])
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
             raise
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """All commands in groups."""
+        self.listing = True
+        super().format_help(ctx, formatter)
+
     def get_command(self, ctx: Any, name: str) -> Any:
         """A command by its name; None: there is none."""
-        found = super().get_command(ctx, name)
-        if found is None and not name.startswith("-"):
-            try:
-                method = get(name)
-            except ConfigError:
-                near = suggest(name, self.list_commands(ctx))
-                self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-                ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
-            one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, help=method.about, cls=TrainingCommand)(_training(method.name))
-            found = typer.main.get_command(one)
-        return with_methods(found)
+        name = {"evaluate": "eval"}.get(name, name)  # its older name
+        made = super().get_command(ctx, name)
+        if made is None and not name.startswith("-"):
+            made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
+        if made is not None:
+            made.rich_help_panel = _place(name)[0]
+            if name in EXAMPLES:
+                made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
+        return with_methods(made)
+
+    def _elsewhere(self, name: str) -> Any:
+        """A command of another module."""
+        if self.listing:
+            return typer.core.TyperCommand(name, help=facts()["commands"][name])
+        command = _at(ELSEWHERE[name])
+        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        one.command(name)(_sweep(command) if name == "sweep" else command)
+        return typer.main.get_command(one)
+
+    def _method(self, ctx: Any, name: str) -> Any:
+        """The command that trains with a method."""
+        fact = fact_of(name)
+        if fact is None and _live():
+            from rlhf_nb.train.registry import get
+
+            with suppress(ConfigError):
+                fact = {"about": get(name).about}
+        if fact is None:
+            near = suggest(name, self.list_commands(ctx))
+            self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
+        return typer.main.get_command(one)
 
 
 class ConfigCommands(typer.core.TyperGroup):
@@ -167,7 +288,7 @@ def with_methods(command: Any) -> Any:
         if parameter.name == "kind" and parameter.param_type_name == "argument":
             pipeline = "" if command.name in ("plan", "launch") else "; or run, a whole pipeline"
             try:
-                parameter.help = ", ".join(m.command or m.name for m in methods().values()) + pipeline
+                parameter.help = ", ".join(known_methods()) + pipeline
             except ConfigError:  # RLHF_NB_METHODS names what isn't there: the command itself says so
                 break
     return command
@@ -186,6 +307,8 @@ def settings_help(kind: str, command: str) -> str:
         kind: the method.
         command: that trains with it.
     """
+    from rlhf_nb.train.registry import get
+
     config = get(kind).config
     values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
     for key in (k for k in SHOWN if config.has(k)):
@@ -199,19 +322,38 @@ def settings_help(kind: str, command: str) -> str:
     return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
 
 
+def setting_of(kind: str) -> Callable[[str], bool]:
+    """Whether a key is a setting of a method; the config itself is asked only where what is written down can't say.
+
+    Args:
+        kind: the method, or its command.
+    """
+    fact = fact_of(kind)
+
+    def has(key: str) -> bool:
+        if fact is not None and (key in fact["keys"] or "." not in key):
+            return key in fact["keys"]
+        from rlhf_nb.train.registry import get
+
+        return bool(get(kind).config.has(key))
+
+    return has
+
+
 class TrainingCommand(typer.core.TyperCommand):
     """A command that trains; settings may be written as options, and its help ends with them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The words of the command line."""
         own = [name for p in self.params for name in (*p.opts, *p.secondary_opts)] + ["--help"]
-        return super().parse_args(ctx, as_settings(get(str(self.name)).config, own, args))
+        return super().parse_args(ctx, as_settings(setting_of(str(self.name)), own, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, and the most important settings."""
         super().format_help(ctx, formatter)
         name = str(self.name)
-        _tell(settings_help(get(name).name, name), err=False)
+        fact = fact_of(name)
+        _tell(fact["settings"] if fact else settings_help(known_methods().get(name, name), name), err=False)
 
 
 def _version(wanted: bool) -> None:
@@ -293,6 +435,7 @@ _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     """What a config describes: one method, or a pipeline (`then` of labelling makes one)."""
     if kind == "run" or getattr(cfg, "then", None) is not None:
+        from rlhf_nb.pipeline.results import show_results
         from rlhf_nb.pipeline.stages import RLHFPipeline, train_on_labels
 
         pipeline = RLHFPipeline(cfg if kind == "run" else train_on_labels(cfg))
@@ -300,6 +443,7 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
         if cfg.console:
             show_results(results, pipeline.path)
         return
+    from rlhf_nb.train.registry import get
     from rlhf_nb.train.stage import run_stage
 
     done = run_stage(cfg, resume, overwrite)
@@ -333,6 +477,8 @@ def demo(
     with told(debug, f"{_me()} run --config {output_dir} --resume"):
         import torch
 
+        from rlhf_nb.config import read_config_file
+        from rlhf_nb.pipeline.results import show_results
         from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
         values = PipelineConfig.load(None, [f"output_dir={output_dir}", *(overrides or [])], "toy")
@@ -397,30 +543,6 @@ def _story(event: str) -> None:
     """What the pipeline does, in plain words."""
     _tell(STORY.get(event, event), err=False)
 
-# %% ../../nbs/cli/main.ipynb #aac94871
-for _name, _command in (
-    ("sample", sample_command),
-    ("chat", chat_command),
-    ("get", get_command),
-    ("push", push_command),
-    ("merge", merge_command),
-    ("monitor", monitor_command),
-):  # `bench.talk`, `hub.push`, `hub.merging`, `feedback.follow`
-    app.command(_name)(_command)
-app.command("eval")(eval_command)  # `bench.evals`
-app.command("evaluate", hidden=True)(eval_command)
-app.command("compare")(compare_command)
-app.command("overopt")(overopt_command)  # `pipeline.lab`
-app.command("fork")(fork_command)
-app.command("attack")(attack_command)  # `bench.attacking`
-app.command("feedback")(feedback_command)  # `feedback.look`
-app.command("cycle")(cycle_command)  # `pipeline.cycle`
-app.command("serve")(serve_command)  # `serve.start`
-app.command("label-steps")(label_steps_command)  # `bench.label_steps`
-app.command("lm-eval")(lm_eval_command)  # `bench.lm_eval`
-app.command("export")(export_command)  # `export.command`
-app.command("sweep")(sweep_command(load_config, say_what_to_train))  # `pipeline.stage_sweep`
-
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
@@ -435,7 +557,9 @@ def config_show(
 def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
-        _tell(load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n"), err=False)
+        fact = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
+        text = load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n") if fact is None else ""
+        _tell(text or fact["init"]["toy" if toy else "default"], err=False)
 
 
 @app.command("doctor")
@@ -571,6 +695,7 @@ def plan_command(
     with told(debug):
         import torch
 
+        from rlhf_nb.config import TrainConfig
         from rlhf_nb.core import Precision
         from rlhf_nb.data.toy import toy_model_config
         from transformers import AutoConfig
