@@ -2,6 +2,7 @@
 
 __version__ = "0.2.0.dev0"
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .rollout.sampler import draw
     from .run.callbacks import Callback, EarlyStop
     from .scale.launch import launch
-    from .scoring.scores import score
+    from .scoring.scores import logps
     from .train.dpo import DPOConfig, DPOTrainer
     from .train.grpo import GRPOConfig, GRPOTrainer
     from .train.kto import KTOConfig, KTOTrainer
@@ -54,7 +55,7 @@ _HOMES = {
     "rollout.sampler": "draw",
     "run.callbacks": "Callback EarlyStop",
     "scale.launch": "launch",
-    "scoring.scores": "score",
+    "scoring.scores": "logps",
     "train.dpo": "DPOConfig DPOTrainer",
     "train.grpo": "GRPOConfig GRPOTrainer",
     "train.kto": "KTOConfig KTOTrainer",
@@ -68,12 +69,16 @@ _HOMES = {
     "widgets.dashboard": "Dashboard",
     "widgets.reader": "RunReader",
 }
+_RENAMED = {"score": "logps"}  # names of the version before
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, and keep it."""
+    if name in _RENAMED:
+        old, name = name, _RENAMED[name]
+        warnings.warn(f"rlhf_nb.{old} is now rlhf_nb.{name}; the old name goes with the next version", FutureWarning, 2)
     if name not in _HOME:
         if not name.startswith("_") and (said := import_module(f"{__name__}.aliases").instead_of(name)):
             raise ImportError(said)  # an AttributeError would lose the sentence in `from rlhf_nb import NAME`

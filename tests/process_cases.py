@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import patience
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARD_ALL = '{"stage3_param_persistence_threshold": 0}'  # at toy size DeepSpeed would leave every parameter whole
@@ -228,8 +232,11 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeout: float = 280, **over: Any) -> None:
-    """Start all ranks of a case (or of several, `a,b`, each in a folder inside) and wait; what a failing one says is in the error."""
+def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", cpu: float = 600, **over: Any) -> None:
+    """Start all ranks of a case (or of several, `a,b`, each in a folder inside) and wait; what a failing one says is in the error.
+
+    cpu: seconds that all ranks may use together; ranks that use none for two minutes hang, and the error shows where each stands.
+    """
     env = {
         **os.environ,
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
@@ -254,10 +261,13 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeo
         own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
         with open(folder / f"out-{rank}.txt", "w") as out:
             ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
+    outs = [folder / f"out-{rank}.txt" for rank in range(world)]
     try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout)
-            assert code == 0, f"{case}, {strategy}, rank {rank}: {(folder / f'out-{rank}.txt').read_text()[-3000:]}"
+        codes = patience.wait(ranks, cpu)
+        wrong = [rank for rank, code in enumerate(codes) if code]
+        assert not wrong, f"{case}, {strategy}, ranks {wrong}: " + "\n".join(outs[r].read_text()[-3000:] for r in wrong)
+    except patience.Stuck as stuck:
+        raise AssertionError(f"{case}, {strategy}: {stuck}\n{patience.stacks(ranks, outs)}") from None
     finally:
         for process in ranks:
             process.kill()
@@ -266,6 +276,7 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", timeo
 
 def main(cases: str, root: Path, over: dict[str, Any]) -> None:
     """What a started rank does: one case after the other."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
     resume = over.pop("resume", False)

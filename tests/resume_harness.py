@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import Watch
 from torch import nn
 
 from rlhf_nb.config import TrainConfig
@@ -345,9 +346,12 @@ def spawn(case: str, run_dir: Path) -> Any:
     return process
 
 
-def run_to_end(case: str, run_dir: Path, timeout: float = 300) -> dict[str, Any]:
+def run_to_end(case: str, run_dir: Path, cpu: float = 300) -> dict[str, Any]:
     process = spawn(case, run_dir)
-    process.join(timeout)
+    watch = Watch([process.pid], cpu)
+    while process.is_alive():
+        watch.look()
+        process.join(0.1)
     assert process.exitcode == 0, f"{case}: the run ended with {process.exitcode}"
     return outcome(run_dir)
 

@@ -29,10 +29,15 @@ def test_the_machine_room_in_four_lines() -> None:
     model, tokenizer = rlhf_nb.load_model(device="cpu")
     prompts = [tokenizer("Visitor: Where do owls live?\nPip:")["input_ids"]] * 2
     completions, drawn = rlhf_nb.draw(model, prompts, max_new_tokens=5, seed=0)
-    scored = rlhf_nb.score(model, prompts, completions)
+    scored = rlhf_nb.logps(model, prompts, completions)
     for ids, a, b in zip(completions, drawn, scored):
         assert len(ids) == len(a) == len(b)
         assert (a - b).abs().max() < 1e-4
+
+
+def test_a_renamed_function_still_comes_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match=r"rlhf_nb\.score is now rlhf_nb\.logps"):
+        assert rlhf_nb.score is rlhf_nb.logps
 
 
 def test_type_checkers_see_the_same_names() -> None:

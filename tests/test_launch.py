@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import patience
 import psutil
 import pytest
 import torch
@@ -61,11 +62,11 @@ def lines(folder: Path) -> int:
     return path.read_bytes().count(b'"type": "step"') if path.exists() else 0
 
 
-def when(ready: Any, act: Any, patience: float = 90) -> threading.Thread:
+def when(ready: Any, act: Any, seconds: float = 900) -> threading.Thread:
     """Do something in a thread as soon as something is so."""
 
     def body() -> None:
-        until = time.monotonic() + patience
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             if ready():
                 act()
@@ -236,14 +237,12 @@ def test_no_orphans_when_the_kernel_dies(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)), "PYTHONWARNINGS": "ignore"}
     kernel = subprocess.Popen([sys.executable, "-c", script], env=env)
-    until = time.monotonic() + 90
-    while lines(tmp_path) < 3 and time.monotonic() < until:
-        time.sleep(0.1)
+    assert patience.until(lambda: lines(tmp_path) >= 3, kernel)
     ranks = pids(tmp_path)
     assert len(ranks) == 2
     kernel.kill()
     kernel.wait()
-    until = time.monotonic() + 40
+    until = time.monotonic() + 120
     while any(alive(p) for p in ranks.values()) and time.monotonic() < until:
         time.sleep(0.2)
     assert not any(alive(p) for p in ranks.values())
@@ -272,7 +271,8 @@ def machine(number: int, folder: Path, port: int, **over: Any) -> subprocess.Pop
         """
     )
     env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)), "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with open(folder.with_name(f"machine-{number}.txt"), "ab") as out:
+        return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=out, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.slow
@@ -285,20 +285,16 @@ def test_two_machines(tmp_path: Path, lost: int | None) -> None:
     both = [machine(i, folder, port, steps=40) for i in range(2)]
     try:
         if lost is not None:
-            until = time.monotonic() + 120
-            while lines(folder) < 3 and time.monotonic() < until:
-                time.sleep(0.05)
+            assert patience.until(lambda: lines(folder) >= 3, *both)
             tree = [*psutil.Process(both[lost].pid).children(recursive=True), psutil.Process(both[lost].pid)]
             for process in tree:
                 process.kill()
             both[lost].wait()
             log = folder / f"launch-{1 - lost}" / "log.jsonl"
-            while f"rank {1 - lost} failed" not in log.read_text():
-                assert time.monotonic() < until, log.read_text()
-                time.sleep(0.05)
+            assert patience.until(lambda: f"rank {1 - lost} failed" in log.read_text(), both[1 - lost]), log.read_text()
             both[lost] = machine(lost, folder, port, steps=40)
-        said = [p.communicate(timeout=200)[0].decode() for p in both]
-        assert [p.returncode for p in both] == [0, 0], said
+        codes = patience.wait(both, cpu=1200)
+        assert codes == [0, 0], [folder.with_name(f"machine-{i}.txt").read_text()[-3000:] for i in range(2)]
     finally:
         for p in both:
             for process in [*psutil.Process(p.pid).children(recursive=True), p] if p.poll() is None else []:
@@ -337,11 +333,9 @@ def test_started_by_others(tmp_path: Path, how: str, method: str) -> None:
         (tmp_path / f"{name}.yaml").write_text(accelerate_config(name, 2, 1))
 
     def run(command: list[str], *more: str) -> str:
-        done = subprocess.run(
-            [*command, *more], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150
-        )
-        assert done.returncode == 0, done.stdout.decode()[-3000:]
-        return done.stdout.decode()
+        done = patience.run([*command, *more], cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stdout[-3000:]
+        return done.stdout
 
     alone = [sys.executable, "-m"]
     run(alone, "rlhf_nb", method, "--toy", *over, "output_dir=one")

@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         world, name = (1, "") if strategy == "single" else (2, strategy)
         if len(cases) > 1 and not folder.exists():
             with suppress(AssertionError):  # the case that failed is run again below, alone
-                run_ranks(",".join(cases), folder, world, name, timeout=900)
+                run_ranks(",".join(cases), folder, world, name, cpu=2400)
         if not (folder / case / "steps.json").exists():
             rmtree(folder / case, ignore_errors=True)
             run_ranks(case, folder / case, world, name)

@@ -20,7 +20,7 @@ from rlhf_nb.fast.slots import Slots
 from rlhf_nb.fast.support import use_fast
 from rlhf_nb.models.load import load_model
 from rlhf_nb.rollout.sampler import as_rollout, draw, eos_ids, sample_tokens
-from rlhf_nb.scoring.scores import completion_logps, score
+from rlhf_nb.scoring.scores import completion_logps, logps
 from rlhf_nb.types import PromptBatch
 
 torch.set_num_threads(1)
@@ -487,9 +487,9 @@ def test_bf16_on_a_cpu_samples_what_it_scores() -> None:
     assert [list(x) for x in ids] == [list(x) for x in again]
     rows = [list(map(int, x)) for x in ids]
     with torch.no_grad():
-        exact = torch.cat(score(model, prompts, rows))
+        exact = torch.cat(logps(model, prompts, rows))
         with torch.autocast("cpu", torch.bfloat16):
-            scored = torch.cat(score(model, prompts, rows))
+            scored = torch.cat(logps(model, prompts, rows))
     flat = torch.cat(list(said))
     assert 0 < float((flat - exact).abs().mean()) < 0.02
     assert float((flat - scored).abs().mean()) < 0.01

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -146,12 +146,6 @@ def test_what_is_held_follows_the_configuration() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_prediction_against_a_measured_peak() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/check_topology.py", "--only", "SFT, all"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = patience.run([sys.executable, "benchmarks/check_topology.py", "--only", "SFT, all"], cpu=1200, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
     assert float(done.stdout.split()[-1].rstrip("%")) <= 15, done.stdout

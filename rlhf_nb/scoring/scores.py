@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 # %% auto #0
 __all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'completion_reads', 'sequence_scores', 'score']
+           'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(
@@ -462,7 +462,7 @@ def sequence_scores(
     return scores.new_zeros(len(scores)).index_put((order,), scores)
 
 # %% ../../nbs/scoring/scores.ipynb #ff1a6ad4
-def score(
+def logps(
     model: Any,
     prompts: list[list[int]],
     completions: list[list[int]],

@@ -301,7 +301,7 @@ ELSEWHERE = {
     "get_train_dataloader": "rows come from trainer.source: next_batch(n) gives the next n",
     "create_model_card": "the command `rlhf-nb report RUN` writes a report of a run",
     "remove_callback": "give the callbacks that shall see the run, callbacks=[...]",
-    "predict": "rlhf_nb.score gives log-probs of answers, trainer.evaluate() the method's metrics",
+    "predict": "rlhf_nb.logps gives log-probs of answers, trainer.evaluate() the method's metrics",
 }  # TRL's attributes that a trainer hasn't: what to use
 
 

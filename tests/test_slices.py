@@ -1,0 +1,97 @@
+"""The slow suites in slices, and waiting that a busy machine doesn't break."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import patience
+import pytest
+from test_order import load
+
+SLOW = load("slow_slice")
+IDS = [
+    *(f"tests/test_a.py::test_many[{x}]" for x in range(50)),
+    *(f"tests/test_b.py::test_strategies[{s}-{m}]" for s in ("ddp", "zero3") for m in range(30)),
+    *(f"tests/test_c.py::test_{i}" for i in range(40)),
+]
+
+
+def test_ten_slices_hold_every_slow_test_once() -> None:
+    dealt = [SLOW.deal(IDS, i) for i in range(10)]
+    assert sorted(t for part in dealt for t in part) == sorted(IDS)
+    assert SLOW.deal(IDS, 13) == dealt[3]
+
+
+def test_cases_that_share_a_fixture_stay_together() -> None:
+    sizes = {unit[0]: len(unit) for unit in SLOW.units(IDS)}
+    assert sizes["tests/test_b.py::test_strategies[ddp-0]"] == sizes["tests/test_b.py::test_strategies[zero3-0]"] == 30
+    assert [n for name, n in sizes.items() if "test_many" in name] == [20, 20, 10]
+
+
+def test_what_has_not_begun_in_time_is_skipped_and_a_failure_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
+    here = [sys.executable, "-m", "pytest", "-q", "-p", "out_of_time", "-p", "no:cacheprovider", str(tmp_path)]
+    env = {"PYTHONPATH": str(Path(__file__).parent), "PATH": ""}
+    for end, code, words in ((time.time() + 600, 1, "1 failed, 1 passed"), (time.time() - 1, 0, "2 skipped")):
+        done = subprocess.run(here, env=env | {"RLHF_NB_TESTS_UNTIL": str(end)}, capture_output=True, text=True)
+        assert done.returncode == code and words in done.stdout, done.stdout
+
+
+def python(code: str, **more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], text=True, **more)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("import time; time.sleep(600)", "it hangs"), ("while True: pass", "s of CPU, more than 1")],
+    ids=["sleeps", "spins"],
+)
+def test_a_process_that_hangs_is_seen(code: str, words: str) -> None:
+    process = python(code)
+    try:
+        with pytest.raises(patience.Stuck, match=words):
+            patience.wait([process], cpu=1, idle=3)
+    finally:
+        patience.end(process)
+    assert process.poll() is not None
+
+
+def test_a_process_that_gets_little_of_a_busy_machine_is_no_hanging_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 0.0, "cpu": 0.0}
+    monkeypatch.setattr(patience, "cpu_seconds", lambda pids: clock["cpu"])
+    monkeypatch.setattr(patience.time, "monotonic", lambda: clock["wall"])
+    watch = patience.Watch([1], cpu=300, idle=120)
+    for _ in range(500):  # a hundredth of a core, for hours
+        clock["wall"] += 30
+        clock["cpu"] += 0.3
+        watch.look()
+    clock["wall"] += 119
+    watch.look()
+    clock["wall"] += 31
+    with pytest.raises(patience.Stuck, match="it hangs"):
+        watch.look()
+
+
+def test_a_process_that_fails_ends_the_wait_for_the_others() -> None:
+    both = [python("raise SystemExit(3)"), python("import time; time.sleep(600)")]
+    try:
+        assert patience.wait(both, cpu=60, idle=60) == [3, -1]
+    finally:
+        patience.end(both[1])
+
+
+def test_the_stacks_of_what_hangs_are_shown(tmp_path: Path) -> None:
+    code = "import faulthandler, signal, time\nfaulthandler.register(signal.SIGUSR1)\ndef in_a_collective():\n    print(1, flush=True); time.sleep(600)\nin_a_collective()"
+    out = tmp_path / "out-0.txt"
+    with out.open("w") as file:
+        process = python(code, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        assert patience.until(lambda: bool(out.read_text()), process)
+        assert "in in_a_collective" in patience.stacks([process], [out])
+    finally:
+        patience.end(process)
+    assert process.returncode == -signal.SIGKILL
