@@ -239,7 +239,7 @@ class Commands(typer.core.TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         """A command by its name; None: there is none."""
         name = {"evaluate": "eval"}.get(name, name)  # its older name
-        made = super().get_command(ctx, name)
+        made: Any = super().get_command(ctx, name)
         if made is None and not name.startswith("-"):
             made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
         if made is not None:
@@ -259,7 +259,7 @@ class Commands(typer.core.TyperGroup):
 
     def _method(self, ctx: Any, name: str) -> Any:
         """The command that trains with a method."""
-        fact = fact_of(name)
+        fact: Any = fact_of(name)
         if fact is None and _live():
             from rlhf_nb.train.registry import get
 
@@ -557,7 +557,7 @@ def config_show(
 def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
-        fact = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
+        fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
         text = load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n") if fact is None else ""
         _tell(text or fact["init"]["toy" if toy else "default"], err=False)
 
