@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,114 +34,61 @@ import pairs
 WAYS = ("random", "grouped", "single", "cached", "cached-grouped", "cached-single")
 LR = {"hh": 1e-4, "smollm2": 1e-6}
 FIXTURE = harness.ROOT / "tests" / "data" / "dpo_run.json"
-READ = {
-    "margin": "rewards/margins",
-    "chosen": "logps/chosen",
-}  # what is compared besides the loss, and its name in a log
-
-
-def touch(*models: Any) -> None:
-    """Read all weights once, so that those mapped from a file are in memory before memory is measured."""
-    for model in filter(None, models):
-        for p in model.parameters():
-            float(p.detach().sum())
+READ = {"margin": "rewards/margins", "chosen": "logps/chosen"}  # what is compared besides the loss: its name in a log
 
 
 def run_ours(job: dict[str, Any]) -> None:
-    """Train with rlhf_nb, a step at each turn."""
-    from rlhf_nb.config import ModelConfig
-    from rlhf_nb.core import decide_precision
-    from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
-    from rlhf_nb.run.callbacks import Callback
-    from rlhf_nb.run.loop import Trainer
+    """Train with rlhf_nb."""
     from rlhf_nb.train.dpo import DPO, DPOConfig
-    from rlhf_nb.train.offline import make_reference, with_reference
 
-    gate = harness.Gate()
-
-    class Turns(Callback):
-        def on_start(self, run: Any) -> None:
-            touch(model, reference and reference.model)
-            gate.ready()
-
-        def on_step(self, run: Any, event: dict[str, Any]) -> None:
-            gate.step_done(loss=event["loss"], pairs=job["batch"], **{k: event[v] for k, v in READ.items()})
-
+    kind = "cached" if job["cached"] else "frozen"
     config = DPOConfig(
-        output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["batch"], token_budget=job["token_budget"],
-        optimizer={"lr": job["lr"], "schedule": "constant", "warmup_steps": 0}, beta=job["beta"], reference="cached" if job["cached"] else "frozen",
-        reference_cache=job["output"] + "-reference", precision=job["precision"], device="cpu", console=False,
-    )  # fmt: skip
-    where = ModelConfig(name_or_path=job["model"])
-    tokenizer = load_tokenizer(where)
-    model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32")))
-    reference, rows = make_reference(config, model, tokenizer), job["rows"]
-    if job["cached"]:
-        assert reference is not None
-        rows, reference = with_reference(rows, reference, config, DPO.reference_columns), None
-    source = MemorySource(rows, shuffle=False)
-    Trainer(DPO(model, tokenizer, config, reference), source, config, callbacks=[Turns()]).fit()
+        **harness.settings(job, beta=job["beta"], reference=kind, reference_cache=job["output"] + "-reference")
+    )
+    tokenizer, model = harness.load(job)
+    source, reference = pairs.source_of(job["rows"], config, model, tokenizer, DPO.reference_columns)
+    report = lambda run, event: {k: event[v] for k, v in READ.items()} | {"loss": event["loss"], "pairs": job["batch"]}
+    harness.fit(DPO(model, tokenizer, config, reference), source, config, report, model, reference and reference.model)
 
 
 def run_trl(job: dict[str, Any]) -> None:
-    """Train with TRL, a step at each turn."""
+    """Train with TRL."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    gate, parts, accumulate = harness.Gate(), [], job["accumulate"]
+    parts: list[dict[str, float]] = []
+    accumulate = job["accumulate"]
 
-    class Turns(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            touch(trainer.model, trainer.ref_model)
-            gate.ready()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            last = parts[-accumulate:]
-            gate.step_done(pairs=job["batch"], **{k: sum(p[k] for p in last) / accumulate for k in last[0]})
-
-    class Recorded(DPOTrainer):
-        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            return dataset  # tokenized already
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            logged = self._metrics["train"]
-            parts.append({"loss": float(loss), **{k: logged[v][-1] for k, v in READ.items()}})
-            return loss
+    def report(state: Any) -> dict[str, Any]:
+        last = parts[-accumulate:]
+        return {"pairs": job["batch"], **{k: sum(p[k] for p in last) / accumulate for k in last[0]}}
 
     rows = [{k: r[k] for k in ("prompt_ids", "chosen_ids", "rejected_ids")} for r in job["rows"]]
-    args = DPOConfig(
-        output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=job["batch"] // accumulate,
-        gradient_accumulation_steps=accumulate, learning_rate=job["lr"], lr_scheduler_type="constant", beta=job["beta"], max_length=None,
-        precompute_ref_log_probs=job["cached"], bf16=job["precision"] == "bf16", use_cpu=True, gradient_checkpointing=job["checkpointing"], report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential", dataloader_num_workers=0,
-    )  # fmt: skip
-    trainer = Recorded(
-        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32"), args=args, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]), callbacks=[Turns()],
+    more = {
+        "per_device_train_batch_size": job["batch"] // accumulate, "gradient_accumulation_steps": accumulate, "beta": job["beta"], "max_length": None,
+        "precompute_ref_log_probs": job["cached"], "gradient_checkpointing": job["checkpointing"], "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    trainer = harness.recorded(DPOTrainer, parts, READ, lambda dataset: dataset)(  # tokenized already
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32"), train_dataset=Dataset.from_list(rows),
+        args=DPOConfig(**harness.trl_settings(job, **more)), processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        callbacks=[harness.turns(report, lambda: harness.touch(trainer.model, trainer.ref_model))],
     )  # fmt: skip
     trainer.train()
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Speeds and memory in each of TRL's ways."""
-    steps = min(args.steps, 5) if args.quick else args.steps
-    orders, total = pairs.prepare(args.data, folder, args.batch, args.task), args.warmup + steps + 1
+    orders, total = pairs.prepare(args.data, folder, args.batch, args.task), args.warmup + args.steps + 1
+    tolerance = 1e-4 if args.precision == "fp32" else 0.5
     for way in args.against or (("random", "cached") if args.quick else WAYS):
-        rows = orders["grouped" if "grouped" in way else "random"][: args.batch * total]
         job = pairs.job_of(
-            folder, rows, batch=args.batch, steps=total, threads=args.threads, token_budget=args.token_budget,
-            cached="cached" in way, accumulate=args.batch if "single" in way else 1, precision=args.precision, lr=LR[args.task],
+            folder, orders["grouped" if "grouped" in way else "random"][: args.batch * total], batch=args.batch, steps=total,
+            token_budget=args.token_budget or 1024, cached="cached" in way, accumulate=args.batch if "single" in way else 1,
+            precision=args.precision, lr=LR[args.task], output=str(folder / way),
         )  # fmt: skip
-        print(
-            f"TRL {way}, {args.threads} threads, {args.precision}, {steps} steps each, in turn, our token budget {args.token_budget}"
-        )
-        with harness.workers(__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
-            harness.alternate([ours, trl], args.warmup, steps)
-        pairs.near(ours, trl, ("loss", *READ), 1e-4 if args.precision == "fp32" else 0.5)
-        harness.show(ours, trl, args.warmup, "pairs", "pairs")
+        same = lambda ours, trl: pairs.near(ours, trl, ("loss", *READ), tolerance)
+        harness.compare(__file__, f"DPO on {args.task}, {args.precision}, TRL {way}", job, args, "pairs", same)
 
 
 # --- the fixture: a small run, step for step -----------------------------------------------------------------------------------
@@ -215,30 +163,26 @@ def tiny_setup(folder: Path) -> dict[str, Any]:
     }
 
 
-def record(check: bool, threads: int) -> None:
-    """Run TRL and ours on the small data; write what TRL says (or, with `check`, compare it with what is stored)."""
+def record(args: argparse.Namespace) -> None:
+    """Run TRL and ours on the small data; write what TRL says (or, with `--check`, compare it with what is stored)."""
+    args.threads, args.warmup = 1, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stored = tiny_setup(folder)
         stored["runs"] = {}
         answers = pairs.labelled(stored["rows"], RUNS["kto"]["batch"])
         stored["answers"] = pairs.strangers(answers, RUNS["kto"]["batch"])
-        for name, settings in RUNS.items():
-            other = name == "kto"
-            job = pairs.job_of(
-                folder,
-                answers if other else stored["rows"],
-                threads=threads,
-                **settings | {"steps": settings["steps"] + 1},
-            )
-            script, read = (bench_kto.__file__, bench_kto.READ) if other else (__file__, READ)
-            with harness.workers(script, pairs.both(job, name, folder), threads) as (ours, trl):
-                harness.alternate([ours, trl], 0, settings["steps"])
-            print(name)
-            pairs.near(ours, trl, ("loss", *read), 1e-4)
+        for run, settings in RUNS.items():
+            module, read = (bench_kto, bench_kto.READ) if run == "kto" else (sys.modules[__name__], READ)
+            args.steps = settings["steps"]
+            rows = answers if run == "kto" else stored["rows"]
+            job = pairs.job_of(folder, rows, **settings | {"steps": args.steps + 1, "output": str(folder / run)})
+            same = lambda ours, trl, read=read: pairs.near(ours, trl, ("loss", *read), 1e-4)
+            unit = "answers" if run == "kto" else "pairs"
+            _, trl = harness.compare(str(module.__file__), run, job, args, unit, same)
             steps = [{k: s[k] for k in ("loss", *read)} for s in trl.steps]
-            stored["runs"][name] = {"settings": settings, "steps": steps}
-    if not check:
+            stored["runs"][run] = {"settings": settings, "steps": steps}
+    if not args.check:
         FIXTURE.write_text(to_text(stored), encoding="utf-8")
         print(f"wrote {FIXTURE.relative_to(harness.ROOT)}, {FIXTURE.stat().st_size} bytes")
         return
@@ -249,9 +193,8 @@ def record(check: bool, threads: int) -> None:
         for a, b in zip(run["steps"], old["runs"][name]["steps"], strict=True)
         for k in a
     )
-    same = old["rows"] == stored["rows"] and worst < 1e-5
     print(f"largest difference from the stored run: {worst:.1e}")
-    if not same:
+    if old["rows"] != stored["rows"] or worst >= 1e-5:
         raise SystemExit(f"{FIXTURE.relative_to(harness.ROOT)} isn't what TRL computes now")
 
 
@@ -272,26 +215,17 @@ def to_text(stored: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, steps=12)
+    parser = harness.arguments(__doc__, steps=12, ways=WAYS)
     parser.add_argument("--task", choices=tuple(LR), default="hh", help="the model")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
     parser.add_argument("--batch", type=int, default=8, help="pairs a step")
-    parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        choices=WAYS,
-        default=None,
-        help="ways of TRL (default: all; random and cached when quick)",
-    )
     parser.add_argument("--record", action="store_true", help="write tests/data/dpo_run.json")
     parser.add_argument("--check", action="store_true", help="compare TRL with tests/data/dpo_run.json")
-    parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
     if harness.worked(args, run_ours, run_trl):
         return
     if args.record or args.check:
-        record(args.check, 1)
+        record(args)
     else:
         with tempfile.TemporaryDirectory() as name:
             compare(args, Path(name))

@@ -47,15 +47,8 @@ def prepare(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, list
     def ids(n: int) -> list[int]:
         return [r.randrange(2, args.vocabulary) for _ in range(r.randint(n * 3 // 4, n * 5 // 4))]
 
-    rows = [
-        {
-            "prompt_ids": ids(args.prompt),
-            "chosen_ids": ids(args.answer),
-            "rejected_ids": ids(args.answer),
-            "margin": None,
-        }
-        for _ in range(args.pairs * (args.steps + 1))
-    ]
+    sizes = {"prompt_ids": args.prompt, "chosen_ids": args.answer, "rejected_ids": args.answer}
+    rows = [{k: ids(n) for k, n in sizes.items()} | {"margin": None} for _ in range(args.pairs * (args.steps + 1))]
     size = sum(p.numel() for p in model.parameters())
     print(
         f"{size / 1e6:.0f}M parameters ({args.layers} layers), {args.pairs} pairs a step of about {args.prompt} + 2 x {args.answer} tokens"
@@ -64,42 +57,29 @@ def prepare(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, steps=2, ways=WAYS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--pairs", type=int, default=4, help="a step")
     parser.add_argument("--prompt", type=int, default=320, help="tokens on average")
     parser.add_argument("--answer", type=int, default=192, help="tokens on average")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
-    parser.add_argument(
-        "--cached", action="store_true", help="log-probs of the reference are computed before, on both sides"
-    )
-    parser.add_argument("--against", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--cached", action="store_true", help="the reference is computed before, on both sides")
     args = parser.parse_args()
+    args.warmup = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows, fixed = prepare(folder, args)
-        for way in args.against:
+        print(f"gradients and Adam's moments take {fixed:.0f} MiB on either side")
+        for way in args.against or WAYS:
             job = pairs.job_of(
-                folder, rows, batch=args.pairs, steps=args.steps + 1, lr=1e-5, threads=args.threads, token_budget=args.token_budget,
-                cached=args.cached, accumulate=args.pairs if way == "single" else 1, checkpointing=way == "checkpointing",
+                folder, rows, batch=args.pairs, steps=args.steps + 1, lr=1e-5, token_budget=args.token_budget or 1024, cached=args.cached,
+                accumulate=args.pairs if way == "single" else 1, checkpointing=way == "checkpointing", output=str(folder / way),
             )  # fmt: skip
-            print(
-                f"TRL {way}, {args.steps} steps, reference {'cached' if args.cached else 'beside the policy'}",
-                flush=True,
+            title = (
+                f"DPO, vocabulary of {args.vocabulary}, TRL {way}, reference {'cached' if args.cached else 'beside'}"
             )
-            with harness.workers(bench_dpo.__file__, pairs.both(job, way, folder), args.threads) as (ours, trl):
-                harness.alternate([ours, trl], 0, args.steps)
-            pairs.near(ours, trl, ("loss", *bench_dpo.READ), 1e-4)
-            peaks = [max(s["peak"] for s in w.steps) for w in (ours, trl)]
-            above = [p - w.info["memory"] for p, w in zip(peaks, (ours, trl))]
-            rest = [a - fixed for a in above]
-            for what, (a, b) in {
-                "peak": peaks, "above what was there": above, f"and above gradients and moments ({fixed:.0f} MiB)": rest,
-            }.items():  # fmt: skip
-                print(f"  {what}: ours {a:.0f}, TRL {b:.0f} MiB, ratio {a / b:.2f}")
+            same = lambda ours, trl: pairs.near(ours, trl, ("loss", *bench_dpo.READ), 1e-4)
+            harness.compare(bench_dpo.__file__, title, job, args, "pairs", same)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,28 @@
 """GRPO: completions per second of whole training steps against TRL's GRPOTrainer; and decoding alone against `generate`.
 
     python benchmarks/bench_grpo.py [--quick] [--steps 8] [--threads 1] [--task toy hh] [--against full group continuous] [--data FILE]
-    python benchmarks/bench_grpo.py --task hh --steps 4 --results FILE    # call it again for further steps, on further prompts
     python benchmarks/bench_grpo.py --decode [--threads 1] [--prompts 8 32]
     python benchmarks/bench_grpo.py --task smollm2 --threads 2 [--precision bf16] [--against full ours] [--new-tokens 24]   # after `rlhf-nb get smollm2`
 
-Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group
-advantages, no reference model (the default of both), fp32 (or bf16 products on both sides), AdamW (fused), gradients cut to norm 1, no dropout, no gradient checkpointing.
-A tiny learning rate keeps the lengths of the answers equal throughout. Tasks:
+Both sides: the same policy, 8 answers to each of the same 8 prompts a step, one update per step, the same cheap reward function, group advantages, no
+reference model (the default of both), fp32 (or bf16 products on both sides), AdamW (fused), gradients cut to norm 1, no dropout, no gradient
+checkpointing. A tiny learning rate keeps the lengths of the answers equal throughout. Tasks:
 
     toy     the toy world's policy (fine-tuned for a moment), at most 48 new tokens
     smollm2 SmolLM2-135M-Instruct as it is, on the package's word problems (prompts of about 60 tokens), at most 24 new tokens
     hh      a Qwen2 of 12M parameters, fine-tuned for a moment on HH-RLHF so that answers end; prompts of about 125 tokens, at most 64 new ones
 
-TRL generates with transformers (vLLM needs a GPU) and runs
+TRL generates with transformers (vLLM needs a GPU), 64 answers in a forward (`full`), 8 in a forward and 8 accumulated (`group`), or with transformers'
+continuous batching (`continuous`); `ours` is this package in fp32 instead, to show what bf16 is worth.
 
-    full        64 answers in a forward
-    group       8 answers in a forward, 8 accumulated (TRL shuffles them, so they aren't those of one prompt)
-    continuous  `full` with transformers' continuous batching (paged cache)
-
-and `--against ours` compares with this package in fp32 instead, which is to show what bf16 is worth.
-
-The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our
-functions: log-probs of all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early
-(and then most), first checks that both write the same tokens when greedy, and counts how many decoding slots work on a token that is kept.
-At most 64 rows decode at the same time; with more, waiting rows enter ours, and `generate` is called again for each 64.
-
-A step of the larger task takes TRL half a minute on one thread. With `--results` the steps of all calls are kept in a file and reported together.
+The samplers draw different random numbers, so losses can't simply be compared. Instead TRL's first batch is computed again by our functions: log-probs of
+all answers, advantages, the loss, and the norm of its gradient. `--decode` lets a quarter of the rows end early (and then most), checks that both write
+the same tokens when greedy, and counts how many decoding slots work on a token that is kept. At most 64 rows decode at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -42,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import peers
 
 WAYS = ("full", "group", "continuous", "ours")
 GROUP, PROMPTS = 8, 8
@@ -74,46 +63,28 @@ def timed(owner: Any, name: str, seconds: Counter[str], label: str) -> None:
 
 
 def run_ours(job: dict[str, Any]) -> None:
-    """GRPO with rlhf_nb, a step at each turn."""
-    from rlhf_nb.config import ModelConfig
-    from rlhf_nb.core import decide_precision
+    """GRPO with rlhf_nb."""
     from rlhf_nb.data.sources import MemorySource
-    from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import Rewards
-    from rlhf_nb.run.callbacks import Callback
-    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.grpo import GRPO, GRPOConfig
     from rlhf_nb.train.online import PromptsOf
 
-    gate, seconds = harness.Gate(), Counter[str]()
+    seconds = Counter[str]()
 
-    class Turns(Callback):
-        def on_start(self, run: Any) -> None:
-            gate.ready()
+    def report(run: Any, event: dict[str, Any]) -> dict[str, Any]:
+        parts = {**seconds, "update": event["perf/update_s"]}
+        seconds.clear()
+        said = {"length": event["completions/mean_length"], "reward": event["reward"], "parts": parts}
+        return {"completions": job["batch"], **said}
 
-        def on_step(self, run: Any, event: dict[str, Any]) -> None:
-            parts = {**seconds, "update": event["perf/update_s"]}
-            seconds.clear()
-            gate.step_done(
-                completions=job["completions"],
-                length=event["completions/mean_length"],
-                reward=event["reward"],
-                parts=parts,
-            )
-
-    config = GRPOConfig(
-        output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["completions"], num_generations=GROUP,
-        token_budget=job["token_budget"], device="cpu", precision=job["precision"], console=False, sampling={"max_new_tokens": job["new_tokens"]},
-        optimizer={"lr": job["lr"], "eps": 1e-8, "schedule": "constant", "max_grad_norm": 1.0},
-    )  # fmt: skip
-    where = ModelConfig(name_or_path=job["policy"])
-    tokenizer = load_tokenizer(where)
-    model = disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer))  # the weights
+    optimizer = {"lr": job["lr"], "eps": 1e-8, "schedule": "constant", "max_grad_norm": 1.0}
+    sampling = {"max_new_tokens": job["new_tokens"]}
+    config = GRPOConfig(**harness.settings(job, num_generations=GROUP, optimizer=optimizer, sampling=sampling))
+    tokenizer, model = harness.load(job)
     method = GRPO(model, tokenizer, Rewards(reward), config)
     timed(method, "rollout", seconds, "generate")
     timed(method, "score", seconds, "score")
-    source = PromptsOf(MemorySource(job["rows"], shuffle=False), GROUP)
-    Trainer(method, source, config, callbacks=[Turns()]).fit()
+    harness.fit(method, PromptsOf(MemorySource(job["rows"], shuffle=False), GROUP), config, report)
 
 
 def record_first_batch(trainer: Any, path: str) -> None:
@@ -176,27 +147,27 @@ def run_trl(job: dict[str, Any]) -> None:
             parts = dict(seconds)
             seconds.clear()
             gate.step_done(
-                completions=job["completions"], length=logs["completions/mean_length"], reward=logs["reward"],
+                completions=job["batch"], length=logs["completions/mean_length"], reward=logs["reward"],
                 grad_norm=logs["grad_norm"], parts=parts,
             )  # fmt: skip
 
-    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(job["policy"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokens = {r["prompt"]: r["prompt_ids"] for r in job["rows"]}
     accumulate = PROMPTS if job["way"] == "group" else 1
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {
+        "per_device_train_batch_size": job["batch"] // accumulate, "gradient_accumulation_steps": accumulate, "num_generations": GROUP,
+        "max_completion_length": job["new_tokens"], "temperature": 1.0, "top_p": 1.0, "top_k": 0, "beta": 0.0, "loss_type": "grpo",
+        "max_grad_norm": 1.0, "shuffle_dataset": False, "logging_strategy": "steps", "logging_steps": 1,
+    }  # fmt: skip
     if job["way"] == "continuous":
-        more = {
+        blocks = {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 1024, "max_requests_per_batch": job["batch"]}
+        more |= {
             "use_transformers_continuous_batching": True,
-            "transformers_continuous_batching_config": job["continuous"],
+            "transformers_continuous_batching_config": blocks,
         }
-    args = GRPOConfig(
-        output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=job["completions"] // accumulate,
-        gradient_accumulation_steps=accumulate, num_generations=GROUP, max_completion_length=job["new_tokens"], temperature=1.0, top_p=1.0,
-        top_k=0, beta=0.0, loss_type="grpo", learning_rate=job["lr"], lr_scheduler_type="constant", max_grad_norm=1.0, shuffle_dataset=False,
-        bf16=job["precision"] == "bf16", use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, **more,
-    )  # fmt: skip
+    args = GRPOConfig(**harness.trl_settings(job, **more))
     rows = Dataset.from_list([{"prompt": r["prompt"]} for r in job["rows"]])
     trainer = GRPOTrainer(
         model=model, args=args, reward_funcs=reward, processing_class=tokenizer, train_dataset=rows, callbacks=[Turns()]
@@ -219,18 +190,13 @@ def check(job: dict[str, Any], grad_norm: float, tolerance: float = 1e-4) -> Non
     """
     import torch
 
-    from rlhf_nb.config import ModelConfig
-    from rlhf_nb.core import decide_precision
     from rlhf_nb.losses.advantages import group_advantages
     from rlhf_nb.losses.group import group_surrogate
-    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
     from rlhf_nb.scoring.scores import completion_logps
     from rlhf_nb.types import Completions
 
     trl = torch.load(job["record"], weights_only=True)
-    where = ModelConfig(name_or_path=job["policy"])
-    tokenizer = load_tokenizer(where)
-    model = load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer)
+    tokenizer, model = harness.load(job)
     worst = {"advantages": float((group_advantages(trl["scores"], GROUP) - trl["advantages"]).abs().max())}
     worst |= {"log-probs": 0.0, "loss": 0.0}
 
@@ -292,7 +258,7 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    need, new = PROMPTS * steps, not (folder / "policy").exists()
+    need, new = PROMPTS * steps, not (folder / "model").exists()
     if task == "toy":
         tokenizer, model = toy.build_tokenizer(), toy.build_model(0, "small")
         asked = {r["prompt"]: r for r in toy.train_prompts(2 * need, 0)}.values()
@@ -301,7 +267,7 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
             config = SFTConfig.preset("toy", output_dir=str(folder / "sft"), epochs=1.0, console=False)
             trainer = SFTTrainer(config, model, tokenizer, toy.sft_rows(4000, 0))
             loss = trainer.fit()[-1]["loss"]
-            trainer.method.save_model(folder / "policy")
+            trainer.method.save_model(folder / "model")
     elif task == "smollm2":
         from rlhf_nb.data.sums import sums_prompts
 
@@ -310,8 +276,8 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
         tokens = tokenize_prompts(sums_prompts(need, 0), tokenizer, 128)
         kept = {tokenizer.decode(r["prompt_ids"]): r["prompt_ids"] for r in tokens}
         if new:
-            model.save_pretrained(folder / "policy")
-            tokenizer.save_pretrained(folder / "policy")
+            model.save_pretrained(folder / "model")
+            tokenizer.save_pretrained(folder / "model")
     else:
         pairs = harness.hh_pairs(data)
         tokenizer = harness.hh_tokenizer([p["prompt"] + p["chosen"] for p in pairs])
@@ -320,8 +286,8 @@ def prepare(task: str, folder: Path, steps: int, data: Path) -> list[dict[str, A
         kept = {k: ids for k, ids in kept.items() if 64 <= len(ids) <= 256}
         if new:
             loss = fine_tune(model, tokenizer, pairs)
-            model.save_pretrained(folder / "policy")
-            tokenizer.save_pretrained(folder / "policy")
+            model.save_pretrained(folder / "model")
+            tokenizer.save_pretrained(folder / "model")
     if new:
         print(
             f"{task}: policy of {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -344,66 +310,26 @@ def shares(worker: harness.Worker, warmup: int) -> str:
     return ", ".join(f"{k} {v:.0%}" for k, v in {**spent, "rest": rest}.items())
 
 
-def earlier(args: argparse.Namespace, key: dict[str, Any]) -> list[dict[str, Any]]:
-    """What earlier calls with the same settings measured."""
-    if not args.results or not args.results.exists():
-        return []
-    lines = [json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()]
-    return [x for x in lines if x["key"] == key]
-
-
-def compare(
-    task: str, way: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], steps: int
-) -> None:
+def compare(task: str, way: str, args: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> None:
     """One way of TRL against ours."""
-    new = args.new_tokens or NEW_TOKENS[task]
+    new, record = args.new_tokens or NEW_TOKENS[task], folder / f"record-{way}.pt"
     job = {
-        "policy": str(folder / "policy"), "record": str(folder / f"record-{way}.pt"), "rows": rows, "completions": GROUP * PROMPTS, "way": way,
-        "new_tokens": new, "steps": args.warmup + steps + 1, "threads": args.threads, "token_budget": args.token_budget or BUDGET[task], "lr": 1e-9, "precision": args.precision,
-        "continuous": {"num_blocks": 256, "page_size": 32, "max_batch_tokens": 1024, "max_requests_per_batch": GROUP * PROMPTS},
+        "model": str(folder / "model"), "record": str(record), "rows": rows, "batch": GROUP * PROMPTS, "way": way, "new_tokens": new, "lr": 1e-9,
+        "steps": args.warmup + args.steps + 1, "token_budget": args.token_budget or BUDGET[task], "precision": args.precision, "output": str(folder / way),
     }  # fmt: skip
-    own = harness.sys.executable
-    sides = {"ours": (own, job | {"side": "ours", "output": str(folder / f"run-ours-{way}")})}
-    if way == "ours":
-        sides["fp32"] = (own, job | {"side": "ours", "output": str(folder / "run-fp32"), "precision": "fp32"})
-    else:
-        sides["trl"] = (
-            str(peers.ensure("trl-1.16")),
-            job | {"side": "trl", "output": str(folder / f"run-trl-{way}")},
-        )
-    print(
-        f"{task} against {way}: {PROMPTS} prompts × {GROUP}, at most {new} new tokens, {args.precision}, {args.threads} threads, {steps} steps each, in turn",
-        flush=True,
-    )
-    with harness.workers(__file__, sides, args.threads) as (ours, trl):
-        harness.alternate([ours, trl], args.warmup, steps)
-    if way != "ours" and args.precision == "fp32":
-        check(job, trl.steps[0]["grad_norm"])
-    key = {
-        "task": task,
-        "way": way,
-        "new_tokens": new,
-        "threads": args.threads,
-        "token_budget": job["token_budget"],
-        "precision": args.precision,
-        "warmup": args.warmup,
-    }
-    before = earlier(args, key)
-    if args.results:
-        with args.results.open("a", encoding="utf-8") as f:
-            f.write(
-                json.dumps({"key": key, "ours": ours.steps[args.warmup :], trl.name: trl.steps[args.warmup :]}) + "\n"
-            )
-    for worker in (ours, trl):
-        worker.steps[args.warmup : args.warmup] = [s for call in before for s in call[worker.name]]
-    if before:
-        print(f"  with {len(before)} earlier calls: {len(ours.steps) - args.warmup} steps of each side", flush=True)
-    for worker in (ours, trl):
-        mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "reward")]
-        print(
-            f"  {worker.name}: answers of {mean[0]:.2f} tokens, reward {mean[1]:.3f} on average; time: {shares(worker, args.warmup)}"
-        )
-    harness.show(ours, trl, args.warmup, "completions", "completions")
+
+    def same(ours: harness.Worker, trl: harness.Worker) -> None:
+        if way != "ours" and args.precision == "fp32":
+            check(job, trl.steps[0]["grad_norm"])
+        for worker in (ours, trl):
+            length, mean = (sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "reward"))
+            spent = shares(worker, args.warmup)
+            print(f"  {worker.name}: answers of {length:.2f} tokens, reward {mean:.3f} on average; time: {spent}")
+
+    title = f"GRPO on {task}, {args.precision}, {PROMPTS} prompts × {GROUP}, at most {new} new tokens, against {way}"
+    theirs = {"precision": "fp32"} if way == "ours" else None
+    peer = "ours" if way == "ours" else "trl-1.16"
+    harness.compare(__file__, title, job, args, "completions", same, peer, theirs)
 
 
 # --- decoding alone ---------------------------------------------------------------------------------------------------------
@@ -497,12 +423,12 @@ def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     print(f"{task}: decoding alone, ours / generate, {args.threads} threads, in turn", flush=True)
     for prompts in args.prompts:
         for share in args.ended:
             for new in [args.new_tokens] if args.new_tokens else DECODED[task]:
-                model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32))
+                model = with_bias(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32))
                 torch.manual_seed(0)
                 decode_case(
                     task, share, rows[:prompts], model, tokenizer, new, args.repeats or (3 if args.quick else 5)
@@ -510,43 +436,27 @@ def decoding(task: str, args: argparse.Namespace, folder: Path, rows: list[dict[
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, steps=8, threads=1)
+    parser = harness.arguments(__doc__, steps=8, threads=1, ways=WAYS)
     parser.add_argument("--task", nargs="+", choices=tuple(NEW_TOKENS), default=["toy", "hh"])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
-    parser.add_argument("--against", nargs="+", choices=WAYS, default=["full", "group"], help="ways to run TRL")
     parser.add_argument("--new-tokens", type=int, help="most new tokens (default: the task's)")
-    parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: the task's)")
     parser.add_argument("--decode", action="store_true", help="decoding alone")
-    parser.add_argument(
-        "--ended", type=float, nargs="+", default=[0.25, 0.8], help="share of rows that end early, for --decode"
-    )
-    parser.add_argument("--prompts", type=int, nargs="+", default=[PROMPTS], help="prompts, for --decode")
+    parser.add_argument("--ended", type=float, nargs="+", default=[0.25, 0.8], help="rows that end early, --decode")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[PROMPTS], help="for --decode")
     parser.add_argument("--repeats", type=int, help="measured calls, for --decode")
-    parser.add_argument("--results", type=Path, help="file to which steps are added, and from which all are reported")
-    parser.add_argument("--keep", type=Path, help="folder in which policies are kept for the next call")
-    parser.add_argument("--data", type=Path, default=harness.HH)
     args = parser.parse_args()
     if harness.worked(args, run_ours, run_trl):
         return
-    steps = min(args.steps, 4) if args.quick else args.steps
-    with tempfile.TemporaryDirectory() as name:
-        for task in args.task:
-            folder = (args.keep or Path(name)).resolve() / task
-            folder.mkdir(parents=True, exist_ok=True)
-            own = max(args.prompts) // PROMPTS if args.decode else args.warmup + steps + 1
-            calls = (
-                len(args.results.read_text(encoding="utf-8").splitlines())
-                if args.results and args.results.exists()
-                else 0
-            )
-            rows = prepare(task, folder, own * (calls + 1), args.data)[-own * PROMPTS :]
+    for task in args.task:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            steps = max(args.prompts) // PROMPTS if args.decode else args.warmup + args.steps + 1
+            rows = prepare(task, folder, steps, args.data)
             if args.decode:
                 decoding(task, args, folder, rows)
                 continue
-            for way in args.against:
-                with tempfile.TemporaryDirectory() as runs:
-                    (Path(runs) / "policy").symlink_to(folder / "policy")
-                    compare(task, way, args, Path(runs), rows, steps)
+            for way in args.against or ("full", "group"):
+                compare(task, way, args, folder, rows)
 
 
 if __name__ == "__main__":

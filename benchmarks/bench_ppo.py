@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import peers
 
 GROUP = {"toy": 1, "smollm2": 8}
 KL_COEF, GAMMA, LAM, CLIP, VF_COEF = 0.1, 1.0, 0.95, 0.2, 0.1
@@ -39,49 +38,34 @@ def verify(texts: list[str]) -> list[float]:
 
 def run_ours(job: dict[str, Any]) -> None:
     """PPO with rlhf_nb, a rollout and its updates at each turn."""
-    from rlhf_nb.config import LoraSettings, ModelConfig
-    from rlhf_nb.core import decide_precision
+    from rlhf_nb.config import LoraSettings
     from rlhf_nb.data.sources import MemorySource
     from rlhf_nb.models.adapters import add_lora, separate, shared
     from rlhf_nb.models.heads import RewardModel
-    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
     from rlhf_nb.rewards.base import RewardModelFn, Rewards
-    from rlhf_nb.run.callbacks import Callback
-    from rlhf_nb.run.loop import Trainer
     from rlhf_nb.train.online import PromptsOf
     from rlhf_nb.train.ppo import PPO, PPOConfig
 
-    gate = harness.Gate()
+    def report(run: Any, event: dict[str, Any]) -> dict[str, Any]:
+        score, length = event["objective/scores"], event["completions/mean_length"]
+        return {"episodes": job["batch"], "length": length, "score": score}
 
-    class Turns(Callback):
-        def on_start(self, run: Any) -> None:
-            gate.ready()
-
-        def on_step(self, run: Any, event: dict[str, Any]) -> None:
-            gate.step_done(
-                episodes=job["rollout"], length=event["completions/mean_length"], score=event["objective/scores"]
-            )
-
-    config = PPOConfig(
-        output_dir=job["output"], steps=job["steps"], epochs=None, rollout_batch_size=job["rollout"], mini_batch_size=job["mini"],
-        num_inner_epochs=job["epochs"], token_budget=job["token_budget"], device="cpu", precision=job["precision"], console=False, num_generations=GROUP[job["task"]],
+    group = GROUP[job["task"]]
+    config = PPOConfig(**harness.settings(
+        job, rollout_batch_size=job["batch"], mini_batch_size=job["mini"], num_inner_epochs=job["epochs"], num_generations=group,
         sampling={"max_new_tokens": job["new_tokens"], "min_new_tokens": job["new_tokens"] if job["fixed"] else 0},
         optimizer={"lr": job["lr"], "eps": 1e-5, "schedule": "constant", "max_grad_norm": None},
         kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, clip_eps_low=CLIP, clip_eps_high=CLIP, value_clip_eps=CLIP, vf_coef=VF_COEF, missing_eos=None,
-    )  # fmt: skip
-    where = ModelConfig(name_or_path=job["policy"])
-    tokenizer, precision = load_tokenizer(where), decide_precision("cpu", "fp32")
-    policy, group = load_causal_lm(where, precision, tokenizer=tokenizer), GROUP[job["task"]]
-    if job["train"] == "adapters":
-        net = shared(add_lora(policy, LoraSettings(r=16, alpha=32)), None)
-    else:
-        reward = RewardModel.load(job["reward"])
-        net = separate(policy, reward)
+    ))  # fmt: skip
+    tokenizer, policy = harness.load(job)
+    reward = RewardModel.load(job["reward"])
+    adapters = job["train"] == "adapters"
+    net = shared(add_lora(policy, LoraSettings(r=16, alpha=32)), None) if adapters else separate(policy, reward)
     judged: Any = lambda prompts, completions, **columns: verify(completions)
     if job["task"] == "toy":
         judged = RewardModelFn(reward, token_budget=job["token_budget"])
     source = PromptsOf(MemorySource(job["rows"][::group], shuffle=False), group)
-    Trainer(PPO(net, tokenizer, Rewards(judged), config), source, config, callbacks=[Turns()]).fit()
+    harness.fit(PPO(net, tokenizer, Rewards(judged), config), source, config, report)
 
 
 def record_first_rollout(module: Any, numpy: Any, path: str) -> None:
@@ -93,14 +77,7 @@ def record_first_rollout(module: Any, numpy: Any, path: str) -> None:
         for k in ("batch_generation", "get_reward", "selective_log_softmax", "masked_whiten", "masked_mean")
     }
     permutation = numpy.random.permutation
-    seen: dict[str, list[Any]] = {
-        "generated": [],
-        "rewards": [],
-        "logps": [],
-        "advantages": [],
-        "means": [],
-        "order": [],
-    }
+    seen: dict[str, list[Any]] = {k: [] for k in ("generated", "rewards", "logps", "advantages", "means", "order")}
 
     def finish() -> None:
         for name, function in originals.items():
@@ -173,7 +150,7 @@ def run_trl(job: dict[str, Any]) -> None:
             lengths.append(logs)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            gate.step_done(episodes=job["rollout"], length=answer_length(), score=lengths[-1]["objective/scores"])
+            gate.step_done(episodes=job["batch"], length=answer_length(), score=lengths[-1]["objective/scores"])
 
     def answer_length() -> float:
         """Mean length of the last rollout's answers, end-of-text included."""
@@ -190,8 +167,8 @@ def run_trl(job: dict[str, Any]) -> None:
     ppo_trainer.truncate_response = measured
     if job["fixed"]:
         last_lengths.append(job["new_tokens"])
-    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(job["policy"], dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(job["model"], dtype="float32")
     policy.generation_config.eos_token_id = tokenizer.eos_token_id
     if job["fixed"]:
         policy.generation_config.eos_token_id = None
@@ -216,21 +193,23 @@ def run_trl(job: dict[str, Any]) -> None:
 
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=job["targets"], task_type="CAUSAL_LM")
     rows = Dataset.from_list([{"input_ids": r["prompt_ids"]} for r in job["rows"]])
-    args = PPOConfig(
-        output_dir=job["output"], total_episodes=job["rollout"] * job["steps"], per_device_train_batch_size=job["micro"],
-        gradient_accumulation_steps=job["rollout"] // job["micro"], num_mini_batches=job["rollout"] // job["mini"], num_ppo_epochs=job["epochs"],
-        local_rollout_forward_batch_size=job["rollout"], response_length=job["new_tokens"], temperature=1.0,
-        stop_token=None if job["fixed"] else "eos", learning_rate=job["lr"], adam_epsilon=1e-5, lr_scheduler_type="constant",
-        kl_coef=KL_COEF, gamma=GAMMA, lam=LAM, cliprange=CLIP, cliprange_value=CLIP, vf_coef=VF_COEF, bf16=job["precision"] == "bf16", use_cpu=True,
-        gradient_checkpointing=False, report_to="none", save_strategy="no", num_sample_generations=0, dataloader_num_workers=0,
-    )  # fmt: skip
+    more = {
+        "total_episodes": job["batch"] * job["steps"], "per_device_train_batch_size": job["micro"], "gradient_accumulation_steps": job["batch"] // job["micro"],
+        "num_mini_batches": job["batch"] // job["mini"], "num_ppo_epochs": job["epochs"], "local_rollout_forward_batch_size": job["batch"],
+        "response_length": job["new_tokens"], "temperature": 1.0, "stop_token": None if job["fixed"] else "eos", "adam_epsilon": 1e-5,
+        "kl_coef": KL_COEF, "gamma": GAMMA, "lam": LAM, "cliprange": CLIP, "cliprange_value": CLIP, "vf_coef": VF_COEF, "num_sample_generations": 0,
+    }  # fmt: skip
+    given = {
+        k: v
+        for k, v in harness.trl_settings(job, **more).items()
+        if k not in ("max_steps", "logging_strategy", "disable_tqdm")
+    }
+    args = PPOConfig(**given)
     trainer = PPOTrainer(
         args=args, processing_class=tokenizer, model=policy, ref_model=None, reward_model=reward.eval(), value_model=value,
         train_dataset=rows, eval_dataset=rows.select(range(args.per_device_eval_batch_size)), callbacks=[Turns()], peft_config=adapters,
     )  # fmt: skip
-    loader = DataLoader(
-        rows, batch_size=job["rollout"], shuffle=False, collate_fn=trainer.data_collator, drop_last=True
-    )
+    loader = DataLoader(rows, batch_size=job["batch"], shuffle=False, collate_fn=trainer.data_collator, drop_last=True)
     trainer.dataloader = trainer.accelerator.prepare(loader)
     if checked(job):
         record_first_rollout(ppo_trainer, numpy, job["record"])
@@ -250,22 +229,18 @@ def check(job: dict[str, Any], tolerance: float = 1e-3) -> None:
     """
     import torch
 
-    from rlhf_nb.config import ModelConfig
-    from rlhf_nb.core import decide_precision
     from rlhf_nb.losses.advantages import gae, whiten
     from rlhf_nb.losses.kl import kl_estimate
     from rlhf_nb.losses.policy import clipped_surrogate, clipped_value
     from rlhf_nb.models.adapters import separate
     from rlhf_nb.models.heads import RewardModel
-    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
     from rlhf_nb.types import Completions
 
     trl = torch.load(job["record"], weights_only=True)
-    where = ModelConfig(name_or_path=job["policy"])
-    tokenizer = load_tokenizer(where)
+    tokenizer, policy = harness.load(job)
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     reward = RewardModel.load(job["reward"])
-    net = separate(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer), reward)
+    net = separate(policy, reward)
     context, answers = trl["context"], trl["tokens"][:, trl["context"] :]
     width = answers.shape[1]
     prompts = [[t for t in row if t != pad] for row in trl["tokens"][:, :context].tolist()]
@@ -371,61 +346,42 @@ def main() -> None:
     parser = harness.arguments(__doc__, steps=12, threads=1)  # models this small lose by a second thread, on both sides
     parser.add_argument("--task", choices=tuple(GROUP), default="toy")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matrix products, both sides")
-    parser.add_argument(
-        "--train", nargs="+", choices=("all", "adapters"), default=["all"], help="what trains (smollm2)"
-    )
+    parser.add_argument("--train", choices=("all", "adapters"), default="all", help="what trains (smollm2)")
     parser.add_argument("--rollout", type=int, help="episodes a step (default: 128, smollm2: 64)")
     parser.add_argument("--mini", type=int, help="episodes an update (default: 32, smollm2: 64)")
-    parser.add_argument(
-        "--micro", type=int, help="TRL: episodes in a forward of an update (default: the rollout, smollm2: 16)"
-    )
+    parser.add_argument("--micro", type=int, help="TRL: episodes in a forward of an update (default: all, smollm2: 16)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over a rollout")
     parser.add_argument("--new-tokens", type=int, help="most new tokens (default: 32, smollm2: 24)")
     parser.add_argument("--size", default="small", help="of the toy model")
     parser.add_argument("--fixed-length", action="store_true", help="nothing ends before --new-tokens")
-    parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward (default: 2048, smollm2: 1024)")
     args = parser.parse_args()
     if harness.worked(args, run_ours, run_trl):
         return
-    large = args.task == "smollm2"
+    large, total = args.task == "smollm2", args.warmup + args.steps + 1
     rollout, mini = args.rollout or (64 if large else 128), args.mini or (64 if large else 32)
-    micro, new = args.micro or (16 if large else rollout), args.new_tokens or (24 if large else 32)
-    budget = args.token_budget or (1024 if large else 2048)
-    steps = min(args.steps, 8) if args.quick else args.steps
-    theirs, total = peers.ensure("trl-1.12"), args.warmup + steps + 1
+    new = args.new_tokens or (24 if large else 32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if large:
             rows = prepare_smollm2(folder, rollout, total)
         else:
             rows = prepare(folder, rollout, total, args.size, 0.5 if args.quick else 2.0)
-        for train in args.train:
-            job = {
-                "task": args.task, "train": train, "precision": args.precision, "policy": str(folder / "policy"), "reward": str(folder / "reward"),
-                "record": str(folder / "record.pt"), "rows": rows, "rollout": rollout, "mini": mini, "micro": micro, 
-                "epochs": args.epochs, "new_tokens": new, "fixed": args.fixed_length, "steps": total, "threads": args.threads, "token_budget": budget,
-                "lr": 1e-9 if large else 1e-6, "targets": targets(),
-            }  # fmt: skip
-            sides = {
-                side: (python, job | {"side": side, "output": str(folder / f"run-{train}-{side}")})
-                for side, python in (("ours", harness.sys.executable), ("trl", theirs))
-            }
-            shape = f"{rollout} answers, at most {new} new tokens{' (all of them)' if args.fixed_length else ''}"
-            print(
-                f"{shape}, {args.epochs} passes in mini-batches of {mini}, {train if large else 'all'} trained, {args.precision}, {args.threads} threads, "
-                f"{steps} steps each, in turn",
-                flush=True,
-            )
-            with harness.workers(__file__, sides, args.threads) as (ours, trl):
-                harness.alternate([ours, trl], args.warmup, steps)
+        job = {
+            "task": args.task, "train": args.train, "precision": args.precision, "model": str(folder / "policy"), "reward": str(folder / "reward"),
+            "record": str(folder / "record.pt"), "rows": rows, "batch": rollout, "mini": mini, "micro": args.micro or (16 if large else rollout),
+            "epochs": args.epochs, "new_tokens": new, "fixed": args.fixed_length, "steps": total, "lr": 1e-9 if large else 1e-6, "targets": targets(),
+            "token_budget": args.token_budget or (1024 if large else 2048), "output": str(folder / "run"),
+        }  # fmt: skip
+
+        def same(ours: harness.Worker, trl: harness.Worker) -> None:
             if checked(job):
                 check(job)
             for worker in (ours, trl):
-                mean = [sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "score")]
-                print(
-                    f"  {worker.name}: answers of {mean[0]:.2f} tokens, score {mean[1]:.3f} on average over all steps"
-                )
-            harness.show(ours, trl, args.warmup, "episodes", "episodes")
+                length, mean = (sum(s[k] for s in worker.steps) / len(worker.steps) for k in ("length", "score"))
+                print(f"  {worker.name}: answers of {length:.2f} tokens, score {mean:.3f} on average over all steps")
+
+        title = f"PPO on {args.task}, {args.precision}, {args.train} trained, {rollout} answers, at most {new} new tokens, {args.epochs} passes"
+        harness.compare(__file__, title, job, args, "episodes", same, "trl-1.12")
 
 
 if __name__ == "__main__":

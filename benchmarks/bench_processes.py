@@ -1,20 +1,16 @@
-"""Several processes: scaling, sampling under ZeRO-3, the cost of asynchronous checkpoints, gradient compression.
+"""Several processes: scaling, and sampling under ZeRO-3.
 
     python benchmarks/bench_processes.py scaling        # DPO, 1 and 2 processes with one thread each: tokens/s
     python benchmarks/bench_processes.py generation     # 100 steps of sampling under ZeRO-3: gathered once, and once per token
-    python benchmarks/bench_processes.py checkpoint     # step time with and without a checkpoint being written
-    python benchmarks/bench_processes.py torn           # kill -9 during writes: is there ever half a checkpoint?
-    python benchmarks/bench_processes.py compression    # DDP's exchange as it is, in bf16, by PowerSGD
 
 Each line is printed with the bar it is to meet. Ranks are processes of this machine, over gloo.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -50,15 +46,8 @@ def dpo_rank(folder: str, width: int = 256, steps: int = 12, **over: Any) -> Non
     from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 
     torch.set_num_threads(1)
-    settings = {
-        "console": False,
-        "device": "cpu",
-        "epochs": None,
-        "steps": steps,
-        "mini_batch_size": 64,
-        "token_budget": 2048,
-        "output_dir": folder,
-    }
+    settings = {"console": False, "device": "cpu", "epochs": None, "steps": steps, "output_dir": folder}
+    settings |= {"mini_batch_size": 64, "token_budget": 2048}
     config = DPOConfig.preset("toy", **(settings | over))
     DPOTrainer(config, *model_of(width, 4), rows=toy.preference_rows(64 * 8)).fit(overwrite=True)
 
@@ -110,27 +99,17 @@ def generation_rank(folder: str, width: int = 256, tokens: int = 100) -> None:
 RANKS = {"dpo": dpo_rank, "generation": generation_rank}
 
 
-def ranks(what: str, world: int, strategy: str = "", env: dict[str, str] | None = None, **options: Any) -> Path:
+def ranks(what: str, world: int, strategy: str = "", **options: Any) -> Path:
     """Run all ranks of something; returns its folder."""
     from process_cases import SHARD_ALL, free_port
 
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    base = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "RLHF_NB_DEEPSPEED": SHARD_ALL,
-        **(env or {}),
-    }
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "RLHF_NB_DEEPSPEED": SHARD_ALL}
     if strategy:
         base["RLHF_NB_STRATEGY"] = strategy
     if world > 1:
-        base |= {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+        base |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         base |= {} if strategy.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, __file__, "--rank", what, str(folder), json.dumps(options)]
     started = []
@@ -167,109 +146,17 @@ def generation() -> None:
     )
 
 
-def checkpoint() -> None:
-    """Steps while a checkpoint is written, against steps without."""
-    quiet = statistics.median(step_times(ranks("dpo", 2, "zero3", steps=12, width=128)))
-    busy = statistics.median(step_times(ranks("dpo", 2, "zero3", steps=12, width=128, save_every=1)))
-    print(f"DPO under ZeRO-3, a checkpoint every step: {busy / quiet:.3f} times the step time without (bar 1.1)")
-
-
-def torn(kills: int = 200) -> None:
-    """A process that writes checkpoints all the time is killed at random moments; what is there is always whole."""
-    import torch
-
-    from rlhf_nb.run.checkpoint import clean_leftovers, latest_complete, problem_of
-
-    torch.set_num_threads(1)
-    root, rng, newest = Path(tempfile.mkdtemp(prefix="torn-")), random.Random(0), -1
-    during = 0
-    for _ in range(kills):
-        ready, tell = os.pipe()
-        child = os.fork()  # before any thread is started here; a fresh interpreter would need seconds for each kill
-        if child == 0:
-            write_for_ever(root, tell)
-        os.read(ready, 1)
-        time.sleep(rng.random() * 0.05)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(tell)
-        during += any(x.name.startswith((".tmp-", ".old-", ".trash-")) for x in root.iterdir())
-        clean_leftovers(root)
-        for folder in root.glob("step-*"):
-            assert problem_of(folder) is None, f"torn: {folder}"
-        last = latest_complete(root)
-        assert last is not None and int(last.name[5:]) >= newest, "a complete checkpoint was lost"
-        newest = int(last.name[5:])
-    print(f"{kills} kills, {during} of them in the middle of a write: 0 torn checkpoints (bar 0)")
-
-
-def write_for_ever(root: Path, tell: int) -> None:
-    """Two threads write the parts of two ranks, again and again."""
-    import threading
-
-    import torch
-
-    from rlhf_nb.run.checkpoint import Part, clean_leftovers, latest_complete, save_checkpoint
-
-    clean_leftovers(root)
-    last = latest_complete(root)
-    step = int(last.name[5:]) if last else 0
-    whole = torch.randn(200_000)
-    os.write(tell, b"!")
-    while True:
-        step += 1
-
-        def part(rank: int, step: int = step) -> None:
-            half = whole[rank * 100_000 : (rank + 1) * 100_000]
-            where = Part(
-                rank, 2, f"{os.getpid()}-{step}", {"model": {"w": ([200_000], rank * 100_000)}, "optimizer": {}}
-            )
-            save_checkpoint(root, step, {"model": {"w": half}, "optimizer": {}}, {"world_size": 2}, part=where)
-
-        other = threading.Thread(target=part, args=(1,))
-        other.start()
-        part(0)
-        other.join()
-
-
-def compression(steps: int = 40) -> None:
-    """What smaller gradients cost in accuracy and gain in time, over loopback."""
-    import torch
-
-    from rlhf_nb.run.checkpoint import latest_complete, load_checkpoint
-    from rlhf_nb.run.log import read_metrics
-
-    start = {f"model.{n}": p for n, p in model_of(256, 4)[0].state_dict().items()}
-    found = {}
-    for kind in ("", "bf16", "powersgd"):
-        folder = ranks("dpo", 2, env={"RLHF_NB_COMPRESS": kind}, steps=steps, save_every=steps)
-        last = latest_complete(folder / "checkpoints")
-        assert last is not None
-        model = {k: v.flatten() for k, v in load_checkpoint(last)[0]["model"].items() if k in start}
-        losses = torch.tensor([e["loss"] for e in read_metrics(folder) if e["type"] == "step"])
-        found[kind] = model, losses
-        ((whole, exact), moved) = (
-            found[""],
-            sum(float((v - start[k].flatten()).norm() ** 2) for k, v in found[""][0].items()),
-        )
-        off = sum(float((v - whole[k]).norm() ** 2) for k, v in model.items())
-        print(
-            f"{kind or 'exact':9} {statistics.median(step_times(folder, skip=14)):.3f} s a step; loss of the last ten steps "
-            f"{losses[-10:].mean():.4f}, farthest from exact {(losses - exact).abs().max():.1e}; weights off by {(off / moved) ** 0.5:.1e} "
-            "of the way they went"
-        )
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=("scaling", "generation"), help="default: both")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        RANKS[args.rank[0]](args.rank[1], **json.loads(args.rank[2]))
+        return
+    for name in args.parts or ("scaling", "generation"):
+        {"scaling": scaling, "generation": generation}[name]()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        RANKS[sys.argv[2]](sys.argv[3], **json.loads(sys.argv[4]))
-    else:
-        for name in sys.argv[1:]:
-            {
-                "scaling": scaling,
-                "generation": generation,
-                "checkpoint": checkpoint,
-                "torn": torn,
-                "compression": compression,
-            }[name]()
+    main()

@@ -19,102 +19,71 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
-import peers
 
 WAYS = ("padded", "grouped", "padding-free", "bfd", "wrapped")
 
 
-def run_ours(job: dict[str, Any]) -> None:
-    """Train with rlhf_nb, a step at each turn."""
-    from collections.abc import Iterator
+class Steps:
+    """A source of ready-made steps with different numbers of dialogues."""
 
-    from rlhf_nb.config import ModelConfig
-    from rlhf_nb.core import decide_precision
-    from rlhf_nb.models.load import load_causal_lm, load_tokenizer
-    from rlhf_nb.run.callbacks import Callback
-    from rlhf_nb.run.loop import Trainer
+    def __init__(self, batches: list[list[list[int]]]) -> None:
+        self.batches, self.epoch, self.position = batches, 0, 0
+
+    def next_batch(self, n: int) -> list[dict[str, Any]]:
+        """The next step, whatever its size."""
+        ids = self.batches[self.position]
+        self.position += 1
+        return [{"prompt_ids": x[:1], "completion_ids": x[1:], "completion_mask": [True] * (len(x) - 1)} for x in ids]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.position = state["position"]
+
+
+def run_ours(job: dict[str, Any]) -> None:
+    """Train with rlhf_nb."""
     from rlhf_nb.train.sft import SFT, SFTConfig
 
-    gate = harness.Gate()
-    batches: list[list[list[int]]] = json.loads(Path(job["batches"]).read_text(encoding="utf-8"))
-
-    class Steps:
-        """A source of ready-made steps with different numbers of dialogues."""
-
-        epoch, position = 0, 0
-
-        def next_batch(self, n: int) -> list[dict[str, Any]]:
-            ids = batches[self.position]
-            self.position += 1
-            return [
-                {"prompt_ids": x[:1], "completion_ids": x[1:], "completion_mask": [True] * (len(x) - 1)} for x in ids
-            ]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.position = state["position"]
+    batches = json.loads(Path(job["batches"]).read_text(encoding="utf-8"))
 
     class Whole(SFT):
         def mini_batches(self, data: Any, seed: int) -> Iterator[Any]:
             yield data
 
-    class Turns(Callback):
-        def on_start(self, run: Any) -> None:
-            gate.ready()
-
-        def on_step(self, run: Any, event: dict[str, Any]) -> None:
-            gate.step_done(loss=event["loss"], tokens=sum(map(len, batches[run.step - 1])))
-
-    config = SFTConfig(
-        output_dir=job["output"], steps=job["steps"], epochs=None, mini_batch_size=job["batch"], token_budget=job["token_budget"],
-        optimizer={"lr": job["lr"], "schedule": "constant"}, precision="fp32", device="cpu", console=False,
-    )  # fmt: skip
-    where = ModelConfig(name_or_path=job["model"])
-    tokenizer = load_tokenizer(where)
-    model = load_causal_lm(where, decide_precision("cpu", "fp32"))
-    Trainer(Whole(model, tokenizer, config), Steps(), config, callbacks=[Turns()]).fit()
+    config = SFTConfig(**harness.settings(job))
+    tokenizer, model = harness.load(job)
+    report = lambda run, event: {"loss": event["loss"], "tokens": sum(map(len, batches[run.step - 1]))}
+    harness.fit(Whole(model, tokenizer, config), Steps(batches), config, report)
 
 
 def run_trl(job: dict[str, Any]) -> None:
-    """Train with TRL, a step at each turn; the dialogues of each step are written to `job["batches"]` for the other side."""
+    """Train with TRL; the dialogues of each step are written to `job["batches"]` for the other side."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    gate, losses, way = harness.Gate(), [], job["way"]
+    parts: list[dict[str, float]] = []
+    way = job["way"]
     packing = way in ("bfd", "wrapped")
     size = job["rows_per_step"] if packing else job["batch"]
-
-    class Turns(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            gate.ready()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            gate.step_done(loss=losses[-1], tokens=sum(map(len, batches[state.global_step - 1])))
-
-    class Recorded(SFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            losses.append(float(loss))
-            return loss
-
-    args = SFTConfig(
-        output_dir=job["output"], max_steps=job["steps"], per_device_train_batch_size=size, learning_rate=job["lr"],
-        lr_scheduler_type="constant", bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential", dataloader_num_workers=0, shuffle_dataset=False,
-        max_length=job["length"] if packing else None, packing=packing, packing_strategy=way if packing else "bfd",
-        padding_free=way == "padding-free",
-    )  # fmt: skip
-    trainer = Recorded(
-        model=AutoModelForCausalLM.from_pretrained(job["model"]), args=args, callbacks=[Turns()],
+    more = {
+        "per_device_train_batch_size": size, "train_sampling_strategy": "sequential", "shuffle_dataset": False, "packing": packing,
+        "max_length": job["length"] if packing else None, "packing_strategy": way if packing else "bfd", "padding_free": way == "padding-free",
+    }  # fmt: skip
+    report = lambda state: {**parts[-1], "tokens": sum(map(len, batches[state.global_step - 1]))}
+    trainer = harness.recorded(SFTTrainer, parts, {})(
+        model=AutoModelForCausalLM.from_pretrained(job["model"]), args=SFTConfig(**harness.trl_settings(job, **more)),
         train_dataset=Dataset.from_list([{"input_ids": x, "labels": x} for x in job["rows"]]),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        processing_class=AutoTokenizer.from_pretrained(job["model"]), callbacks=[harness.turns(report)],
     )  # fmt: skip
     packed = trainer.train_dataset[:]
     rows: list[list[list[int]]] = []
@@ -148,53 +117,30 @@ def prepare(data: Path, folder: Path, batch: int, longest: int) -> dict[str, lis
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, steps=12)
+    parser = harness.arguments(__doc__, steps=12, ways=WAYS)
     parser.add_argument("--batch", type=int, default=8, help="dialogues a step when TRL doesn't pack")
     parser.add_argument("--length", type=int, default=1024, help="of TRL's packed rows")
-    parser.add_argument(
-        "--rows-per-step",
-        type=int,
-        default=1,
-        help="packed rows a step (TRL flattens them into one; 1 is its best on a CPU)",
-    )
-    parser.add_argument("--token-budget", type=int, default=1024, help="ours: tokens in a forward")
-    parser.add_argument(
-        "--against", nargs="+", choices=WAYS, default=None, help="ways of TRL (default: all; padded and bfd when quick)"
-    )
-    parser.add_argument("--data", type=Path, default=harness.HH)
+    parser.add_argument("--rows-per-step", type=int, default=1, help="packed rows a step; 1 is TRL's best on a CPU")
     args = parser.parse_args()
     if harness.worked(args, run_ours, run_trl):
         return
-    steps = min(args.steps, 5) if args.quick else args.steps
-    theirs = peers.ensure("trl-1.16")
+    total = args.warmup + args.steps + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         orders = prepare(args.data, folder, args.batch, args.length)
         for way in args.against or (("padded", "bfd") if args.quick else WAYS):
-            total = args.warmup + steps + 1
-            rows = orders["grouped" if way == "grouped" else "random"]
-            need = total * args.batch if way not in ("bfd", "wrapped") else len(rows)
+            rows, written = orders["grouped" if way == "grouped" else "random"], folder / f"{way}.json"
+            theirs = {"batches": str(folder / "wrapped-theirs.json")} if way == "wrapped" else {}
+            if theirs:  # another division of the same dialogues: ours gets whole ones
+                steps = [rows[i : i + args.batch] for i in range(0, total * args.batch, args.batch)]
+                written.write_text(json.dumps(steps), encoding="utf-8")
             job = {
                 "way": way, "model": str(folder / "model"), "batch": args.batch, "rows_per_step": args.rows_per_step, "length": args.length,
-                "steps": total, "lr": 1e-4, "threads": args.threads, "token_budget": args.token_budget, "rows": rows[:need],
-                "batches": str(folder / f"{way}.json"),
+                "steps": total, "lr": 1e-4, "token_budget": args.token_budget or 1024, "batches": str(written), "output": str(folder / way),
+                "rows": rows if way in ("bfd", "wrapped") else rows[: total * args.batch],
             }  # fmt: skip
-            ours_job = dict(job)
-            if way == "wrapped":
-                ours_job["batches"] = str(folder / "ours.json")
-                Path(ours_job["batches"]).write_text(
-                    json.dumps([rows[i : i + args.batch] for i in range(0, total * args.batch, args.batch)])
-                )
-            sides = {
-                "trl": (theirs, job | {"side": "trl", "output": str(folder / f"trl-{way}")}),
-                "ours": (harness.sys.executable, ours_job | {"side": "ours", "output": str(folder / f"ours-{way}")}),
-            }
-            print(f"TRL {way}, {args.threads} threads, {steps} steps each, in turn")
-            with harness.workers(__file__, sides, args.threads) as (trl, ours):
-                harness.alternate([ours, trl], args.warmup, steps)
-            if way != "wrapped":
-                harness.same_losses(ours, trl, len(ours.steps), 1e-3)
-            harness.show(ours, trl, args.warmup, "tokens", "tokens")
+            same = None if theirs else lambda ours, trl: harness.same_losses(ours, trl, total - 1, 1e-3)
+            harness.compare(__file__, f"SFT, fp32, TRL {way}", job, args, "tokens", same, theirs=theirs)
 
 
 if __name__ == "__main__":

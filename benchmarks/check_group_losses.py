@@ -10,19 +10,12 @@ the log-probs, and TRL's metrics. `--check` writes nothing and says whether the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import check_losses
-import peers
 import torch
 from torch import Tensor
 
@@ -181,30 +174,5 @@ def work(x: Numbers) -> list[Numbers]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing it")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        print(json.dumps(work(json.load(sys.stdin))))
-        return
-    x = inputs()
-    env = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(peers.ensure("trl-1.16")), str(Path(__file__).resolve()), "--worker"]
-    done = subprocess.run(command, input=json.dumps(x), env=env, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise SystemExit(f"TRL 1.16: {done.stderr[-3000:]}")
-    cases = json.loads(done.stdout.splitlines()[-1])
-    text = json.dumps({"inputs": x, "cases": cases}, separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
-    if args.check:
-        same = FIXTURE.exists() and FIXTURE.read_text(encoding="utf-8") == text
-        raise SystemExit(
-            0 if same else f"{FIXTURE.name} is not what TRL computes here: run without --check and look at the diff"
-        )
-    FIXTURE.write_text(text, encoding="utf-8")
-    print(f"{len(cases)} cases, {len(text) / 1e3:.0f} kB -> {FIXTURE.relative_to(check_losses.HERE.parent)}")
-
-
 if __name__ == "__main__":
-    main()
+    check_losses.main(__doc__, inputs, __file__, work, ("trl-1.16",), FIXTURE)

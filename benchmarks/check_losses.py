@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +42,8 @@ def inputs() -> Numbers:
         ref = -0.05 - 2 * draw(PAIRS, WIDTH)
         logps = (ref + 1.6 * (draw(PAIRS, WIDTH) - 0.5)).clamp(max=-1e-3)
         keep = lambda x, inside=inside: torch.where(inside, x, 0.0).tolist()
-        out[side] = {
-            "lens": lens.tolist(),
-            "logps": keep(logps),
-            "ref": keep(ref),
-            "log_sum_sq": keep(-0.5 - draw(PAIRS, WIDTH)),
-        }
+        out[side] = {"lens": lens.tolist(), "logps": keep(logps), "ref": keep(ref)}
+        out[side]["log_sum_sq"] = keep(-0.5 - draw(PAIRS, WIDTH))
     ref = -1 - 6 * draw(8)
     logps, kl_ref = ref + 4 * (draw(8) - 0.4), -1 - 6 * draw(8)
     shift = 3 * (draw(8) - 0.3)
@@ -302,41 +298,55 @@ def work(x: Numbers) -> list[Numbers]:
     return out
 
 
-def ask(peer: str, x: Numbers) -> list[Numbers]:
-    """Run this file in a peer's environment."""
+def ask(peer: str, x: Numbers, script: str = __file__) -> list[Numbers]:
+    """Run a file's `work` in a peer's environment."""
     import peers
 
     env = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(peers.ensure(peer)), str(Path(__file__).resolve()), "--worker"]
+    command = [str(peers.ensure(peer)), str(Path(script).resolve()), "--worker"]
     done = subprocess.run(command, input=json.dumps(x), env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise SystemExit(f"{peer}: {done.stderr[-3000:]}")
     return [case | {"trl": peer.removeprefix("trl-")} for case in json.loads(done.stdout.splitlines()[-1])]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(
+    doc: str | None,
+    numbers: Callable[[], Numbers],
+    script: str,
+    here: Callable[[Numbers], list[Numbers]],
+    names: tuple[str, ...],
+    fixture: Path,
+) -> None:
+    """Write a fixture, or with `--check` compare it.
+
+    Args:
+        doc: of the script.
+        numbers: what is put in.
+        script: whose `here` is called in each peer's environment.
+        here: all cases that this environment's TRL has.
+        names: of the peers.
+        fixture: the file.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(work(json.load(sys.stdin))))
+        print(json.dumps(here(json.load(sys.stdin))))
         return
-    x = inputs()
-    cases = [case for peer in ("trl-1.16", "trl-1.12") for case in ask(peer, x)]
-    text = (
-        json.dumps({"inputs": x, "cases": cases}, indent=None, separators=(",", ":")).replace('{"name"', '\n{"name"')
-        + "\n"
-    )
-    if args.check:
-        same = FIXTURE.exists() and FIXTURE.read_text(encoding="utf-8") == text
-        raise SystemExit(
-            0 if same else f"{FIXTURE.name} is not what TRL computes here: run without --check and look at the diff"
-        )
-    FIXTURE.parent.mkdir(parents=True, exist_ok=True)
-    FIXTURE.write_text(text, encoding="utf-8")
-    print(f"{len(cases)} cases, {len(text) / 1e3:.0f} kB -> {FIXTURE.relative_to(HERE.parent)}")
+    x = numbers()
+    cases = [case for peer in names for case in ask(peer, x, script)]
+    if len(names) == 1:
+        for case in cases:
+            del case["trl"]
+    text = json.dumps({"inputs": x, "cases": cases}, separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
+    if not args.check:
+        fixture.write_text(text, encoding="utf-8")
+        print(f"{len(cases)} cases, {len(text) / 1e3:.0f} kB -> {fixture.relative_to(HERE.parent)}")
+    elif not fixture.exists() or fixture.read_text(encoding="utf-8") != text:
+        raise SystemExit(f"{fixture.name} is not what TRL computes here: run without --check and look at the diff")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, inputs, __file__, work, ("trl-1.16", "trl-1.12"), FIXTURE)

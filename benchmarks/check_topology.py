@@ -60,13 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "GRPO": {"model": LLAMA, "method": "grpo", **ANSWERS, "rollout_batch": 64, "group": 8, "holds": ("policy",)},
 }  # fmt: skip
 BUDGET, STEPS = 2048, 2
-STAGES = {
-    "one process": (1, "ddp"),
-    "DDP": (2, "ddp"),
-    "ZeRO-1": (2, "zero1"),
-    "ZeRO-2": (2, "zero2"),
-    "ZeRO-3": (2, "zero3"),
-}
+STAGES = {"one process": (1, "ddp"), "DDP": (2, "ddp"), **{f"ZeRO-{n}": (2, f"zero{n}") for n in (1, 2, 3)}}
 STAGED: dict[str, dict[str, Any]] = {
     "llama": {"model": LLAMA | {"hidden_size": 384, "intermediate_size": 1152}, "method": "sft", "mini_batch": 32, "prompt": 32, "completion": 32, "budget": 512},
     "qwen2": {"model": QWEN, "method": "sft", "mini_batch": 24, "prompt": 24, "completion": 40, "budget": 384},
@@ -134,14 +128,8 @@ def trainer_for(setting: dict[str, Any], model: Any, folder: str, rows: list[dic
         return grpo.GRPOTrainer(grouped, policy, tokenizer, score, rows, [])
     scored = add_lora(copy.deepcopy(model), lora, "reward") if hydra else model
     judge = RewardModel.from_policy(scored, copy_decoder=not hydra)
-    return ppo.PPOTrainer(
-        ppo.PPOConfig(**settings, critic=setting.get("critic", "separate"), num_inner_epochs=1),
-        policy,
-        tokenizer,
-        judge,
-        rows,
-        [],
-    )
+    own = ppo.PPOConfig(**settings, critic=setting.get("critic", "separate"), num_inner_epochs=1)
+    return ppo.PPOTrainer(own, policy, tokenizer, judge, rows, [])
 
 
 def build(setting: dict[str, Any]) -> Any:

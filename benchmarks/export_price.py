@@ -102,12 +102,7 @@ def main() -> None:
         "--parts", nargs="+", default=["gguf", "onnx", "int8", "program"], choices=["gguf", "onnx", "int8", "program"]
     )
     p.add_argument("--rows", type=int, default=24, help="of HH-RLHF")
-    p.add_argument(
-        "--answer-tokens",
-        type=int,
-        default=32,
-        help="of the answers whose speed and sameness is measured, in onnx, int8, program",
-    )
+    p.add_argument("--answer-tokens", type=int, default=32, help="of answers in onnx, int8, program")
     p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
     a = p.parse_args()
     source = Source(a.model)
@@ -125,18 +120,8 @@ def main() -> None:
         if "int8" in a.parts:
             if not HH.is_file():
                 print(f"int8: measured on the prompts of the package, because {HH.name} isn't there")
-            told(
-                export_model(
-                    source,
-                    "onnx-int8",
-                    folder / "int8",
-                    on=HH if HH.is_file() else None,
-                    limit=a.rows,
-                    answer_tokens=a.answer_tokens,
-                    force=True,
-                    overwrite=True,
-                )
-            )
+            given = {"on": HH if HH.is_file() else None, "limit": a.rows, "answer_tokens": a.answer_tokens}
+            told(export_model(source, "onnx-int8", folder / "int8", force=True, overwrite=True, **given))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ For each seed: SFT with the toy preset, then every loss at several β on the sam
 PPO at several prices of KL. Gold (the judge that no model sees) and KL to the SFT model are measured on 1,024 held-out prompts, half-way
 and at the end of each run.
 
-    python benchmarks/frontier.py --seeds 0 1 2 --out docs/figures        # about half an hour; --all-betas: three times as long
-    python benchmarks/frontier.py --read A.json B.json --out docs/figures # table and figure of seeds that were run apart
+    python benchmarks/frontier.py --seeds 0 1 2 --json FILE               # about half an hour; --all-betas: three times as long
     python benchmarks/frontier.py --quick --seeds 0                       # DPO, KTO and SimPO at their default β
 
 CPU seconds are those of this process, with one thread.
@@ -164,68 +163,26 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Gold gain against √KL, a small panel for each method, PPO's points in all of them."""
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(x["method"] for x in results[0]["runs"] if x["method"] != "ppo"))
-    columns = min(5, len(names))
-    rows = -(-len(names) // columns)
-    fig, axes = plt.subplots(
-        rows, columns, figsize=(2.1 * columns, 1.8 * rows), dpi=90, sharex=True, sharey=True, squeeze=False
-    )
-    colors = ("#4477aa", "#228833", "#ee6677")
-
-    def points(method: str, beta: float | None) -> tuple[list[float], list[float]]:
-        found = [
-            (c["kl"], (c["gold"] - r["start"]["gold"]) / r["start"]["gold_std"])
-            for r in results for x in r["runs"] if x["method"] == method and beta in (None, x["beta"]) for c in x["curve"]
-        ]  # fmt: skip
-        return [max(k, 0.0) for k, _ in found], [g for _, g in found]
-
-    for axis, name in zip(axes.flat, names):
-        axis.scatter(*points("ppo", None), s=5, color="#bbbbbb", lw=0, label="PPO")
-        betas = sorted({x["beta"] for x in results[0]["runs"] if x["method"] == name})
-        for beta, color in zip(betas, colors):
-            axis.scatter(*points(name, beta), s=7, color=color, lw=0, label=f"{beta:.2g}")
-        axis.set_title(name, fontsize=8)
-        axis.set_xscale("function", functions=(lambda x: x**0.5, lambda x: x**2))
-        axis.set(xlim=(0, 9), xticks=(0.25, 1, 2, 4, 8))  # what drifts further is off the map: see the table
-        axis.tick_params(labelsize=6)
-        axis.axhline(0, color="grey", lw=0.5)
-        axis.legend(frameon=False, fontsize=5, title="β", title_fontsize=5, loc="lower left")
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    fig.supxlabel("KL to the SFT model, nats per answer (√ scale)", fontsize=8)
-    fig.supylabel("gold, SFT standard deviations above SFT", fontsize=8)
-    fig.tight_layout()
-    fig.savefig(path / "preference_frontier.png")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=method_names(), choices=method_names(), metavar="LOSS")
     parser.add_argument("--scales", type=float, nargs="+", default=list(SCALES), help="of each loss's default β")
     parser.add_argument("--all-betas", action="store_true", help="every loss at all scales, not only the common ones")
-    parser.add_argument("--read", type=Path, nargs="+", default=[], help="results of earlier runs instead of new ones")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=None, help="instead of the preset's")
     parser.add_argument("--no-ppo", dest="ppo", action="store_false")
     parser.add_argument("--quick", action="store_true", help="DPO, KTO and SimPO at their default β, no PPO")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the figure and the numbers")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     args.over = {} if args.lr is None else {"optimizer": {"lr": args.lr}}
     if args.quick:
         args.methods, args.scales, args.ppo = ["sigmoid", "kto", "simpo"], [1.0], False
     torch.set_num_threads(1)
-    results: list[dict[str, Any]] = [r for path in args.read for r in json.loads(path.read_text(encoding="utf-8"))]
-    results = results or [one_seed(seed, args) for seed in args.seeds]
+    results = [one_seed(seed, args) for seed in args.seeds]
     print(table(results))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        draw(results, args.out)
-        (args.out / "preference_frontier.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two trainers side by side: each in a process and environment of its own, taking steps in turn.
+"""Two trainers side by side, in processes and environments of their own, taking steps in turn; speeds, memory and a JSON file at the end.
 
 A worker calls `Gate.step_done` after each training step: that stops its clock, reports the step, and waits until the driver
 says "go". So at any moment one side computes and the other sleeps, both meet the same load of the machine, and start-up,
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import peers
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 HH = ROOT.parent / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
@@ -40,6 +42,9 @@ def memory(peak: bool = True) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / MIB
     key = "VmHWM:" if peak else "VmRSS:"
     return next(int(x.split()[1]) for x in status.read_text().splitlines() if x.startswith(key)) / 1024
+
+
+Check = Callable[["Worker", "Worker"], object]
 
 
 class Gate:
@@ -215,46 +220,116 @@ def same_losses(a: Worker, b: Worker, steps: int, tolerance: float, what: str = 
     return worst
 
 
-def show(ours: Worker, theirs: Worker, warmup: int, unit: str, count: str) -> dict[str, float]:
+def show(ours: Worker, theirs: Worker, warmup: int, unit: str) -> dict[str, float]:
     """Print speeds, their ratio (of medians, and the spread over pairs of steps) and memory.
 
     Args:
         ours: after `alternate`.
         theirs: after `alternate`.
         warmup: steps left out.
-        unit: of the speed, as "pairs".
-        count: the key in a step's report that says how many units it did.
+        unit: of the speed, and the key in a step's report that says how many it did, as "pairs".
     """
 
     def speeds(worker: Worker, clock: str) -> list[float]:
-        return [s[count] / s[clock] for s in worker.steps[warmup:]]
+        return [s[unit] / s[clock] for s in worker.steps[warmup:]]
 
+    middle = statistics.median
     a, b = speeds(ours, "seconds"), speeds(theirs, "seconds")
     ratios = sorted(x / y for x, y in zip(a, b))
-    ratio = statistics.median(a) / statistics.median(b)
-    cpu = statistics.median(speeds(ours, "cpu")) / statistics.median(speeds(theirs, "cpu"))
+    ratio, cpu = middle(a) / middle(b), middle(speeds(ours, "cpu")) / middle(speeds(theirs, "cpu"))
     peaks = [max(s["peak"] for s in w.steps) for w in (ours, theirs)]
     used = [p - w.info["memory"] for p, w in zip(peaks, (ours, theirs))]
+    spent = [middle(s["cpu"] for s in w.steps[warmup:]) for w in (ours, theirs)]
     for worker, speed in ((ours, a), (theirs, b)):
-        print(f"  {worker.name:28s} {statistics.median(speed):10.2f} {unit}/s   ({min(speed):.2f} to {max(speed):.2f})")
+        print(f"  {worker.name:28s} {middle(speed):10.2f} {unit}/s   ({min(speed):.2f} to {max(speed):.2f})")
     print(f"  ratio of medians {ratio:.2f}x  (steps: {ratios[0]:.2f} to {ratios[-1]:.2f}; by CPU time {cpu:.2f}x)")
-    seconds = [statistics.median(s["cpu"] for s in w.steps[warmup:]) for w in (ours, theirs)]
-    print(f"  CPU seconds a step (medians) {seconds[0]:.2f} / {seconds[1]:.2f}")
+    print(f"  CPU seconds a step (medians) {spent[0]:.2f} / {spent[1]:.2f}")
     print(
         f"  peak memory {peaks[0]:.0f} / {peaks[1]:.0f} MiB = {peaks[0] / peaks[1]:.2f}; "
-        f"above what was there before training {used[0]:.0f} / {used[1]:.0f} MiB = {used[0] / max(used[1], 1):.2f}"
+        f"above what was there before training {used[0]:.0f} / {used[1]:.0f} MiB = {used[0] / max(used[1], 1):.2f}",
+        flush=True,
     )
     return {"ratio": ratio, "low": ratios[0], "high": ratios[-1], "cpu": cpu, "memory": peaks[0] / peaks[1]}
 
 
-def arguments(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
-    """The options that all comparisons have; `--worker` is for the processes they start."""
+def compare(
+    script: str, title: str, job: dict[str, Any], args: argparse.Namespace, unit: str, check: Check | None = None,
+    peer: str = "trl-1.16", theirs: dict[str, Any] | None = None,
+) -> tuple[Worker, Worker]:  # fmt: skip
+    """Both sides of one comparison, steps in turn: what must be the same is checked, speeds are shown, numbers are kept in `--json`.
+
+    Args:
+        script: the benchmark's file.
+        title: of the comparison.
+        job: what both sides are told; "output" is the beginning of a folder's name.
+        args: of the command line: steps, warmup, threads, json.
+        unit: of the speed.
+        check: is given both workers after their steps, and ends the program where they don't compute the same thing.
+        peer: the other side's environment; "ours" is this one.
+        theirs: what the other side is told differently.
+    """
+    other = "ours" if peer == "ours" else "trl"
+    python = sys.executable if peer == "ours" else peers.ensure(peer)
+    base = {"threads": args.threads} | job
+    sides: dict[str, tuple[Path | str, dict[str, Any]]] = {
+        "theirs": (
+            python,
+            base | {"side": other, "output": f"{job['output']}-theirs"} | (theirs or {}),
+        ),  # first: ours may read what it writes
+        "ours": (sys.executable, base | {"side": "ours", "output": f"{job['output']}-ours"}),
+    }
+    print(
+        f"{title}, {args.threads} threads, {args.steps} steps each, in turn, load {os.getloadavg()[0]:.1f}", flush=True
+    )
+    with workers(script, sides, args.threads) as (b, a):
+        alternate([a, b], args.warmup, args.steps)
+    if check is not None:
+        check(a, b)
+    found = show(a, b, args.warmup, unit)
+    if args.json is not None:
+        line = {
+            "title": title,
+            "threads": args.threads,
+            "date": time.strftime("%Y-%m-%d"),
+            "cpu": processor(),
+            "unit": unit,
+        }
+        with args.json.open("a", encoding="utf-8") as f:
+            f.write(
+                json.dumps(line | found | {"ours": a.steps[args.warmup :], "theirs": b.steps[args.warmup :]}) + "\n"
+            )
+    return a, b
+
+
+def processor() -> str:
+    """What a number belongs to: the widest instructions that this processor has for products."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text(encoding="utf-8").split() if info.exists() else []
+    return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags), "unknown")
+
+
+def arguments(doc: str | None, steps: int, threads: int = 2, ways: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options that all comparisons have; `--worker` is for the processes they start.
+
+    Args:
+        doc: the script's own.
+        steps: measured, unless told otherwise.
+        threads: of each side, unless told otherwise.
+        ways: in which the other side can run.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=defaults["steps"], help="measured steps of each side")
+    parser.add_argument("--steps", type=int, default=steps, help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--threads", type=int, default=defaults.get("threads", 2))
-    parser.add_argument("--quick", action="store_true", help="about two minutes")
+    parser.add_argument("--threads", type=int, default=threads)
+    parser.add_argument("--quick", action="store_true", help="about two minutes: five steps, two ways")
+    parser.add_argument("--token-budget", type=int, help="ours: tokens in a forward pass")
+    parser.add_argument("--json", type=Path, help="file to which numbers are added, one line a comparison")
+    parser.add_argument("--data", type=Path, default=HH, help="HH-RLHF pairs, gzipped JSON lines")
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "JOB"), help=argparse.SUPPRESS)
+    if ways:
+        parser.add_argument(
+            "--against", nargs="+", choices=ways, default=None, help="ways of the other side (default: all)"
+        )
     return parser
 
 
@@ -267,18 +342,135 @@ def set_threads(job: dict[str, Any]) -> None:
 
 
 def worked(args: argparse.Namespace, ours: Callable[..., object], trl: Callable[..., object]) -> bool:
-    """Whether this process is a worker; then its side's job is done when this returns.
+    """Whether this process is a worker; then its side's job is done when this returns. Otherwise `--quick` is applied.
 
     Args:
         args: from `arguments`.
         ours: does a job with rlhf_nb.
         trl: does it with TRL.
     """
+    if args.quick:
+        args.steps = min(args.steps, 5)
     if args.worker:
         job = json.loads(Path(args.worker[1]).read_text(encoding="utf-8"))
         set_threads(job)
         (ours if args.worker[0] == "ours" else trl)(job)
     return bool(args.worker)
+
+
+# --- what both sides of a training comparison have in common ---------------------------------------------------------------
+
+
+def settings(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Settings of our trainers."""
+    return {
+        "output_dir": job["output"], "steps": job["steps"], "epochs": None, "mini_batch_size": job["batch"], "token_budget": job["token_budget"],
+        "optimizer": {"lr": job["lr"], "schedule": "constant", "warmup_steps": 0}, "precision": job.get("precision", "fp32"),
+        "device": "cpu", "console": False, **more,
+    }  # fmt: skip
+
+
+def load(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Our tokenizer and model, in fp32 and without dropout."""
+    from rlhf_nb.config import ModelConfig
+    from rlhf_nb.core import decide_precision
+    from rlhf_nb.models.load import disable_dropout, load_causal_lm, load_tokenizer
+
+    where = ModelConfig(name_or_path=job["model"])
+    tokenizer = load_tokenizer(where)
+    return tokenizer, disable_dropout(load_causal_lm(where, decide_precision("cpu", "fp32"), tokenizer=tokenizer))
+
+
+def touch(*models: Any) -> None:
+    """Read all weights once, so that those mapped from a file are in memory before memory is measured."""
+    for model in filter(None, models):
+        for p in model.parameters():
+            float(p.detach().sum())
+
+
+def fit(
+    method: Any, source: Any, config: Any, report: Callable[[Any, dict[str, Any]], dict[str, Any]], *models: Any
+) -> None:
+    """Train with rlhf_nb, a step at each turn.
+
+    Args:
+        method: of training.
+        source: of rows.
+        config: of the run.
+        report: makes of a run and its event what a step says.
+        models: read once before memory is measured.
+    """
+    from rlhf_nb.run.callbacks import Callback
+    from rlhf_nb.run.loop import Trainer
+
+    gate = Gate()
+
+    class Turns(Callback):
+        def on_start(self, run: Any) -> None:
+            touch(*models)
+            gate.ready()
+
+        def on_step(self, run: Any, event: dict[str, Any]) -> None:
+            gate.step_done(**report(run, event))
+
+    Trainer(method, source, config, callbacks=[Turns()]).fit()
+
+
+def trl_settings(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Settings of TRL's trainers: nothing but training."""
+    return {
+        "output_dir": job["output"], "max_steps": job["steps"], "per_device_train_batch_size": job["batch"], "learning_rate": job["lr"],
+        "lr_scheduler_type": "constant", "bf16": job.get("precision") == "bf16", "use_cpu": True, "gradient_checkpointing": False,
+        "report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "dataloader_num_workers": 0, **more,
+    }  # fmt: skip
+
+
+def recorded(
+    trainer: Any, parts: list[dict[str, float]], read: dict[str, str], prepare: Callable[[Any], Any] | None = None
+) -> Any:
+    """TRL's trainer, which keeps the loss of each forward pass and some of its metrics.
+
+    Args:
+        trainer: TRL's class.
+        parts: gets them.
+        read: our name to the metric's.
+        prepare: what becomes of tokenized rows; None: what TRL does.
+    """
+
+    class Recorded(trainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return prepare(dataset) if prepare is not None else super()._prepare_dataset(dataset, *args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            logged = self._metrics["train"]
+            parts.append({"loss": float(loss), **{k: logged[v][-1] for k, v in read.items()}})
+            return loss
+
+    return Recorded
+
+
+def turns(report: Callable[[Any], dict[str, Any]], begin: Callable[[], None] | None = None) -> Any:
+    """A callback for TRL's trainers that takes a step at each turn.
+
+    Args:
+        report: makes of the trainer's state what a step says.
+        begin: called before memory is measured.
+    """
+    from transformers import TrainerCallback
+
+    gate = Gate()
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if begin is not None:
+                begin()
+            gate.ready()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gate.step_done(**report(state))
+
+    return Turns()
 
 
 # --- shared by the benchmarks on HH-RLHF -----------------------------------------------------------------------------------

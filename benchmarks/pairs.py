@@ -1,13 +1,11 @@
-"""What the benchmarks of DPO and KTO share: pairs of HH-RLHF as token ids, jobs for the two sides, and the comparison of their numbers."""
+"""What the benchmarks of reward models, DPO and KTO share: pairs of HH-RLHF as token ids, and the comparison of both sides' numbers."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import harness
-import peers
 
 
 def prepare(data: Path, folder: Path, batch: int, task: str = "hh") -> dict[str, list[dict[str, Any]]]:
@@ -93,13 +91,16 @@ def job_of(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> dict[str,
     return {"model": str(folder / "model"), "rows": rows, **usual, **fields}
 
 
-def both(job: dict[str, Any], name: str, folder: Path) -> dict[str, tuple[Path | str, dict[str, Any]]]:
-    """The two sides of a comparison, as `harness.workers` takes them."""
-    interpreters = {"ours": sys.executable, "trl": peers.ensure("trl-1.16")}
-    return {
-        side: (python, job | {"side": side, "output": str(folder / f"{side}-{name}")})
-        for side, python in interpreters.items()
-    }
+def source_of(rows: list[dict[str, Any]], config: Any, model: Any, tokenizer: Any, columns: Any) -> tuple[Any, Any]:
+    """Our rows and the reference beside the policy; with `reference="cached"` its sums stand in the rows instead."""
+    from rlhf_nb.data.sources import MemorySource
+    from rlhf_nb.train.offline import make_reference, with_reference
+
+    reference = make_reference(config, model, tokenizer)
+    if config.reference == "cached":
+        assert reference is not None
+        rows, reference = with_reference(rows, reference, config, columns), None
+    return MemorySource(rows, shuffle=False), reference
 
 
 def strangers(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:

@@ -4,16 +4,13 @@ Simulated: gold rises (or stays flat) with the noise of 64 to 256 answers and ne
 a fair price of drift, and at none. The light looks after every step, as a dashboard does; one red step is an alarm. A hit is an alarm before gold has
 lost half a standard deviation (of gold over the SFT model's answers) from its best, where the truth of a real run is its curve averaged over nine steps.
 
-    python benchmarks/reward_light.py                                    # simulated, and the curves of docs/figures/reward_light.json
-    python benchmarks/reward_light.py --train --out docs/figures         # real runs again: ten minutes of CPU
+    python benchmarks/reward_light.py         # simulated, and the curves of docs/figures/reward_light.json, of 22 November 2026
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,84 +114,12 @@ def rates(runs: list[Run], light: Light, falling: bool) -> str:
     )
 
 
-def train(seeds: range, kinds: dict[str, tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """PPO runs of the toy world, several for each SFT model and its reward model."""
-    import torch
-
-    from rlhf_nb.data import toy
-    from rlhf_nb.data.sources import tokenize_prompts
-    from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
-    from rlhf_nb.train.ppo import PPOTrainer
-    from rlhf_nb.train.stage import watch
-
-    torch.set_num_threads(1)
-    out = []
-    for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            settings = {"sft": {"epochs": 2.0}, "reward": {"epochs": 0.5}}
-            pipeline = RLHFPipeline(
-                PipelineConfig.preset("toy", output_dir=folder, console=False, seed=seed, **settings)
-            )
-            pipeline.base()
-            pipeline.sft()
-            pipeline.reward()
-            spread = 0.0
-            for kind, (count, how) in kinds.items():
-                for i in range(count):
-                    begin = time.process_time()
-                    config = pipeline.stage_config("ppo").replace(
-                        **how, seed=1000 * seed + i, output_dir=f"{folder}/{kind}{i}"
-                    )
-                    trainer = PPOTrainer(config)
-                    if not spread:  # of the SFT model
-                        asked = trainer.method.collate(
-                            tokenize_prompts(toy.test_prompts(512, 7), trainer.method.tokenizer, 64)
-                        )
-                        first = trainer.method.answers(asked)
-                        spread = float(np.std(toy.gold_reward(first.prompts, first.texts)))
-                    watch(trainer, "gold", toy.gold_reward)
-                    trainer.method.held_out = []
-                    history = trainer.fit()
-                    gold, proxy = ([round(e[k], 3) for e in history] for k in ("rewards/gold", "objective/scores"))
-                    kl = round(history[-1]["objective/kl"], 2)
-                    out.append(
-                        {
-                            "kind": kind,
-                            "seed": seed,
-                            "run": i,
-                            "std": round(spread, 3),
-                            "kl": kl,
-                            "gold": gold,
-                            "proxy": proxy,
-                        }
-                    )
-                    spent = time.process_time() - begin
-                    print(
-                        f"{kind} {seed}/{i}: gold {gold[0]:.2f}, best {max(gold):.2f}, {gold[-1]:.2f}; KL {kl} ({spent:.0f} CPU s)",
-                        flush=True,
-                    )
-    return out
-
-
-# how many runs for each SFT model, and what is set in them
-KINDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fair": (15, {"steps": 20}),
-    "free": (10, {"steps": 28, "kl_coef": 0.0, "optimizer": {"lr": 1e-3}}),
-}
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", action="store_true", help="real runs again")
     parser.add_argument("--runs", type=int, default=300, help="simulated runs of each kind")
-    parser.add_argument("--out", type=Path, default=FIGURES)
     args = parser.parse_args()
-    place = args.out / "reward_light.json"
-    if args.train:
-        rows = train(range(2), KINDS)
-        place.write_text(json.dumps(rows) + "\n", encoding="utf-8")
-    rows = json.loads(place.read_text(encoding="utf-8")) if place.exists() else []
+    rows = json.loads((FIGURES / "reward_light.json").read_text(encoding="utf-8"))
     rng = np.random.default_rng(0)
     simulated = {f: [simulate(rng, f) for _ in range(args.runs)] for f in (False, True)}
     measured = {f: [real(r) for r in rows if (r["kind"] == "free") == f] for f in (False, True)}

@@ -28,22 +28,9 @@ import psutil
 
 STORY = "Write a long story about {}, with many details."
 SUBJECTS = (
-    "a fox",
-    "an owl",
-    "a ship",
-    "a king",
-    "rain",
-    "a clock",
-    "bread",
-    "the moon",
-    "a train",
-    "a letter",
-    "snow",
-    "a cat",
-    "gold",
-    "a well",
-    "a map",
-    "fire",
+    "a fox|an owl|a ship|a king|rain|a clock|bread|the moon|a train|a letter|snow|a cat|gold|a well|a map|fire".split(
+        "|"
+    )
 )
 
 

@@ -4,7 +4,6 @@ For each seed: SFT and a reward model with the toy presets, then PPO for 100 rol
 none. Gold (the judge that no model sees) and proxy (the reward model) are measured on 512 held-out prompts along the way.
 
     python benchmarks/toy_science.py --seeds 0 1 2 --out docs/figures
-    python benchmarks/toy_science.py --precision bf16 --rollouts 40 --fair    # all stages in bf16, the default price only
 
 CPU seconds are those of this process, with one thread.
 """
@@ -72,40 +71,26 @@ def run_ppo(config: PPOConfig, model: str, tokenizer: Any, rm: Any, asked: int =
 PRICES: dict[str, dict[str, float]] = {"default": {}, "kl_coef=0": {"kl_coef": 0.0}}
 
 
-def one_seed(
-    seed: int,
-    folder: str,
-    precision: str = "auto",
-    rollouts: int = ROLLOUTS,
-    fair: bool = False,
-    few: tuple[int, int] | None = None,
-) -> dict[str, Any]:
+def one_seed(seed: int, folder: str, rollouts: int = ROLLOUTS) -> dict[str, Any]:
     """Everything for one seed.
 
     Args:
         seed: of all stages.
         folder: for what they write.
-        precision: number format of all stages; `auto` is fp32 for so small a model.
         rollouts: of PPO.
-        fair: only with the default price of KL.
-        few: steps of SFT and of the reward model, and held-out prompts, where the presets' own and 512 are too many.
     """
-    more: dict[str, Any] = {"seed": seed, "console": False, "precision": precision}
-    short: dict[str, Any] = {} if few is None else {"steps": few[0], "epochs": None}
-    sft = SFTTrainer(SFTConfig.preset("toy", output_dir=f"{folder}/sft{seed}", **more, **short))
+    more: dict[str, Any] = {"seed": seed, "console": False}
+    sft = SFTTrainer(SFTConfig.preset("toy", output_dir=f"{folder}/sft{seed}", **more))
     sft.fit()
     sft.method.save_model(f"{folder}/model{seed}")
     tokenizer = sft.method.tokenizer
-    reward = RewardTrainer(
-        RewardConfig.preset("toy", output_dir=f"{folder}/rm{seed}", **more, **short),
-        sft.method.model,
-        tokenizer,
-    )
+    judged = RewardConfig.preset("toy", output_dir=f"{folder}/rm{seed}", **more)
+    reward = RewardTrainer(judged, sft.method.model, tokenizer)
     accuracy = reward.fit().evals[-1]["eval/accuracy"]
     out: dict[str, Any] = {"seed": seed, "rm_accuracy": accuracy}
-    for name in list(PRICES)[: 1 if fair else None]:
+    for name in PRICES:
         config = PPOConfig.preset("toy", output_dir=f"{folder}/ppo{seed}{name}", steps=rollouts, **more, **PRICES[name])
-        out[name] = run_ppo(config, f"{folder}/model{seed}", tokenizer, reward.members[0], few[1] if few else 512)
+        out[name] = run_ppo(config, f"{folder}/model{seed}", tokenizer, reward.members[0])
     return out
 
 
@@ -136,10 +121,9 @@ def say(r: dict[str, Any], rollouts: int) -> None:
     d = r["default"]
     line = f"seed {r['seed']}: RM accuracy {100 * r['rm_accuracy']:.0f} % | default: gold {d['gain']:+.2f} std, wins {100 * d['win']:.0f} %, "
     line += f"{d['cpu_early']:.0f} CPU s; after {rollouts} rollouts {d['fall']:.2f} std below its peak, {d['cpu']:.0f} CPU s"
-    if "kl_coef=0" in r:
-        z = r["kl_coef=0"]
-        late = [c["proxy"] for c in z["curve"][-6:]]
-        line += f" | kl_coef 0: {z['fall']:.2f} std below its peak, proxy {late[0]:.2f} → {late[-1]:.2f} in the last {5 * EVERY} rollouts, {z['cpu']:.0f} CPU s"
+    z = r["kl_coef=0"]
+    late = [c["proxy"] for c in z["curve"][-6:]]
+    line += f" | kl_coef 0: {z['fall']:.2f} std below its peak, proxy {late[0]:.2f} → {late[-1]:.2f} in the last {5 * EVERY} rollouts, {z['cpu']:.0f} CPU s"
     print(line, flush=True)
 
 
@@ -147,17 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=None, help="folder for the figure and the numbers")
-    parser.add_argument(
-        "--precision", default="auto", help="number format of all stages (auto: fp32 for so small a model)"
-    )
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
-    parser.add_argument("--fair", action="store_true", help="only the default price of KL; draws nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(one_seed(seed, folder, args.precision, args.rollouts, args.fair))
+            results.append(one_seed(seed, folder, args.rollouts))
         say(results[-1], args.rollouts)
     for name in results[0].keys() & PRICES.keys():
         mean = {key: statistics.mean(r[name][key] for r in results) for key in ("gain", "fall")}
@@ -165,8 +145,7 @@ def main() -> None:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "toy_science.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        if not args.fair:
-            draw(results, args.out)
+        draw(results, args.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,7 @@ def named() -> dict[str, set[str]]:
 
 def test_readme_is_short_and_the_changelog_too() -> None:
     assert len(README.encode()) <= 9 * 1024
+    assert len((ROOT / "docs" / "results.md").read_bytes()) <= 50 * 1024
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
@@ -59,7 +63,52 @@ def test_readme_says_which_cpu_a_time_belongs_to() -> None:
     assert "AVX-512" in timed[0] and "bf16" in timed[0] and "AVX2" in timed[1] and "fp32" in timed[1]
 
 
-def test_documents_name_benchmarks_that_are_there() -> None:
-    here = {p.name for p in (ROOT / "benchmarks").glob("*.py")}
-    missing = {name: sorted(pages) for name, pages in named().items() if name not in here}
+def code_lines(path: Path) -> int:
+    """Lines of a file that are no blank, comment or docstring."""
+    text = path.read_text(encoding="utf-8")
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def test_benchmarks_are_what_documents_cite() -> None:
+    """Scripts that pages name are there, those that are there stand in benchmarks/README.md, and together they stay small."""
+    scripts = {p.name: code_lines(p) for p in (ROOT / "benchmarks").glob("*.py")}
+    missing = {name: sorted(pages) for name, pages in named().items() if name not in scripts}
     assert not missing, missing
+    listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").split("## What went")[0]
+    assert not [name for name in scripts if name not in listed]
+    assert sum(scripts.values()) <= 4500, sum(scripts.values())
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets where the repository is shown."""
+    text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def test_anchors_lead_to_headings() -> None:
+    """Links into a part of a document, from pages and notebooks."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "nbs").rglob("*.ipynb"),
+    ]
+    wrong, seen = [], 0
+    for page in pages:
+        for target, anchor in re.findall(r"\]\(([^)\s#:]*\.md)#([\w-]+)\)", page.read_text(encoding="utf-8")):
+            text = re.sub(r"```.*?```", "", (page.parent / target).read_text(encoding="utf-8"), flags=re.S)
+            seen += 1
+            if anchor not in {slug(h) for h in re.findall(r"(?m)^#+ (.*)$", text)}:
+                wrong.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert seen >= 10 and not wrong, wrong

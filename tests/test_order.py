@@ -31,6 +31,7 @@ PAGES = [
     *(p for p in (ROOT / "nbs").rglob("*") if p.suffix in (".ipynb", ".md") and ".ipynb_checkpoints" not in p.parts),
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
 ]
 
 
