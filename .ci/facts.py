@@ -13,7 +13,7 @@ PLACE = ROOT / "rlhf_nb" / "cli" / "facts.json"
 def text() -> str:
     """The file as it should be."""
     sys.path.insert(0, str(ROOT))
-    from rlhf_nb.cli.main import written_facts
+    from rlhf_nb.cli.settings import written_facts
 
     return json.dumps(written_facts(), indent=1, ensure_ascii=False) + "\n"
 

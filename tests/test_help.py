@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_nb.cli.main import ELSEWHERE, EXAMPLES, GROUPS, facts
+from rlhf_nb.cli.settings import ELSEWHERE, EXAMPLES, GROUPS, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEN = """

@@ -3,14 +3,9 @@
 # %% ../../nbs/cli/main.ipynb #aa66c7b1
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
-from importlib import import_module, resources
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +14,25 @@ import typer
 import typer.core
 from rich.console import Console
 
+from rlhf_nb.cli.settings import (
+    ELSEWHERE,
+    EXAMPLES,
+    asks_registry,
+    fact_of,
+    facts,
+    find_config,
+    function_at,
+    known_methods,
+    load_config,
+    place_of,
+    recipe_kind,
+    recipes,
+    say_what_to_train,
+    setting_of,
+    settings_help,
+    sweep_with_settings,
+    typed,
+)
 from ..console import Debug, as_settings, told
 from ..console import again as _again
 from ..console import me as _me
@@ -26,198 +40,16 @@ from ..console import rank as _rank
 from ..console import tell as _tell
 from ..errors import ConfigError, RunError, suggest
 
+# tests and benchmarks take these from here
+_all_ = ["find_config", "recipe_kind", "recipes"]
+
 # %% auto #0
-__all__ = ['GROUPS', 'ELSEWHERE', 'EXAMPLES', 'SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy',
-           'Resume', 'Overwrite', 'WELCOME', 'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind',
-           'load_config', 'typed', 'say_what_to_train', 'facts', 'known_methods', 'fact_of', 'written_facts',
-           'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'setting_of', 'TrainingCommand', 'demo',
-           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback',
-           'plan_command', 'config_accelerate', 'launch_command']
-
-# %% ../../nbs/cli/main.ipynb #ec164888
-def recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    folder = Path(str(resources.files("rlhf_nb") / "recipes"))
-    return {
-        p.stem: p for p in sorted(folder.glob("*.yaml")) if p.stem != "principles"
-    }  # those are of `judges.constitution`
-
-
-def find_config(name: str | None) -> Path | None:
-    """The file that `--config` names: a path, or a recipe."""
-    if name is None or Path(name).exists() or Path(name).suffix or os.sep in name:
-        return None if name is None else Path(name)
-    known = recipes()
-    if name not in known:
-        near = suggest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"Recipes: {', '.join(known) or 'none'}."
-        raise ConfigError(f"config {name!r} is neither a file nor a recipe. {hint}")
-    return known[name]
-
-
-def recipe_kind(path: Path) -> str:
-    """Who trains by a recipe: the method that its name ends in, or "run" where it describes a pipeline."""
-    from rlhf_nb.config import read_config_file
-
-    return path.stem.rsplit("_", 1)[-1] if "model" in read_config_file(path) else "run"
-
-
-def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, toy: bool = False) -> Any:
-    """The resolved config of a command.
-
-    Args:
-        kind: a method, or "run" for a pipeline.
-        config: file, run directory or recipe.
-        overrides: `key=value` texts.
-        toy: begin with the toy preset.
-    """
-    from rlhf_nb.train.registry import get
-
-    if kind == "run":
-        from rlhf_nb.pipeline.stages import PipelineConfig
-    of: Any = PipelineConfig if kind == "run" else get(kind).config
-    path = find_config(config)
-    if (
-        path is not None
-        and path in recipes().values()
-        and recipe_kind(path) != (kind if kind == "run" else get(kind).name)
-    ):
-        raise ConfigError(
-            f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
-        )
-    return of.load(path, list(overrides or []), "toy" if toy else "default")
-
-
-def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
-    """The words behind a command's name that decide its config."""
-    return [*(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
-
-
-def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str] = ()) -> None:
-    """Refuse a config that names no model or no data: a toy is only trained for who asks for one.
-
-    Args:
-        command: what was called, such as "doctor"; "" for the method's own.
-        kind: a method, or "run" for a pipeline.
-        config: of it.
-        given: as `typed` says.
-
-    Raises:
-        ConfigError: with the two lines that can be typed.
-    """
-    if kind == "run":
-        lacking = config.unsaid()
-    else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
-        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
-    if lacking:
-        line = " ".join(filter(None, [_me(), command, kind]))
-        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
-        raise ConfigError(
-            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. Type one of\n"
-            f"  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
-        )
+__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME', 'NEXT',
+           'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show',
+           'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
+           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
-GROUPS = {  # as `--help` shows them; a method that is named nowhere stands under Train
-    "Start": ("demo", "data", "doctor", "run", "chat"),
-    "Train": (
-        "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft", "label-steps", "sweep", "fork", "config",
-    ),
-    "Look": ("watch", "report", "overopt"),
-    "Judge": ("eval", "compare", "attack", "lm-eval"),
-    "Use and watch": ("sample", "get", "serve", "feedback", "monitor", "cycle"),
-    "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
-}  # fmt: skip
-ELSEWHERE = {  # commands whose module is read when they are called
-    "sample": "bench.talk:sample_command", "chat": "bench.talk:chat_command", "get": "bench.talk:get_command", "push": "hub.push:push_command",
-    "merge": "hub.merging:merge_command", "monitor": "feedback.follow:monitor_command", "eval": "bench.evals:eval_command",
-    "compare": "bench.evals:compare_command", "overopt": "pipeline.lab:overopt_command", "fork": "pipeline.lab:fork_command",
-    "attack": "bench.attacking:attack_command", "feedback": "feedback.look:feedback_command", "cycle": "pipeline.cycle:cycle_command",
-    "serve": "serve.start:serve_command", "label-steps": "bench.label_steps:label_steps_command", "lm-eval": "bench.lm_eval:lm_eval_command",
-    "export": "export.command:export_command", "sweep": "pipeline.stage_sweep:sweep_command",
-}  # fmt: skip
-EXAMPLES = {  # the line that is typed most
-    "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo", "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl",
-    "run": "run --config runs/demo", "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2", "fork": "fork runs/ppo --at 40 kl_coef=0.2",
-    "label-steps": "label-steps smollm2 questions.jsonl --out steps.jsonl", "watch": "watch runs/ppo", "report": "report runs/ppo",
-    "overopt": "overopt runs/ppo", "eval": "eval runs/ppo/model --suite legs", "compare": "compare runs/eval/old runs/eval/new",
-    "attack": "attack runs/reward/model --data pairs.jsonl", "lm-eval": "lm-eval smollm2 --tasks hellaswag --limit 100",
-    "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2", "feedback": "feedback feedback.jsonl",
-    "monitor": "monitor traffic.jsonl --once", "cycle": "cycle feedback.jsonl", "plan": "plan ppo model.name_or_path=smollm2 --gpus 8",
-    "launch": "launch ppo --config run.yaml --processes 2", "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
-    "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
-}  # fmt: skip
-
-
-def _place(name: str) -> tuple[str, int]:
-    """The group of a command, and where it stands in the list."""
-    for i, (group, names) in enumerate(GROUPS.items()):
-        if name in names:
-            return group, 100 * i + names.index(name)
-    return "Train", 199
-
-
-@cache
-def facts() -> dict[str, Any]:
-    """What help says of methods and of commands that live elsewhere, written down at export so that reading it needs no torch."""
-    return dict(json.loads((resources.files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8")))
-
-
-def _live() -> bool:
-    """Whether methods may be registered that no file knows: then the registry is asked."""
-    return "RLHF_NB_METHODS" in os.environ or "rlhf_nb.train.registry" in sys.modules
-
-
-def known_methods() -> dict[str, str]:
-    """The commands of all methods, and the names of their methods."""
-    if not _live():
-        return {fact["command"]: name for name, fact in facts()["methods"].items()}
-    from rlhf_nb.train.registry import methods
-
-    return {m.command or m.name: m.name for m in methods().values()}
-
-
-def fact_of(kind: str) -> dict[str, Any] | None:
-    """What is written down about a method, by its name or its command; None: the registry must be asked."""
-    known = {} if _live() else facts()["methods"]
-    return known.get(kind) or next((fact for fact in known.values() if fact["command"] == kind), None)
-
-
-def written_facts() -> dict[str, Any]:
-    """What `facts` reads, from the registry, the configs and the commands themselves."""
-    from rlhf_nb.train.registry import methods
-
-    def init(kind: str) -> dict[str, str]:
-        return {
-            name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
-            for name in ("default", "toy")
-        }
-
-    out: dict[str, Any] = {"commands": {}, "methods": {}, "pipeline": {"init": init("run")}}
-    for name, place in ELSEWHERE.items():
-        command = _at(place)
-        out["commands"][name] = (_sweep(command) if name == "sweep" else command).__doc__.strip().splitlines()[0]
-    for name, method in methods().items():
-        command, flat = method.command or name, method.config.preset("default").flat()
-        keys = {".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)}
-        out["methods"][name] = {
-            "command": command, "about": method.about, "keys": sorted(k for k in keys if method.config.has(k)), "settings": settings_help(name, command), "init": init(name),
-        }  # fmt: skip
-    return out
-
-
-def _at(place: str) -> Any:
-    """A function by `module:name`."""
-    module, _, function = place.partition(":")
-    return getattr(import_module(f"rlhf_nb.{module}"), function)
-
-
-def _sweep(make: Any) -> Any:
-    """The command `sweep`, which is told how settings are read."""
-    return make(load_config, say_what_to_train)
-
-
 class Commands(typer.core.TyperGroup):
     """The commands of this module and of others, and one for each method of the registry."""
 
@@ -226,7 +58,9 @@ class Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """All of them, in the order of their groups."""
         try:
-            return sorted({*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: _place(name)[1])
+            return sorted(
+                {*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: place_of(name)[1]
+            )
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
             raise
@@ -243,7 +77,7 @@ class Commands(typer.core.TyperGroup):
         if made is None and not name.startswith("-"):
             made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
         if made is not None:
-            made.rich_help_panel = _place(name)[0]
+            made.rich_help_panel = place_of(name)[0]
             if name in EXAMPLES:
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
@@ -252,15 +86,15 @@ class Commands(typer.core.TyperGroup):
         """A command of another module."""
         if self.listing:
             return typer.core.TyperCommand(name, help=facts()["commands"][name])
-        command = _at(ELSEWHERE[name])
+        command = function_at(ELSEWHERE[name])
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-        one.command(name)(_sweep(command) if name == "sweep" else command)
+        one.command(name)(sweep_with_settings(command) if name == "sweep" else command)
         return typer.main.get_command(one)
 
     def _method(self, ctx: Any, name: str) -> Any:
         """The command that trains with a method."""
         fact: Any = fact_of(name)
-        if fact is None and _live():
+        if fact is None and asks_registry():
             from rlhf_nb.train.registry import get
 
             with suppress(ConfigError):
@@ -292,52 +126,6 @@ def with_methods(command: Any) -> Any:
             except ConfigError:  # RLHF_NB_METHODS names what isn't there: the command itself says so
                 break
     return command
-
-
-SHOWN = (  # settings that `--help` shows, as far as a method has them
-    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef", "critic", "num_generations",
-    "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r", "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
-)  # fmt: skip
-
-
-def settings_help(kind: str, command: str) -> str:
-    """The most important settings of a method with their defaults, and where all of them are; for the end of its help.
-
-    Args:
-        kind: the method.
-        command: that trains with it.
-    """
-    from rlhf_nb.train.registry import get
-
-    config = get(kind).config
-    values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
-    for key in (k for k in SHOWN if config.has(k)):
-        value, about = values.get(key), config.describe(key).partition(";")[0]
-        lines.append(f"  {key}={'null' if value is None else value}".ljust(38) + f" {about}")
-    mine = [name for name, path in recipes().items() if recipe_kind(path) == kind]
-    lines.append(f"All, with comments: rlhf-nb config init {command} > run.yaml, then --config run.yaml")
-    if mine:
-        first = next((name for name in mine if name.startswith("smollm2")), mine[0])
-        lines.append(f"Recipes: {', '.join(mine)}; for example rlhf-nb {command} --config {first}")
-    return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
-
-
-def setting_of(kind: str) -> Callable[[str], bool]:
-    """Whether a key is a setting of a method; the config itself is asked only where what is written down can't say.
-
-    Args:
-        kind: the method, or its command.
-    """
-    fact = fact_of(kind)
-
-    def has(key: str) -> bool:
-        if fact is not None and (key in fact["keys"] or "." not in key):
-            return key in fact["keys"]
-        from rlhf_nb.train.registry import get
-
-        return bool(get(kind).config.has(key))
-
-    return has
 
 
 class TrainingCommand(typer.core.TyperCommand):
