@@ -148,7 +148,7 @@ def generation() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=("scaling", "generation"), help="default: both")
+    parser.add_argument("parts", nargs="*", help="scaling, generation (default: both)")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

@@ -166,7 +166,7 @@ def say_value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return f"{str(value).lower()} (true or false)"
-    shown = repr(value)
+    shown = repr(value[:60] if isinstance(value, str | list) else value)  # a megabyte would be written for nothing
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     kinds = (int, float, str, dict, list, tuple)
     return f"{shown} ({next((_NAMES[t] for t in kinds if isinstance(value, t)), f'a {type(value).__name__}')})"

@@ -401,7 +401,12 @@ def test_two_ranks_obey_alike(tmp_path: Path) -> None:
         port = s.getsockname()[1]
     here = Path(__file__).parent
     code = f"import sys; sys.path.insert(0, {str(here)!r}); from test_control import two_ranks; two_ranks(sys.argv[1])"
-    env = {**os.environ, "PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(here.parent)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     runs = [("one", {}), *(("two", {"RANK": str(r), "LOCAL_RANK": str(r), **ranks}) for r in range(2))]
     started = [

@@ -450,7 +450,12 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_loop import two_ranks; two_ranks(sys.argv[1])"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
     def start(folder: str, **extra: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -56,7 +56,7 @@ NotebookClient(nb, timeout=240, kernel_name="python3", resources={"metadata": {"
 
 
 SETTINGS = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "OMP_NUM_THREADS": os.environ.get("RLHF_NB_TEST_THREADS", "1"),
     "MPLBACKEND": "Agg",
     "PYTHONWARNINGS": "ignore,error:held-out rows",  # what is held out must not stand in the training rows: TextTrainer compares them

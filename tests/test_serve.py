@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` isn't installed")
 httpx = pytest.importorskip("httpx", reason="the official client isn't installed: pip install .[test]")
 
 from rlhf_nb.config import ModelConfig, SamplingConfig  # noqa: E402
-from rlhf_nb.core import decide_precision  # noqa: E402
+from rlhf_nb.core import ModelError, decide_precision  # noqa: E402
 from rlhf_nb.data import toy  # noqa: E402
 from rlhf_nb.data.templates import set_chat_template  # noqa: E402
 from rlhf_nb.feedback.traffic import TrafficLog, read_traffic  # noqa: E402
@@ -378,3 +379,52 @@ def test_port_zero_is_said_and_not_dropped() -> None:
         read_settings(None, ["toy"], None, port=0).port == 0
         and read_settings(None, ["toy"], None, port=None).port == 8000
     )
+
+
+def test_a_link_that_moves_while_it_is_loaded_changes_nothing(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_nb.serve import site as served
+
+    v2, current = tmp_path / "v2", tmp_path / "current"
+    shutil.copytree(folder, v2)
+    toy.build_model(4, "tiny").save_pretrained(v2)
+    current.symlink_to(folder)
+    load = served.load_causal_lm
+
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        net = load(*args, **kwargs)
+        current.unlink()
+        current.symlink_to(v2)
+        return net
+
+    monkeypatch.setattr(served, "load_causal_lm", promoted)
+    site = load_site(ServeConfig(models={"toy": str(current)}, max_context=64))
+    assert site.models["toy"].version == served.version_of(folder) != served.version_of(str(v2))
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        net = load(*args, **kwargs)
+        toy.build_model(5, "tiny").save_pretrained(v2)
+        return net
+
+    monkeypatch.setattr(served, "load_causal_lm", replaced)
+    with pytest.raises(ModelError, match="changed while they were loaded"):
+        load_site(ServeConfig(models={"toy": str(v2)}, max_context=64))
+
+
+def test_memory_is_stated_and_kept(folder: str) -> None:
+    from rlhf_nb.serve.site import memory_plan
+
+    site = load_site(ServeConfig(models={"toy": folder}, max_context=128, cache=1e-9))
+    lane, (row,) = (
+        site.batcher.lanes["toy"],
+        memory_plan(ServeConfig(models={"toy": folder}, max_context=128, cache=1e-9)),
+    )
+    tape: Any = lane.memory
+    assert row.cache == 2 * 129 * row.token and tape.cache.nbytes <= row.cache
+    assert row.weights == sum(p.numel() * 4 for p in lane.model.parameters())
+    (whole,) = memory_plan(ServeConfig(models={"toy": folder}))
+    assert (
+        whole.cache == 16 * 4097 * row.token
+        and load_site(ServeConfig(models={"toy": folder})).batcher.lanes["toy"].memory.cache.nbytes <= 256 * row.token
+    )  # type: ignore[attr-defined]

@@ -44,11 +44,16 @@ class Tape:
         weight = model.get_input_embeddings().weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        self.decoder = d = fast.Decoder(model, dtype, length, max_bytes)
+        self.decoder = fast.Decoder(model, dtype, length, max_bytes)
         self.device, self.length = weight.device, length
-        shape = (len(d.layers), 2, rows, d.kv_heads, length + block, d.head_dim)
-        self.cache = torch.zeros(shape, dtype=d.cached, device=self.device)
+        self.cache = self.blank(rows, length + block)
         self.lens = [0] * rows  # tokens of each row that are kept
+
+    def blank(self, rows: int, columns: int) -> Tensor:
+        """An empty cache, [layers, 2, rows, K, columns, D]."""
+        d = self.decoder
+        shape = (len(d.layers), 2, rows, d.kv_heads, columns, d.head_dim)
+        return torch.zeros(shape, dtype=d.cached, device=self.device)
 
     def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
         """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that follow."""

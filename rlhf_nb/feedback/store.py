@@ -42,7 +42,7 @@ class Feedback:
         reason: free text.
         consent: whether the texts may be kept and learnt from.
         model: name under which the answers were served.
-        user: a hash, see `FeedbackStore.hashed`.
+        user: a hash, see `FeedbackStore.hashed`; name: of the name alone; source: of the key or address. "": not known.
         id, time: given by the store; seconds since 1970.
     """
 
@@ -57,6 +57,8 @@ class Feedback:
     user: str = ""
     id: str = ""
     time: float = 0.0
+    name: str = ""
+    source: str = ""
 
     @property
     def item(self) -> str:
@@ -100,6 +102,7 @@ def line_of(said: Feedback) -> dict[str, Any]:
         "model": said.model,
         "consent": said.consent,
     }
+    line |= {k: v for k, v in (("name", said.name), ("from", said.source)) if v}
     line["sources"] = list(said.versions)
     if not said.consent:
         return line | {"type": "count", "kind": said.kind, "value": said.value}
@@ -137,7 +140,7 @@ def feedback_of(line: Mapping[str, Any]) -> Feedback | None:
         raise TypeError("a prompt is text or messages")
     return Feedback(
         kind, str(value), prompt, answers, tuple(map(str, line["sources"])), str(line.get("reason", "")), texts, str(line.get("model", "")),
-        str(line["annotator"]), str(line["id"]), float(line["time"]),
+        str(line["annotator"]), str(line["id"]), float(line["time"]), str(line.get("name", "")), str(line.get("from", "")),
     ).checked()  # fmt: skip
 
 # %% ../../nbs/feedback/store.ipynb #f8700012
@@ -182,12 +185,13 @@ class FeedbackStore:
         """A user's id as it stands in the file: the same for the same name, and not to be guessed without the key."""
         return hmac.new(self._key(), mend(user).encode(), hashlib.sha256).hexdigest()[:16]
 
-    def add(self, user: str, said: Feedback) -> Feedback:
+    def add(self, user: str, said: Feedback, source: str = "") -> Feedback:
         """Store what a user said; on the disk when this returns.
 
         Args:
-            user: name, address or session; only its hash is stored.
+            user: name or session; only its hash is stored. "": the source is the user.
             said: without id, time and user.
+            source: key or address that it came from, if that may stand for several users, or invent them.
 
         Returns:
             What was stored: with its id, and without texts where there was no consent.
@@ -196,9 +200,12 @@ class FeedbackStore:
             DataError: it means nothing.
             RunError: it could not be written.
         """
-        if not user.strip():
+        if not (user.strip() or source):
             raise DataError("feedback without a user can't be limited, weighed or deleted: name a user or a session.")
-        stamp = replace(said.checked(), user=self.hashed(user), id=secrets.token_hex(8), time=round(time.time(), 3))
+        whole = self.hashed(f"{source}/{user}" if source else user)
+        name, place = (self.hashed(x) if x.strip() and source else "" for x in (user, source))
+        new = {"id": secrets.token_hex(8), "user": whole, "name": name, "source": place}
+        stamp = replace(said.checked(), time=round(time.time(), 3), **new)  # type: ignore[arg-type]
         kept = stamp if said.consent else replace(stamp, prompt=None, answers=(), reason="")
         append_line(self.path, line_of(kept), durable=True, lost="the feedback was not stored")
         return kept

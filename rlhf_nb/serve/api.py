@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..feedback.traffic import TrafficLog
-from .desk import Answer, Desk, Exchange, hashed, log
-from .door import check_host, check_json, gone, read_body
+from .desk import Answer, Desk, Exchange, hashed
+from .door import gone
 from .gate import Gate, read_keys
 from .meters import Meters
-from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, read_request, usage
+from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
 from .settings import package_of_serving
 from .site import Site
 from .upstream import hand_on
@@ -123,8 +123,7 @@ async def _cancel_when_gone(request: Any, exchange: Exchange) -> None:
 async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     """The response to a request for completions."""
     responses = fastapi().responses
-    who = desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
-    asked = read_request(kind, await read_body(request, desk.config.max_body, desk.config.header_seconds))
+    who, asked = await desk.intake.read(request, kind)
     if asked.model in desk.site.upstreams:
         user = hashed(f"{who}\0{asked.user or ''}")
         return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who, user)
@@ -157,7 +156,7 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
 
     Args:
         site: the models; their batcher is started, if it isn't running.
-        routers: called with the desk, each makes a router of fastapi that is added.
+        routers: called with the desk, each makes a router of fastapi that is added; its routes are made by `desk.intake.guarded`.
         traffic: gets a line for each answer.
 
     Raises:
@@ -168,9 +167,8 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
     app = web.FastAPI(title="rlhf_nb", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = desk
     _routes(app, web, desk)
-    app.add_exception_handler(Refused, _refusal(desk, web))
     for make in routers:
-        app.include_router(make(desk), dependencies=[web.Depends(_checks(desk, web))])
+        app.router.routes.extend(make(desk).routes)
     if c.cors:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -196,7 +194,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         return await answer(desk, request, ChatAsked)
 
     async def models(request: Any) -> Any:
-        desk.gate.who(request.headers.get("authorization"), "")
+        desk.intake.who(request)
         known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [
             (n, 0, None) for n in desk.config.split
         ]
@@ -211,7 +209,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         )
 
     async def model(request: Any) -> Any:
-        desk.gate.who(request.headers.get("authorization"), "")
+        desk.intake.who(request)
         name = str(request.path_params["name"])
         if name not in desk.site.names:
             desk.site.choose(name, "")
@@ -228,53 +226,11 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         return json_of({"ready": good, "draining": desk.gate.draining}, 200 if good else 503)
 
     async def metrics(request: Any) -> Any:
-        desk.gate.who(request.headers.get("authorization"), "")
+        desk.intake.who(request)
         return web.Response(desk.meters.text(), media_type="text/plain; version=0.0.4")
 
     for path, call, method in (
         ("/v1/completions", completions, "POST"), ("/v1/chat/completions", chat, "POST"), ("/v1/models", models, "GET"),
         ("/v1/models/{name:path}", model, "GET"), ("/health", health, "GET"), ("/ready", ready, "GET"), ("/metrics", metrics, "GET"),
     ):  # fmt: skip
-        app.router.add_route(path, _guarded(desk, web, call), methods=[method])
-
-
-def _refusal(desk: Desk, web: Any) -> Callable[[Any, Any], Any]:
-    """Makes a response of a refusal."""
-
-    async def respond(request: Any, problem: Refused) -> Any:
-        desk.meters.refused.labels(str(problem.status)).inc()
-        return web.responses.JSONResponse(problem.body(), problem.status, headers=problem.headers)
-
-    return respond
-
-
-def _checks(desk: Desk, web: Any) -> Callable[[Any], Any]:
-    """What every request of an added router must pass: the host, and of what is sent the key and the content type."""
-
-    async def check(request: Any) -> None:
-        check_host(desk.config, request)
-        if request.method == "POST":
-            desk.gate.who(request.headers.get("authorization"), request.client.host if request.client else "")
-            check_json(request)
-
-    check.__annotations__["request"] = web.Request  # fastapi reads it
-    return check
-
-
-def _guarded(desk: Desk, web: Any, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A route in which a refusal becomes a response, and a fault too, without a word about the server's insides."""
-    respond = _refusal(desk, web)
-
-    async def route(request: Any) -> Any:
-        try:
-            check_host(desk.config, request)
-            return await call(request)
-        except Refused as e:
-            return await respond(request, e)
-        except Exception:
-            log.exception("a request failed")
-            return await respond(
-                request, Refused(500, "the server failed at this request; its log says why.", "server_error")
-            )
-
-    return route
+        app.router.add_route(path, desk.intake.guarded(call), methods=[method])

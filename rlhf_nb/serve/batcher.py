@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ from ..models.load import using_adapter
 from ..rollout.choosing import Chooser
 from ..rollout.numbers import uniforms
 from ..rollout.sampler import eval_mode
-from .memory import Memory, OwnCaches, SharedTape
+from .memory import Memory, OwnCaches, SharedTape, most_tokens, token_bytes
+from .turns import Shares
 from .words import Words
 from ..types import prompt_uid
 
@@ -83,6 +84,17 @@ class Ask:
     cancelled: bool = field(default=False, init=False)  # may be set by anybody, at any time
     asked: float = field(default_factory=time.monotonic, init=False)
     begun: float | None = field(default=None, init=False)
+    row: Any = field(default=None, init=False)  # its row, where it was begun and had to make room for another one
+
+    @property
+    def need(self) -> int:
+        """Most tokens of prompt and answer."""
+        return len(self.ids) + self.sampling.max_new_tokens
+
+    def end(self, finish: str, problem: str = "") -> None:
+        """Tell how it ended, where no row is writing it."""
+        rest, held = ("", ()) if self.row is None else (self.row.words.end(), tuple(self.row.held))
+        self.tell(Piece(rest, held, finish, problem))
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
@@ -157,11 +169,12 @@ class Lane:
         ahead: most tokens that are proposed at once; 0: none.
         most_drafted: with more rows nothing is proposed: a full batch is the better use of a pass.
         copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more keeps its own layers.
+        cache: bytes of memory for keys and values; two answers of `length` tokens always fit.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0, most_drafted: int = 4,
-        copies: int = 1 << 28,
+        copies: int = 1 << 28, cache: float = math.inf,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.adapter, self.length = model, tokenizer, adapter, length
         self.rows: list[_Row] = []
@@ -171,8 +184,10 @@ class Lane:
         with self.on():
             bare = unwrapped(model)
             self.plain = can_run(model, length)  # why the fast path isn't taken
-            tape = None if self.plain else SharedTape(bare, rows, length, ahead + 1, copies)
+            places = most_tokens(rows, length + ahead + 1, cache / token_bytes(bare))
+            tape = None if self.plain else SharedTape(bare, rows, length, ahead + 1, copies, places)
             self.memory: Memory = tape or OwnCaches(model, rows)
+            self.most_rows, self.places = rows, places
             self.copies = tape.decoder.copies if tape else 0  # bytes that it took
             self.ahead = 0 if self.plain else ahead
         weight: Tensor = bare.get_input_embeddings().weight  # type: ignore[operator, assignment]
@@ -184,14 +199,20 @@ class Lane:
         with using_adapter(self.model, self.adapter), eval_mode(self.model), torch.inference_mode():
             yield
 
+    def fits(self, asks: Sequence[Ask]) -> bool:
+        """Whether there is memory for further answers, however long they become."""
+        every = [*(row.ask for row in self.rows), *asks]
+        longest = min(max(ask.need for ask in every), self.length) + self.ahead + 1
+        return len(every) <= self.most_rows and len(every) * longest <= self.places
+
     def join(self, asks: Sequence[Ask]) -> None:
-        """Begin answers: read their prompts, choose their first tokens."""
+        """Begin answers, or go on with them: read their texts, choose their next tokens."""
         first, now = len(self.rows), time.monotonic()
         with self.on():
-            rows = [_Row(ask, self.tokenizer, self.ahead) for ask in asks]
-            lines = self.memory.read([ask.ids for ask in asks], first, [ask.owner for ask in asks])
+            rows = [ask.row or _Row(ask, self.tokenizer, self.ahead) for ask in asks]
+            lines = self.memory.read([row.text for row in rows], first, [ask.owner for ask in asks])
             for ask in asks:
-                ask.begun = now
+                ask.begun = ask.begun or now
             self.rows += rows
             self._add(rows, [[] for _ in rows], lines[:, None])
         self.leave()
@@ -269,11 +290,21 @@ class Lane:
     def leave(self) -> None:
         """Let rows go that have ended; the last rows take their places."""
         for i in reversed([i for i, row in enumerate(self.rows) if row.finish]):
-            last = self.rows.pop()
-            if i < len(self.rows):
-                with torch.inference_mode():
-                    self.memory.move(len(self.rows), i)
-                self.rows[i] = last
+            self._close(i)
+
+    def _close(self, i: int) -> None:
+        """Free the place of a row; the last row takes it."""
+        last = self.rows.pop()
+        if i < len(self.rows):
+            with torch.inference_mode():
+                self.memory.move(len(self.rows), i)
+            self.rows[i] = last
+
+    def park(self, row: _Row) -> Ask:
+        """Take an answer from its place; `join` goes on with it where it was."""
+        row.ask.row = row
+        self._close(self.rows.index(row))
+        return row.ask
 
     def end(self, why: Callable[[Ask], str | None], problem: str = "") -> None:
         """Break off rows.
@@ -294,13 +325,14 @@ class Batcher:
 
     Args:
         lanes: by name.
-        most: most answers at a time, over all lanes.
+        most: most answers at a time, over all lanes; they are divided equally among the owners of asks.
         read: most tokens of prompts that are read between two steps, while answers are running.
     """
 
     def __init__(self, lanes: dict[str, Lane], most: int = 16, read: int = 512) -> None:
         self.lanes, self.most, self.read = lanes, most, read
         self._queue: deque[tuple[str, Ask]] = deque()
+        self.shares, self.parked = Shares(), 0  # parked: times that an answer made room
         self._tasks: deque[Callable[[], None]] = deque()
         self._more, self._ended = threading.Condition(), False
         self.thread = threading.Thread(target=self._run, name="rlhf-nb-batcher", daemon=True)
@@ -359,7 +391,7 @@ class Batcher:
         for lane in self.lanes.values():
             lane.end(lambda _: "cancelled")
         for _, ask in self._queue:
-            ask.tell(Piece("", (), "cancelled"))
+            ask.end("cancelled")
         self._queue.clear()
 
     def _turn(self) -> None:
@@ -386,42 +418,84 @@ class Batcher:
             return False
 
     def _admit(self, now: float) -> None:
-        """Let asks in, in the order in which they came, shadows last."""
+        """Let asks in, of who has had least first, shadows last."""
         read = 0
         with self._more:
             over = [(name, ask) for name, ask in self._queue if _over(ask, now)]
             self._queue = deque(x for x in self._queue if not _over(x[1], now))
         for _, ask in over:
-            ask.tell(Piece("", (), _over(ask, now)))
+            ask.end(str(_over(ask, now)))
         while (found := self._next(read)) is not None:
             name, asks = found
             lane = self.lanes[name]
-            read += sum(map(len, {tuple(ask.ids) for ask in asks}))
+            read += sum(map(len, {_text(ask) for ask in asks}))
             if not self._guarded(lane, lambda: lane.join(asks)):  # noqa: B023
                 for ask in asks:
-                    if ask.begun is None:
-                        ask.tell(Piece("", (), "error", "the server could not read this prompt."))
+                    if not any(row.ask is ask for row in lane.rows) and (ask.begun is None or ask.row):
+                        ask.end("error", "the server could not read this prompt.")
 
     def _next(self, read: int) -> tuple[str, list[Ask]] | None:
-        """The next asks of one lane, as far as there is room for their answers and time for their prompts; None: no room, or nobody waits."""
+        """The next asks of one lane, as far as there is room for their answers and time for their prompts; None: no room, or none waits."""
         with self._more:
-            room = self.most - self.running
-            first = next((x for x in self._queue if not x[1].shadow), self._queue[0] if self._queue else None)
-            if first is None or room < 1 or (read and self.running and read + len(first[1].ids) > self.read):
-                return None
-            if first[1].shadow and self.running > self.most // 2:
-                return None  # room for those who wait for their answers
-            name, asks, prompts = first[0], list[Ask](), set[tuple[int, ...]]()
-            for lane, ask in self._queue:
-                if lane != name or ask.shadow != first[1].shadow:
-                    continue
-                more = prompts | {tuple(ask.ids)}
-                if len(asks) == room or (len(more) > len(prompts) > 0 and read + sum(map(len, more)) > self.read):
+            name, asks, prompts = "", list[Ask](), set[tuple[int, ...]]()
+            while (first := self._first(asks)) is not None:
+                lane, ask = first
+                more = prompts | {_text(ask)}
+                late = read + sum(map(len, more)) > self.read and len(more) > len(prompts)
+                if (asks and (lane != name or ask.shadow != asks[0].shadow)) or (
+                    late and (asks or (read and self.running))
+                ):
                     break
+                if not self._room(lane, asks, ask):
+                    break
+                self._queue.remove(first)
+                if ask.row is None:
+                    self.shares.charge(ask.owner, ask.need)
+                name, prompts = lane, more
                 asks.append(ask)
-                prompts = more
-            self._queue = deque(x for x in self._queue if x[1] not in asks)
-            return name, asks
+            return (name, asks) if asks else None
+
+    def _owners(self, asks: Sequence[Ask]) -> tuple[Counter[str], int]:
+        """Places that each owner has, with asks that are about to begin, and how many each may have while others wait."""
+        rows = Counter([*(r.ask.owner for lane in self.lanes.values() for r in lane.rows), *(a.owner for a in asks)])
+        return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue if not a.shadow)})))
+
+    def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:
+        """Who is next: an owner below an equal part of the places, of these the one who has had least; shadows when no one else waits."""
+        first: dict[str, tuple[str, Ask]] = {}
+        for entry in self._queue:
+            if not entry[1].shadow:
+                first.setdefault(entry[1].owner, entry)
+        if not first:
+            return self._queue[0] if self._queue and self.running <= self.most // 2 else None
+        rows, part = self._owners(asks)
+        low = [who for who in first if rows[who] < part] or list(first)
+        return first[self.shares.next(low)]
+
+    def _room(self, name: str, asks: Sequence[Ask], ask: Ask) -> bool:
+        """Whether one more answer can begin; one of an owner who has more than an equal part makes room for one who has less."""
+        lane = self.lanes[name]
+        while self.running + len(asks) >= self.most or not lane.fits([*asks, ask]):
+            if ask.shadow:
+                return False
+            rows, part = self._owners(asks)
+            own, lanes = rows[ask.owner], list(self.lanes.values())
+            if not lane.fits([*asks, ask]):  # memory is short, and every lane has its own
+                part, lanes = own + 1, [lane]
+            greedy = {who for who, n in rows.items() if n > part > own}
+            there = [(each, row) for each in lanes for row in each.rows if row.ask.shadow or row.ask.owner in greedy]
+            if not there:
+                return False
+            home, row = min(there, key=lambda x: (not x[1].ask.shadow, len(x[1].text)))  # the least to read again
+            where = next(n for n, each in self.lanes.items() if each is home)
+            self._queue.appendleft((where, home.park(row)))
+            self.parked += 1
+        return True
+
+
+def _text(ask: Ask) -> tuple[int, ...]:
+    """What must be read before an answer can begin or go on."""
+    return tuple(ask.ids if ask.row is None else ask.row.text)
 
 
 def _over(ask: Ask, now: float) -> str | None:

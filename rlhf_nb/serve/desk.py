@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,15 +19,14 @@ from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
 from .batcher import Ask, Piece, Token
 from .gate import Gate, Ticket
+from .intake import Intake, log
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Refused, TextAsked
 from .site import Model, Site
 from ..types import PromptBatch
 
-log = logging.getLogger("rlhf_nb.serve")
-
 # %% auto #0
-__all__ = ['log', 'Answer', 'Exchange', 'Desk', 'hashed']
+__all__ = ['Answer', 'Exchange', 'Desk', 'hashed']
 
 # %% ../../nbs/serve/desk.ipynb #5e887006
 @dataclass(eq=False)
@@ -124,6 +122,7 @@ class Desk:
     def __init__(self, site: Site, meters: Meters, gate: Gate, traffic: TrafficLog | None = None) -> None:
         self.site, self.meters, self.gate, self.traffic = site, meters, gate, traffic
         self.config = site.config
+        self.intake = Intake(gate, lambda status: meters.refused.labels(str(status)).inc())
 
     async def open(self, asked: Asked, who: str) -> tuple[Exchange, list[list[int]], int]:
         """An exchange for a request that may pass, its prompts' tokens, and how many draws each prompt gets.
@@ -144,11 +143,14 @@ class Desk:
                 400,
                 f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.",
             )
+        guess = [model.least(p) for p in given]
+        most = self._room(asked, model, max(guess))  # before anything is read into tokens
         ticket = self.gate.admit(who, draws * len(given))
         try:
-            prompts = [await asyncio.to_thread(model.encode, p) for p in given]
+            self.gate.charge(who, sum(guess) + draws * most * len(given))
+            prompts = await self._encode(who, model, given)
             most = self._room(asked, model, max(map(len, prompts)))
-            self.gate.charge(who, sum(len(p) + draws * most for p in prompts))
+            self.gate.fine(who, sum(map(len, prompts)) - sum(guess))
         except BaseException:
             ticket.back(ticket.left, answered=False)
             raise
@@ -160,6 +162,10 @@ class Desk:
         exchange.begin()
         return exchange, prompts, draws
 
+    async def _encode(self, who: str, model: Model, given: Sequence[Any]) -> list[list[int]]:
+        """Tokens of prompts, each in a turn of its client."""
+        return [await self.intake.turns.do(who, model.least(p), model.encode, p) for p in given]
+
     def _room(self, asked: Any, model: Model, prompt: int) -> int:
         """Most tokens of an answer."""
         c, room = self.config, model.length - prompt
@@ -169,7 +175,7 @@ class Desk:
             )
         if room < 1 or (asked.wants is not None and asked.wants > room):
             raise Refused(
-                400, f"the prompt has {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
+                400, f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
                 code="context_length_exceeded",
             )  # fmt: skip
         return int(asked.wants or min(c.default_tokens, room))
@@ -198,7 +204,7 @@ class Desk:
     async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
         """Let another model answer unseen; a shadow that can't is left out."""
         try:
-            prompts = [await asyncio.to_thread(model.encode, p) for p in given]
+            prompts = await self._encode(exchange.who, model, given)
             most = self._room(asked, model, max(map(len, prompts)))
         except Refused:
             return

@@ -62,6 +62,11 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
             super().data_received(data)
             self._watch()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:  # the rest of a body that is read no further
+                self.transport.close()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
             super().connection_lost(exc)
@@ -151,8 +156,13 @@ def check_json(request: Any) -> None:
         raise Refused(415, "the request must be JSON: send the header Content-Type: application/json.")
 
 
-async def read_body(request: Any, most: int, seconds: float) -> bytes:
+async def read_body(request: Any, most: int, seconds: float, hold: Callable[[int], None] = lambda size: None) -> bytes:
     """The body of a request.
+
+    Args:
+        request: of starlette.
+        most: bytes; seconds: until all of them must have come.
+        hold: is called with the bytes of each part; it may refuse to keep them.
 
     Raises:
         Refused: too long, too slow, or not JSON by its header.
@@ -167,6 +177,7 @@ async def read_body(request: Any, most: int, seconds: float) -> bytes:
     async def read() -> bytes:
         found = bytearray()
         async for part in request.stream():
+            hold(len(part))
             found += part
             if len(found) > most:
                 raise Refused(

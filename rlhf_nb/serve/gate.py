@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import math
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ..core import ConfigError
@@ -17,7 +20,7 @@ from .protocol import Refused
 from .settings import ServeConfig
 
 # %% auto #0
-__all__ = ['MOST_CLIENTS', 'new_key', 'read_keys', 'Bucket', 'Ticket', 'Gate']
+__all__ = ['MOST_CLIENTS', 'OVER', 'new_key', 'read_keys', 'Bucket', 'Ticket', 'Gate']
 
 # %% ../../nbs/serve/gate.ipynb #5e884006
 def new_key(name: str) -> tuple[str, str]:
@@ -82,13 +85,30 @@ class Bucket:
 
 # %% ../../nbs/serve/gate.ipynb #5e884012
 MOST_CLIENTS = 10_000  # whose use is remembered
+OVER = 4  # times the places, at most, are given so that late clients get their parts
+
+
+def _network(address: str) -> str:
+    """An address as limits count it: of IPv6 the network, since a machine there has as many addresses as it likes."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, 64), strict=False))
+
+
+def _places(places: int, mine: int, others: int) -> str:
+    """Why there is no place."""
+    if not (mine and others):
+        return f"all {places} places are taken"
+    return f"{mine} of {places} places are yours, and {others} other clients have some"
 
 
 class Ticket:
     """Places of a request's answers; to be given back one by one."""
 
-    def __init__(self, gate: Gate, answers: int) -> None:
-        self.gate, self.left, self.begun = gate, answers, time.monotonic()
+    def __init__(self, gate: Gate, who: str, answers: int) -> None:
+        self.gate, self.who, self.left, self.begun = gate, who, answers, time.monotonic()
 
     def back(self, answers: int = 1, answered: bool = True) -> None:
         """Answers have ended; more than there are is no error.
@@ -99,7 +119,7 @@ class Ticket:
         """
         answers = min(answers, self.left)
         self.left -= answers
-        self.gate.taken -= answers
+        self.gate.held -= Counter({self.who: answers})
         if answers and answered:
             self.gate.learn(time.monotonic() - self.begun)
 
@@ -114,9 +134,14 @@ class Gate:
 
     def __init__(self, config: ServeConfig, keys: Mapping[str, bytes] | None = None) -> None:
         self.config, self.keys = config, keys
-        self.taken, self.draining = 0, False
+        self.held, self.draining = Counter[str](), False  # places, by client
         self.seconds = 1.0  # that an answer took lately
         self._buckets: dict[str, tuple[Bucket, Bucket]] = {}
+
+    @property
+    def taken(self) -> int:
+        """Answers that run or wait."""
+        return self.held.total()
 
     @property
     def places(self) -> int:
@@ -138,7 +163,7 @@ class Gate:
             Refused: 401.
         """
         if self.keys is None:
-            return f"address {address}"
+            return f"address {_network(address)}"
         scheme, _, key = (authorization or "").partition(" ")
         given, found = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest(), ""
         for name, known in self.keys.items():  # all of them, whichever it is
@@ -149,12 +174,8 @@ class Gate:
             )  # fmt: skip
         return f"key {found}"
 
-    def admit(self, who: str, answers: int) -> Ticket:
-        """Places for a request's answers.
-
-        Args:
-            who: as `who` says.
-            answers: how many.
+    def knock(self, who: str) -> None:
+        """Count a request, before anything of it is read.
 
         Raises:
             Refused: 429 with Retry-After, 503 while the server ends.
@@ -167,16 +188,38 @@ class Gate:
                 "draining",
                 {"Retry-After": "5", "Connection": "close"},
             )
+        self._take(who, 0, 1, "requests")
+
+    def fine(self, who: str, tokens: int) -> None:
+        """Count what reading a refused request has cost; nobody is refused for it twice."""
+        with suppress(Refused):
+            self.charge(who, tokens)
+
+    def admit(self, who: str, answers: int) -> Ticket:
+        """Places for a request's answers.
+
+        A client may have all places while no other has one, else an equal part of them. Who has less gets it even if the places are taken.
+
+        Args:
+            who: as `who` says.
+            answers: how many.
+
+        Raises:
+            Refused: 429 with Retry-After.
+        """
         if answers > self.places:
             raise Refused(400, f"{answers} answers at once, and this server has {self.places} places: ask for fewer.")
-        self._take(who, 0, 1, "requests")
-        if self.taken + answers > self.places:
+        mine, others = self.held[who], len(self.held.keys() - {who})
+        part = max(1, self.places // (others + 1))
+        room = self.taken + answers <= self.places
+        own = mine + answers <= part and self.taken + answers <= OVER * self.places
+        if not (own or (room and (not others or not mine))):
             wait = max(1, math.ceil(self.seconds * self.config.max_queue / self.config.max_concurrent))
             raise Refused(
-                429, f"all {self.places} places are taken: come again in {wait} s.", "rate_limit_error", "server_busy", {"Retry-After": str(min(wait, 60))}
+                429, f"{_places(self.places, mine, others)}: come again in {wait} s.", "rate_limit_error", "server_busy", {"Retry-After": str(min(wait, 60))}
             )  # fmt: skip
-        self.taken += answers
-        return Ticket(self, answers)
+        self.held[who] += answers
+        return Ticket(self, who, answers)
 
     def charge(self, who: str, tokens: int) -> None:
         """Count a request's tokens, those of its prompts and, at most, those of its answers.

@@ -13,7 +13,7 @@ from ..decode.speculative import Tape
 from ..fast.decode import prefill
 
 # %% auto #0
-__all__ = ['LEAST', 'READ', 'Memory', 'OwnCaches', 'alike', 'SharedTape']
+__all__ = ['LEAST', 'READ', 'FIRST', 'Memory', 'OwnCaches', 'alike', 'token_bytes', 'most_tokens', 'SharedTape']
 
 # %% ../../nbs/serve/memory.ipynb #5e882507
 class Memory(Protocol):
@@ -88,20 +88,72 @@ class _New(NamedTuple):
     rows: list[int]  # that want it
 
 
+def token_bytes(model: Any) -> int:
+    """Bytes that the keys and values of one token take.
+
+    Args:
+        model: causal language model of transformers.
+    """
+    c = model.config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return int(c.num_hidden_layers * 2 * heads * size * model.dtype.itemsize)
+
+
+def most_tokens(rows: int, columns: int, tokens: float) -> int:
+    """Tokens for which memory may be taken: at least two whole rows, and no more than all.
+
+    Args:
+        rows: most of them; columns: of the longest.
+        tokens: that the settings allow.
+    """
+    return int(max(min(rows, 2) * columns, min(rows * columns, tokens)))
+
+
+FIRST = 256  # columns of a tape that has read little; it grows to twice as many whenever it must
+
+
 class SharedTape(Tape):
     """A tape that copies the beginning of a prompt where it already stands in a row of the same owner; for arguments see `Tape`.
+
+    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next power of two. Never does it take
+    more than `places` tokens; None: rows · (length + block).
 
     held: the tokens whose keys and values stand in each row, from column 0 on; owners: whose they are.
     copied: tokens of prompts that needed no reading, so far.
     """
 
-    def __init__(self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28) -> None:
+    def __init__(
+        self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28, places: int | None = None
+    ) -> None:
+        self.rows, self.columns = rows, length + block
+        self.places = rows * self.columns if places is None else places
         super().__init__(model, rows, length, block, max_bytes)
         self.held: list[list[int]] = [[] for _ in range(rows)]
         self.owners, self.copied = [""] * rows, 0
 
+    def blank(self, rows: int, columns: int) -> Tensor:
+        """See `Tape`; the first one is small."""
+        return super().blank(rows, columns) if hasattr(self, "cache") else super().blank(1, min(columns, FIRST))
+
+    def grow(self, rows: int, columns: int) -> None:
+        """Have room for so many rows and columns; what stands in rows beyond is lost where the memory is needed."""
+        r, c = self.cache.shape[2], self.cache.shape[4]
+        if rows <= r and columns <= c:
+            return
+        wide = max(c, min(1 << (columns - 1).bit_length(), self.columns, max(columns, self.places // rows)))
+        if rows * wide > self.places:
+            wide = columns
+        high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // wide))
+        old, self.cache = self.cache, self.blank(high, wide)
+        r, c = min(r, high), min(c, wide)
+        self.cache[:, :, :r, :, :c] = old[:, :, :r, :, :c]
+        for i, held in enumerate(self.held):
+            del held[wide if i < high else 0 :]
+
     def states(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
         """See `Tape`."""
+        self.grow(max(rows) + 1, max(self.lens[r] for r in rows) + max(map(len, blocks)))
         for r in rows:
             del self.held[r][self.lens[r] :]
         out = super().states(rows, blocks)
@@ -120,6 +172,7 @@ class SharedTape(Tape):
         Args:
             texts: prompts; owners: whose each is; None: all are one owner's.
         """
+        self.grow(first + len(texts), max(map(len, texts)))
         wanted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for i, text in enumerate(texts):
             wanted.setdefault((owners[i] if owners else "", tuple(text)), []).append(first + i)

@@ -219,9 +219,8 @@ def page_router(desk: Any) -> Any:
         "Cache-Control": "no-cache",
     }
 
-    def show() -> Any:
+    async def show(request: Any) -> Any:
         return HTMLResponse(text, headers=more)
 
-    show.__annotations__.clear()  # fastapi would make a model of the answer
-    router.add_api_route("/", show, methods=["GET"], response_class=HTMLResponse)
+    router.add_route("/", desk.intake.guarded(show), methods=["GET"])
     return router

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import SamplingConfig, explain
 from ..data.formats import Message
@@ -15,8 +15,8 @@ from .batcher import Piece, Token
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['HARMLESS', 'NEUTRAL', 'Refused', 'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage',
-           'chat_logprobs', 'text_logprobs', 'Form']
+__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused', 'StreamOptions',
+           'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage', 'chat_logprobs', 'text_logprobs', 'Form']
 
 # %% ../../nbs/serve/protocol.ipynb #5e881006
 class Refused(Exception):
@@ -55,7 +55,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what can't be done here, and the valu
     "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "echo": (False,),
     "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+MOST_BRACKETS = 1 << 15  # [ and { of a request, those in texts included
+MOST_COMMAS = 1 << 17
+MOST_KEYS = 64  # of one object
+MOST_PROMPTS = 128
+_Stop = Annotated[str, Field(min_length=1, max_length=100)]
+_Text = Annotated[str, Field(max_length=1 << 24)]
+_Ids = Annotated[list[int], Field(max_length=MOST_COMMAS + 1, fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -77,7 +83,7 @@ class Asked(BaseModel):
     top_k: int | None = Field(None, ge=0, le=1_000_000)
     min_p: float | None = Field(None, ge=0, lt=1)
     n: int = Field(1, ge=1, le=128)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=8)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=8, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -120,7 +126,7 @@ class _Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text"]
-    text: str
+    text: _Text
 
 
 class _Said(BaseModel):
@@ -128,7 +134,7 @@ class _Said(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: _Text | Annotated[list[_Part], Field(max_length=100, fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -145,7 +151,7 @@ class _Said(BaseModel):
 class ChatAsked(Asked):
     """A request for `/v1/chat/completions`."""
 
-    messages: list[_Said] = Field(min_length=1, max_length=1000)
+    messages: list[_Said] = Field(min_length=1, max_length=1000, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -175,14 +181,21 @@ class ChatAsked(Asked):
 class TextAsked(Asked):
     """A request for `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | _Ids
+        | Annotated[list[_Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128)
 
     @model_validator(mode="after")
     def _fits(self) -> TextAsked:
         """Settings that belong together."""
-        if not self.prompt or (isinstance(self.prompt, list) and any(x in ("", []) for x in self.prompt)):
+        if not self.prompt or (
+            isinstance(self.prompt, list) and any(x in ("", []) for x in self.prompt[:MOST_PROMPTS])
+        ):
             raise ValueError("the prompt is empty, so there is nothing to continue.")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(
@@ -198,7 +211,7 @@ class TextAsked(Asked):
         p = self.prompt
         if isinstance(p, str):
             return [p]
-        return [[int(i) for i in p]] if isinstance(p[0], int) else list(p)  # type: ignore[arg-type, call-overload]
+        return [p] if isinstance(p[0], int) else list(p)  # type: ignore[list-item, arg-type]
 
     @property
     def wants(self) -> int | None:
@@ -211,21 +224,31 @@ class TextAsked(Asked):
         return self.logprobs
 
 
-_A = TypeVar("_A", bound=Asked)
+_A = TypeVar("_A", bound=BaseModel)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON that has no more keys than a request needs."""
+    if len(pairs) > MOST_KEYS:
+        raise Unreadable(f"an object has {len(pairs):,} keys, and at most {MOST_KEYS} are read")
+    return dict(pairs)
 
 
 def read_request(kind: type[_A], body: bytes) -> _A:
     """A request from the bytes that a client sent.
 
     Args:
-        kind: ChatAsked or TextAsked.
+        kind: ChatAsked, TextAsked, or another form of request.
         body: JSON.
 
     Raises:
         Refused: with everything that is wrong.
     """
     try:
-        data = json_value(body, len(body) + 1)
+        for what, marks, most in (("brackets", b"[{", MOST_BRACKETS), ("commas", b",", MOST_COMMAS)):
+            if (there := sum(body.count(mark) for mark in marks)) > most:
+                raise Unreadable(f"{there:,} {what}, and at most {most:,} are read")
+        data = json_value(body, len(body) + 1, _object)
     except Unreadable as e:
         raise Refused(400, f"the request can't be read: {e}.") from None
     if not isinstance(data, dict):

@@ -101,6 +101,7 @@ class ServeConfig(StrictConfig):
     copies: float = option(
         2.0, "GiB, over all models, for weights laid out as a CPU multiplies them fastest; 0: small models only", ge=0
     )
+    cache: float = option(2.0, "GiB, over all models, for keys and values; two answers of each model always fit", gt=0)
     device: str = option("auto", "auto, cpu, mps or cuda")
     precision: str = option("auto", "auto, fp32, bf16 or fp16", pattern="^(auto|fp32|bf16|fp16)$")
 

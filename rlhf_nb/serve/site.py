@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..fast.workers import apart
 from ..config import ModelConfig
-from ..core import ConfigError, DataError, decide_precision, did_you_mean
+from ..core import ConfigError, DataError, ModelError, decide_precision, did_you_mean
 from ..data.formats import Message
 from ..data.hub import sha256_of
 from ..data.templates import encode_chat, encode_prompts
@@ -24,15 +24,20 @@ from ..models.files import base_of_adapter, find_model, is_made, load_or_explain
 from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
+from ..scale.topology import shape_of
 from .batcher import Batcher, Lane
+from .memory import most_tokens
 from .protocol import Refused
 from .settings import ServeConfig
 from .upstream import Upstream, find_upstream
 
 # %% auto #0
-__all__ = ['SMALL', 'Model', 'version_of', 'Site', 'sticky', 'load_site']
+__all__ = ['LETTERS', 'SMALL', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned', 'memory_plan']
 
 # %% ../../nbs/serve/site.ipynb #5e886006
+LETTERS = 32  # of a prompt, at most, for each token; ordinary text has four
+
+
 @dataclass(eq=False)
 class Model:
     """A model that clients can name.
@@ -60,6 +65,12 @@ class Model:
     created: int = field(default_factory=lambda: int(time.time()))
     lock: Any = field(default_factory=threading.Lock)  # a tokenizer is used by one thread at a time
 
+    def least(self, prompt: str | list[int] | list[Message]) -> int:
+        """Tokens that a prompt must have, by its length alone: one for every `LETTERS` letters."""
+        if isinstance(prompt, str):
+            return -(-len(prompt) // LETTERS)
+        return sum(-(-len(str(m["content"])) // LETTERS) if isinstance(m, dict) else 1 for m in prompt)
+
     def encode(self, prompt: str | list[int] | list[Message]) -> list[int]:
         """Tokens of a prompt; messages go through the chat template, and nothing in them is read as a command.
 
@@ -79,6 +90,26 @@ class Model:
                 return encode_chat(self.tokenizer, prompt) if chat else encode_prompts(self.tokenizer, [prompt])[0]  # type: ignore[arg-type, list-item]
         except DataError as e:
             raise Refused(400, str(e)) from None
+
+
+def settled(config: ServeConfig) -> ServeConfig:
+    """The same settings with links followed once, so that what is loaded, hashed and named is one folder, whatever a link points to meanwhile.
+
+    Raises:
+        ModelError: a model isn't there.
+    """
+
+    def real(place: Any) -> Any:
+        if not isinstance(place, str) or is_made(place):
+            return place
+        kind, where = find_model(place)
+        return place if kind == "hub" else str(Path(where).resolve())
+
+    places = {k: {n: real(p) for n, p in getattr(config, k).items()} for k in ("models", "adapters")}
+    rewards = {
+        n: str(Path(p).resolve()) if isinstance(p, str) and Path(p).exists() else p for n, p in config.rewards.items()
+    }
+    return config.replace(**places, rewards=rewards)
 
 
 def version_of(place: str) -> str:
@@ -176,7 +207,7 @@ def _adapter_homes(config: ServeConfig) -> dict[str, str]:
 def _same_place(one: str, two: str) -> bool:
     """Whether two names are of one model's folder."""
     try:
-        return find_model(one)[1] == find_model(two)[1]
+        return Path(find_model(one)[1]).resolve() == Path(find_model(two)[1]).resolve()
     except Exception:
         return False
 
@@ -195,6 +226,7 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
         raise ConfigError(
             "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
         )
+    config = settled(config)
     models, lanes = apart(lambda: _load(config, says or {}))  # the batcher's thread is the one that computes
     upstreams = {
         name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
@@ -208,15 +240,22 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
     precision, homes = decide_precision(config.device, config.precision), _adapter_homes(config)
     models, lanes = dict[str, Model](), dict[str, Lane]()
     left = int(config.copies * 2**30)  # bytes for weights that are laid out anew
+    cache = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters))
     for name, place in config.models.items():
         where = ModelConfig(name_or_path=place)
         tokenizer = load_tokenizer(where)
-        net: Any = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
         own = {n: config.adapters[n] for n, home in homes.items() if home == name}
+        versions = {n: version_of(p) for n, p in {name: place, **own}.items()}
+        net: Any = load_causal_lm(where, precision, tokenizer=tokenizer, trainable=False)
         net = _with_adapters(net, own)
+        for n, version in versions.items():
+            if version_of(own.get(n, place)) != version:
+                raise ModelError(
+                    f"the weights of {n} changed while they were loaded, so its answers could not be told from those of another version: start the server again."
+                )
         told = dict(says.get(name, {}))
-        for each, folder in {name: place, **own}.items():
-            models[each] = _model(config, each, folder, net, tokenizer, told, None if each == name else name)
+        for each, version in versions.items():
+            models[each] = _model(config, each, version, net, tokenizer, told, None if each == name else name)
             adapter = each if each in own else None
             lanes[each] = Lane(
                 net,
@@ -226,6 +265,7 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
                 adapter,
                 config.ahead.get(each, 0),
                 copies=max(left, SMALL) if precision.device.type == "cpu" else SMALL,
+                cache=cache,
             )
             left -= lanes[each].copies
     return models, lanes
@@ -247,7 +287,7 @@ def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
 
 
 def _model(
-    config: ServeConfig, name: str, place: str, net: Any, tokenizer: Any, says: dict[str, Any], parent: str | None
+    config: ServeConfig, name: str, version: str, net: Any, tokenizer: Any, says: dict[str, Any], parent: str | None
 ) -> Model:
     """What the server must know of a model."""
     window = getattr(net.config.get_text_config(), "max_position_embeddings", None) or config.max_context
@@ -266,7 +306,7 @@ def _model(
     vocab = len(net.get_input_embeddings().weight)
     return Model(
         name,
-        version_of(place),
+        version,
         copy.deepcopy(tokenizer),
         tuple(sorted(eos)),
         min(window, config.max_context),
@@ -275,3 +315,46 @@ def _model(
         rewards,
         parent,
     )
+
+# %% ../../nbs/serve/site.ipynb #5e886015
+class Planned(NamedTuple):
+    """Bytes that a served model takes."""
+
+    name: str
+    weights: int  # 0 of an adapter, which shares them
+    copies: int  # of weights laid out anew, at most
+    token: int  # keys and values of one token
+    cache: int  # keys and values, at most; memory is taken as it is needed
+
+    @property
+    def most(self) -> int:
+        """All together, at most."""
+        return self.weights + self.copies + self.cache
+
+
+def memory_plan(config: ServeConfig) -> list[Planned]:
+    """Memory that a server needs for its models, and takes at most.
+
+    Args:
+        config: settings.
+
+    Raises:
+        ConfigError, ModelError: a model or an adapter isn't there.
+    """
+    config = settled(config)
+    precision, homes, out = decide_precision(config.device, config.precision), _adapter_homes(config), list[Planned]()
+    cache, left = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters)), config.copies * 2**30
+    size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
+    for name, place in config.models.items():
+        made = is_made(place)
+        shape = shape_of(
+            load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
+        )
+        token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size
+        for each in (name, *(n for n, home in homes.items() if home == name)):
+            columns = config.max_context + config.ahead.get(each, 0) + 1
+            copies = weights if on_cpu and weights <= max(left, SMALL) else 0
+            left -= copies
+            places = most_tokens(config.max_concurrent, columns, cache / token)
+            out.append(Planned(each, weights if each == name else 0, copies, token, places * token))
+    return out

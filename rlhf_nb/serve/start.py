@@ -89,13 +89,14 @@ def serve(config: ServeConfig) -> None:
     from rlhf_nb.serve.door import bind, make_server, uvicorn
     from rlhf_nb.serve.gate import read_keys
     from rlhf_nb.serve.meters import prometheus
-    from rlhf_nb.serve.site import load_site
+    from rlhf_nb.serve.site import load_site, settled
 
     fastapi(), uvicorn(), prometheus()
     if config.keys is not None:
         read_keys(config.keys)
     listening = bind(config.host, config.port)
     try:
+        config = settled(config)
         begin, places = time.perf_counter(), config.models
         site = load_site(
             config, {name: read_generation(ModelConfig(name_or_path=place)) for name, place in places.items()}
@@ -133,15 +134,26 @@ def _routers(config: ServeConfig) -> list[Any]:
                 f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install rlhf_nb anew."
             ) from e
 
-        def thumbs(desk: Any) -> Any:
-            def user(request: Any, named: str) -> str:
-                address = request.client.host if request.client else ""
-                return f"{desk.gate.who(request.headers.get('authorization'), address)}/{named}"
-
-            return make(config.feedback, user, min(config.max_body, 1 << 17))
-
-        out.append(thumbs)
+        out.append(lambda desk: make(config.feedback, desk.intake))
     return out
+
+
+def _planned(config: ServeConfig) -> None:
+    """Print the memory that a server takes."""
+    from rlhf_nb.serve.site import memory_plan
+
+    rows, gib = memory_plan(config), 2**30
+    for r in rows:
+        parts = f"weights {r.weights / gib:.2f} GiB, copies {r.copies / gib:.2f} GiB"
+        tell(
+            f"{r.name}: {parts}, keys and values {r.token / 1024:.0f} KiB a token and {r.cache / gib:.2f} GiB at most",
+            err=False,
+        )
+    start, most = sum(r.weights + r.copies for r in rows), sum(r.most for r in rows)
+    tell(
+        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, max_context).",
+        err=False,
+    )
 
 
 def _traffic(config: ServeConfig) -> Any:
@@ -185,6 +197,7 @@ def serve_command(
     traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
     log_text: bool = typer.Option(False, "--log-text", help="its texts, too"),
     more: list[str] = _Set,
+    plan: bool = typer.Option(False, "--plan", help="say how much memory it takes, and end"),
     debug: bool = Debug,
 ) -> None:
     """Answer OpenAI's clients with your models: /v1/chat/completions, /v1/completions, /v1/models."""
@@ -206,4 +219,7 @@ def serve_command(
             raise ConfigError(
                 f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
             )
-        serve(settings)
+        if plan:
+            _planned(settings)
+        else:
+            serve(settings)

@@ -3,26 +3,30 @@
 # %% ../../nbs/serve/thumbs.ipynb #f8880003
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..core import ConfigError, DataError, RunError
+from ..core import DataError, RunError
 from ..feedback.store import Feedback, FeedbackStore
-from ..untrusted import Unreadable, json_value
+from .gate import Gate
+from .intake import Intake
+from .protocol import Refused
+from .settings import ServeConfig, package_of_serving
 
 # %% auto #0
-__all__ = ['MAX_BODY', 'Turn', 'Said', 'by_address', 'feedback_router']
+__all__ = ['MAX_BODY', 'Turn', 'Said', 'feedback_router']
 
 # %% ../../nbs/serve/thumbs.ipynb #f8880006
 MAX_BODY = 1 << 17  # bytes
+_Text = Annotated[str, Field(max_length=50_000)]
+_Name = Annotated[str, Field(max_length=200)]
 
 
 class Turn(BaseModel):
     """A message of a prompt."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     role: str = Field(max_length=20)
     content: str = Field(max_length=50_000)
 
@@ -30,17 +34,17 @@ class Turn(BaseModel):
 class Said(BaseModel):
     """A request to /v1/feedback."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     rating: Literal["up", "down"] | None = None
     choice: Literal["first", "second", "tie", "both_bad", "skip"] | None = None
-    prompt: str | list[Turn] | None = Field(None, max_length=50_000)
-    answer: str | None = Field(None, max_length=50_000)
-    answers: list[str] | None = Field(None, min_length=2, max_length=2)
-    version: str | None = Field(None, max_length=200)
-    versions: list[str] | None = Field(None, min_length=2, max_length=2)
+    prompt: _Text | Annotated[list[Turn], Field(max_length=1000, fail_fast=True)] | None = None
+    answer: _Text | None = None
+    answers: Annotated[list[_Text], Field(min_length=2, max_length=2, fail_fast=True)] | None = None
+    version: _Name | None = None
+    versions: Annotated[list[_Name], Field(min_length=2, max_length=2, fail_fast=True)] | None = None
     reason: str = Field("", max_length=5_000)
-    model: str = Field("", max_length=200)
-    user: str = Field("", max_length=200)
+    model: _Name = ""
+    user: _Name = ""
     consent: bool = False
 
     @model_validator(mode="after")
@@ -72,81 +76,29 @@ class Said(BaseModel):
         return Feedback(**{**one.__dict__, "prompt": prompt, "answers": tuple(answers), "reason": self.reason})
 
 # %% ../../nbs/serve/thumbs.ipynb #f8880008
-def _answer(status: int, message: str, code: str) -> Any:
-    """An error as clients of OpenAI's protocol read it."""
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(
-        {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error" if status < 500 else "server_error",
-                "param": None,
-                "code": code,
-            }
-        },
-        status,
-    )
-
-
-async def _body(request: Any, most: int) -> bytes | None:
-    """A request's body; None where it is longer than allowed."""
-    got = bytearray()
-    async for piece in request.stream():
-        got += piece
-        if len(got) > most:
-            return None
-    return bytes(got)
-
-
-def by_address(request: Any, named: str) -> str:
-    """A user as a server without keys knows them: the address, and the name in the body."""
-    return f"{request.client.host if request.client else 'unknown'}/{named}"
-
-
-def feedback_router(path: Any, user: Callable[[Any, str], str] = by_address, most: int = MAX_BODY) -> Any:
+def feedback_router(path: Any, intake: Intake | None = None, most: int = MAX_BODY) -> Any:
     """A FastAPI router with `POST /v1/feedback`.
 
     Args:
         path: file of the store.
-        user: f(request, name in the body) -> who that is; its hash is stored.
+        intake: reads requests, with the keys and limits of the server; None: one with the default settings and no keys.
         most: bytes of a body.
 
     Raises:
         ConfigError: fastapi is not installed.
     """
-    try:
-        from fastapi import APIRouter
-        from starlette.concurrency import run_in_threadpool
-        from starlette.requests import Request
-        from starlette.responses import JSONResponse
-    except ImportError as e:
-        raise ConfigError("the feedback route needs fastapi, which is not installed: pip install fastapi.") from e
-    store, router = FeedbackStore(path), APIRouter()
+    web = package_of_serving("fastapi")
+    way, store, router = intake or Intake(Gate(ServeConfig())), FeedbackStore(path), web.APIRouter()
 
     async def feedback(request: Any) -> Any:
-        body = await _body(request, most)
-        if body is None:
-            return _answer(413, f"feedback may have {most:,} bytes", "too_large")
+        who, said = await way.read(request, Said, most)
         try:
-            said = Said.model_validate(json_value(body, most))
-            kept = await run_in_threadpool(store.add, user(request, said.user), said.feedback())
-        except Unreadable as e:
-            return _answer(400, f"the body is {e}", "not_json")
-        except ValidationError as e:
-            first = e.errors(include_url=False, include_input=False, include_context=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            return _answer(
-                422, f"{place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}", "invalid"
-            )
+            kept = await way.turns.do(who, 1024.0, store.add, said.user, said.feedback(), who)
         except DataError as e:
-            return _answer(422, str(e), "invalid")
-        except RunError:
-            return _answer(507, "the feedback could not be stored; try again later", "not_stored")
-        return JSONResponse({"object": "feedback", "id": kept.id, "text_kept": kept.consent}, 201)
+            raise Refused(400, str(e)) from e
+        except RunError as e:
+            raise Refused(507, "the feedback could not be stored; try again later", "server_error", "not_stored") from e
+        return web.responses.JSONResponse({"object": "feedback", "id": kept.id, "text_kept": kept.consent}, 201)
 
-    feedback.__annotations__["request"] = (
-        Request  # fastapi reads it; imported here, so that this module needs no fastapi
-    )
-    router.add_api_route("/v1/feedback", feedback, methods=["POST"], status_code=201)
+    router.add_route("/v1/feedback", way.guarded(feedback), methods=["POST"])
     return router
