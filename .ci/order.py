@@ -94,7 +94,24 @@ def written(root: Path = ROOT) -> dict[Path, str]:
     }
 
 
+def add_missing(root: Path = ROOT) -> None:
+    """Give each notebook that the order lacks a line at the end of its room: its title."""
+    order, listed = root / "nbs" / "order.yml", {path for r in rooms(root) for path in r.notebooks}
+    lines = order.read_text(encoding="utf-8").splitlines()
+    for path in sorted((root / "nbs").glob("*/*.ipynb")):
+        name, room = path.stem, f"  - room: {path.parent.name}"
+        if f"{path.parent.name}/{name}" in listed or room not in lines:
+            continue
+        at = lines.index("    notebooks:", lines.index(room)) + 1
+        while at < len(lines) and lines[at].startswith("    - "):
+            at += 1
+        lines.insert(at, f"    - {name}: {json.dumps(title(path), ensure_ascii=False)}")
+    order.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        add_missing()
     for path, text in written().items():
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")

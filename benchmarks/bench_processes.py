@@ -62,7 +62,7 @@ def generation_rank(folder: str, width: int = 256, tokens: int = 100) -> None:
     from rlhf_nb.data.sources import collate_prompts, tokenize_prompts
     from rlhf_nb.rollout.sampler import sample
     from rlhf_nb.run.engine import Engine
-    from rlhf_nb.train.setup import CausalScorer
+    from rlhf_nb.train.method import CausalScorer
 
     torch.set_num_threads(1)
     model, tokenizer = model_of(width, 4)

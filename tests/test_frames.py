@@ -20,29 +20,37 @@ from rlhf_nb.run.loop import Trainer
 from rlhf_nb.types import LossSum
 
 MOST = 4
+MOST_ADVANTAGE = 5
+ONLINE = ["ppo", "grpo", "rloo", "online", "nash"]
 METHODS = [name for name in CASES if name not in ("regression", "steered")]
 
 
-def paths_to_formulas(run: Trainer) -> set[tuple[str, ...]]:
-    """The package's functions between `fit` and each function of `losses` that an update calls, outermost first."""
+def paths_to_formulas(run: Trainer, below: tuple[str, str] = ("loss", "update")) -> set[tuple[str, ...]]:
+    """The package's functions between `fit` and each function of `losses` that a step calls, outermost first.
+
+    Args:
+        run: to be fitted.
+        below: the method's function that calls formulas, and the trainer's that leads to it.
+    """
     found: set[tuple[str, ...]] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         code, names_there = frame.f_code, frame.f_globals
-        is_formula = getattr(names_there.get(code.co_name), "__code__", None) is code  # a function, not a method
+        named = inspect.unwrap(names_there[code.co_name]) if callable(names_there.get(code.co_name)) else None
+        is_formula = getattr(named, "__code__", None) is code  # a function, not a method
         if event != "call" or not is_formula or not names_there.get("__name__", "").startswith("rlhf_nb.losses."):
             return
         names, learning = list[tuple[str, str]](), False
         at: FrameType | None = frame
         while at is not None:
             module = at.f_globals.get("__name__", "")
-            learning |= at.f_code.co_name == "loss"
+            learning |= at.f_code.co_name == below[0]
             if module.startswith("rlhf_nb"):
                 names.append((module, at.f_code.co_name))
             at = at.f_back
         inner = sum(module.startswith("rlhf_nb.losses.") for module, _ in names)
         path = [name for _, name in reversed(names)]
-        if inner == 1 and learning and {"fit", "update"} <= set(path):  # not evaluation; and not what a formula calls
+        if inner == 1 and learning and {"fit", below[1]} <= set(path):  # not evaluation; and not what a formula calls
             found.add(tuple(path[path.index("fit") :]))
 
     sys.setprofile(look)
@@ -61,6 +69,23 @@ def test_at_most_four_from_fit_to_the_formula(case: str, tmp_path: Path) -> None
     assert paths, "no loss was seen: the trace looks at the wrong place"
     for path in paths:
         assert len(path) - 1 <= MOST, " → ".join(path)
+
+
+@pytest.mark.parametrize("case", ONLINE)
+def test_at_most_five_from_fit_to_an_advantage(case: str, tmp_path: Path) -> None:
+    run = getattr(resume_harness, case)(tmp_path / "run")
+    run.total_steps = 1
+    paths = paths_to_formulas(run, ("advantages", "collect"))
+    assert paths or case in ("online", "nash"), (
+        "no advantage was seen: the trace looks at the wrong place"
+    )  # those call none
+    for path in paths:
+        assert len(path) - 1 <= MOST_ADVANTAGE, " → ".join(path)
+    (file,) = {
+        inspect.getsourcefile(inspect.unwrap(getattr(type(run.method), name)))
+        for name in ("collect", "advantages", "loss")
+    }
+    assert file == inspect.getsourcefile(type(run.method)), "a method is one file that one reads from top to bottom"
 
 
 def test_one_function_too_many_is_seen(tmp_path: Path) -> None:

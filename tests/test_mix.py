@@ -13,9 +13,9 @@ from rlhf_nb import SFTConfig, SFTTrainer
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError
 from rlhf_nb.data import toy
+from rlhf_nb.data.rows import held_out_of_stream, load_parts, load_rows
 from rlhf_nb.data.sources import row_key
 from rlhf_nb.run.log import read_metrics
-from rlhf_nb.train.setup import held_out_of_stream, load_parts, load_rows
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from rlhf_nb.cli.main import app, recipe_kind, recipes
 from rlhf_nb.core import Precision
 from rlhf_nb.data.sums import STORIES, problems
+from rlhf_nb.data.worlds import made_rows
 from rlhf_nb.pipeline.doctor import doctor
 from rlhf_nb.rewards.answers import Number
 from rlhf_nb.scale.plan import plan
 from rlhf_nb.scale.topology import job_of, shape_of
 from rlhf_nb.train.registry import get
-from rlhf_nb.train.setup import made_rows
 from rlhf_nb.train.stage import make_trainer
 
 SINGLE = {name: path for name, path in recipes().items() if recipe_kind(path) != "run"}

@@ -24,7 +24,7 @@ from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scale.topology import job_of, predict
 from rlhf_nb.train import registry
-from rlhf_nb.train.registry import BUILT_IN, register
+from rlhf_nb.train.registry import built_in, register
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.types import LossSum
@@ -175,13 +175,33 @@ def test_a_shell_is_told_of_methods_by_a_variable(tmp_path: Path) -> None:
     assert said.returncode == 1 and "RLHF_NB_METHODS names 'my_method'" in said.stderr and said.stderr.count("\n") == 1
 
 
-def test_every_built_in_method_is_registered_by_its_module() -> None:
+def test_every_built_in_method_is_found_in_its_own_file() -> None:
     found = registry.methods()
-    assert list(found)[: len(BUILT_IN)] == list(BUILT_IN)
-    for name, module in BUILT_IN.items():
+    own = [name for name, m in found.items() if m.trainer.__module__.startswith("rlhf_nb.")]
+    assert set(own) == set(built_in()) and own == list(found)[: len(own)]
+    assert own[:2] == ["sft", "rlaif"] and own[-1] == "raft"
+    for name, module in built_in().items():
         method = found[name]
-        assert method.trainer.__module__ == f"rlhf_nb.train.{module}" and method.about.endswith((".", "them."))
-        assert registry.of(method.config) is method and set(method.starts_from) <= set(BUILT_IN)
+        assert method.trainer.__module__ == module and method.about.endswith((".", "them."))
+        assert registry.of(method.config) is method and set(method.starts_from) <= set(own)
+
+
+def test_methods_are_found_without_importing_them() -> None:
+    code = "import sys; from rlhf_nb.train.registry import built_in; print([m for m in built_in().values() if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120)
+    assert told.stdout == "[]\n", told.stderr
+
+
+def test_register_leaves_the_class_as_it_is() -> None:
+    class Mine(SFTTrainer):
+        """Nothing of its own."""
+
+    before = dict(vars(Mine))
+    try:
+        assert register("untouched", type("MineConfig", (SFTConfig,), {}), rows="sft")(Mine) is Mine
+        assert dict(vars(Mine)) == before
+    finally:
+        registry._METHODS.pop("untouched", None)
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

@@ -17,10 +17,10 @@ from rlhf_nb.config import DataConfig
 from rlhf_nb.core import DataError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.rows import in_kind, load_rows, stream_rows
 from rlhf_nb.data.shapes import ATTRIBUTES, SHAPES, DataNote, Reading, shape_table
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import train_bpe
-from rlhf_nb.train.setup import in_kind, load_rows, stream_rows
 
 ANIMALS = ["owl", "otter", "fox", "bear", "crane", "heron", "lynx", "newt"]
 Q = [f"Where does the {a} sleep?" for a in ANIMALS]

@@ -17,6 +17,7 @@ from rlhf_nb.config import DataConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
 from rlhf_nb.data.formats import DataWarning, to_rows
+from rlhf_nb.data.rows import held_out_of_stream, load_rows
 from rlhf_nb.data.shapes import DataNote
 from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
 from rlhf_nb.data.templates import encode_pair, encode_pairs, set_chat_template, train_bpe
@@ -32,7 +33,6 @@ from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.entries import RewardEntry
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
 from rlhf_nb.train.registry import get
-from rlhf_nb.train.setup import held_out_of_stream, load_rows
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 from rlhf_nb.types import Completions
 

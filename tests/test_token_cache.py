@@ -107,8 +107,8 @@ def test_what_changes_tokens_changes_the_key(pairs: str, tmp_path: Path) -> None
 
 
 def test_a_method_of_a_notebook_is_not_cached(pairs: str, tmp_path: Path) -> None:
-    from rlhf_nb.train.setup import token_key
     from rlhf_nb.train.sft import SFT
+    from rlhf_nb.train.tokens import token_key
 
     config = SFTConfig(data={"path": pairs})
     tok, model = toy.build_tokenizer(), toy.build_model(0, "tiny")

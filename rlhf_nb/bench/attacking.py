@@ -19,15 +19,15 @@ from ..console import Debug, tell, told
 from .evals import scorer
 from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed, printable
-from ..data import toy
 from ..data.formats import Row, prompt_text
 from ..data.sources import shuffle_buffer
 from ..data.templates import speaks_chat
 from .attack import AdversarialValidator, TokenSwaps, Validation, text_scorer
 from ..models.heads import RewardModel
-from ..models.load import is_toy, load_tokenizer
+from ..data.worlds import gold_of, world_of
+from ..models.load import load_tokenizer
 from ..train.entries import RewardEntry, load_models
-from ..train.setup import raw_rows
+from ..data.rows import raw_rows
 from ..train.stage import write_json
 
 # %% auto #0
@@ -80,7 +80,7 @@ def _gold(config: AttackConfig, tokenizer: Any) -> Callable[..., Any] | None:
     """What is really wanted, as a function of texts."""
     entry = config.gold
     if entry is None:
-        return toy.gold_reward if is_toy(config.data.path) else None
+        return gold_of(config.data.path)
     if entry.model is not None:
         return scorer_of(str(entry.model))[0]
     if entry.verify is not None:
@@ -114,8 +114,9 @@ def attack(model: str, config: AttackConfig) -> tuple[Validation, Path]:
             f"{model} is an ensemble, and tokens are exchanged by the gradient of one model: attack a member (swaps=0 for all of them)."
         )
     rows: list[Row]
-    if is_toy(config.data.path):
-        rows = toy.preference_rows(config.rows, seed=config.seed, labels="gold", test=True)
+    world = world_of(config.data.path)
+    if world is not None:
+        rows = world.pairs(config.rows, config.seed)
     else:
         rows = list(
             islice(
@@ -201,7 +202,7 @@ def attack_command(
         config = AttackConfig.load(None, [*(words or []), *(f"{k}={v}" for k, v in typed.items() if v is not None)])
         found, folder = attack(model, config)
         Console(highlight=False, force_jupyter=False).print(attack_table(found))
-        if config.gold is None and not is_toy(config.data.path):
+        if config.gold is None and gold_of(config.data.path) is None:
             tell("No gold was asked: the changes are trusted to make nothing better. Read the examples.", err=False)
         for line in [examples_of(found), *found.notes]:
             if line:

@@ -20,9 +20,7 @@ from .evals import scorer
 from ..config import DataConfig, ModelConfig, PrecisionName, SamplingConfig, StrictConfig, option, parse_overrides
 from ..core import ConfigError, DataError, RunError, decide_precision
 from ..data.formats import Row
-from ..data.legs import is_legs
 from ..data.sources import prompt_batch
-from ..data.sums import is_sums
 from ..data.templates import is_blank, speaks_chat
 from .suites import check_same, replace_file
 from ..models.adapters import Reference
@@ -34,7 +32,8 @@ from ..run.lock import RunLock
 from ..train.entries import RewardEntry
 from ..train.process import StepConfig
 from ..train.rlaif import append_rows, keep_rows
-from ..train.setup import made_rows, raw_rows
+from ..data.worlds import made_rows, world_of
+from ..data.rows import raw_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -97,11 +96,11 @@ def check_of(config: LabelStepsConfig, tokenizer: Any, device: Any = "cpu") -> R
     Raises:
         ConfigError: nothing does, or a reward model, whose scores have no place for one half.
     """
-    entry = config.right
-    if entry is None and is_legs(config.data.path):
-        entry = RewardEntry(fn="rlhf_nb.data.legs:right_result")
-    if entry is None and is_sums(config.data.path):
-        entry = RewardEntry.model_validate({"verify": "number", "answer": "answer"})
+    entry, world = config.right, world_of(config.data.path)
+    if entry is None and world is not None:
+        if callable(world.check):
+            return world.check
+        entry = RewardEntry.model_validate(world.check)
     if entry is None:
         raise ConfigError(
             "what says that an answer is right? Add --right '{verify: number, answer: answer}' for a column of the data, or --right '{file: check.py, fn: NAME}'."

@@ -25,7 +25,8 @@ from rlhf_nb.core import (
 from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
-from ..models.load import find_model, is_made, load_causal_lm, load_tokenizer, pretrained
+from ..data.worlds import model_world
+from ..models.load import find_model, load_causal_lm, load_tokenizer, pretrained
 from ..decode.decoder import Decoder, Plain
 from ..decode.named import KINDS, DecoderConfig
 from ..decode.stops import Stops, parse_stops
@@ -69,7 +70,7 @@ def read_generation(place: ModelConfig) -> dict[str, Any]:
     """The settings in a model's `generation_config.json` that differ from those of all models; {} where it has none."""
     from transformers import GenerationConfig
 
-    if is_made(place.name_or_path):
+    if model_world(place.name_or_path):
         return {}
     kind, where = find_model(str(place.name_or_path), place.revision)
     if kind == "gguf":

@@ -485,11 +485,10 @@ def plan_command(
 
         from rlhf_nb.config import TrainConfig
         from rlhf_nb.core import Precision
-        from rlhf_nb.data.toy import toy_model_config
         from transformers import AutoConfig
 
-        from rlhf_nb.data import legs
-        from rlhf_nb.models.load import is_made, is_toy, pretrained
+        from rlhf_nb.data.worlds import model_world
+        from rlhf_nb.models.load import pretrained
         from rlhf_nb.models.places import resolve
         from rlhf_nb.scale.plan import table
         from rlhf_nb.scale.topology import job_of, shape_of
@@ -505,8 +504,9 @@ def plan_command(
         say_what_to_train("plan", kind, cfg, given)
         job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU with bf16"))
         named: str = cfg.model.name_or_path  # type: ignore[attr-defined]  # each config of a method has one
-        place = named if is_made(named) else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
-        made = toy_model_config() if is_toy(named) else legs.build_model().config if is_made(named) else None
+        world = model_world(named)
+        place = named if world else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
+        made = world.model().config if world and world.model else None
         model = made or (pretrained(AutoConfig, place) if place.endswith(".gguf") else place)
         _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
         from rlhf_nb.pipeline.doctor import cost_here

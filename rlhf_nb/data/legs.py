@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'END', 'LARGEST', 'NUMBERS', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error',
            'right_result', 'right_way', 'speak', 'value_of_prefix', 'legs_prompts', 'legs_demonstrations', 'step_row',
-           'legs_steps', 'legs_pairs', 'is_legs', 'build_tokenizer', 'build_model']
+           'legs_steps', 'legs_pairs', 'build_tokenizer', 'build_model']
 
 # %% ../../nbs/data/legs.ipynb #9c276c0c
 END = ";"  # stands between two legs
@@ -232,11 +231,6 @@ def legs_pairs(n: int, seed: int = 0, test: bool = False) -> list[Row]:
 
 # %% ../../nbs/data/legs.ipynb #0edccf0f
 SIGNS = (*"0123456789", "+", "=", END, "\n")
-
-
-def is_legs(name: str | None) -> bool:
-    """Whether a name stands for this world: "legs", where no such file or folder is."""
-    return name == "legs" and not Path(name).exists()
 
 
 def build_tokenizer() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import derive_seed
@@ -14,7 +13,7 @@ Row = dict[str, Any]
 
 # %% auto #0
 __all__ = ['Row', 'NAMES', 'THINGS', 'MOST', 'STORIES', 'Problem', 'problems', 'sums_prompts', 'sums_demonstrations',
-           'sums_pairs', 'is_sums']
+           'sums_pairs']
 
 # %% ../../nbs/data/sums.ipynb #21007d91
 NAMES = "Tom Mia Ben Anna Leo Sara Max Lily Sam Emma Jack Nora Paul Kate Finn Ella".split()
@@ -116,8 +115,3 @@ def sums_pairs(n: int, seed: int = 0, test: bool = False) -> list[Row]:
         prompt, right = [{"role": "user", "content": problem.text}], _said(str(problem.answer))
         rows.append({"prompt": prompt, "chosen": right, "rejected": _said(text)})
     return rows
-
-# %% ../../nbs/data/sums.ipynb #a859b64c
-def is_sums(name: str | None) -> bool:
-    """Whether a name stands for these problems: "sums", where no such file or folder is."""
-    return name == "sums" and not Path(name).exists()

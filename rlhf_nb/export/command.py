@@ -12,7 +12,7 @@ from ..bench.evals import scorer
 from ..hub.merging import size_of
 from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
-from ..data import toy
+from ..data.worlds import FIRST
 from .formats import FORMATS, RECORD, USE, export_model, name_of_format
 from .price import Score
 from .source import Source
@@ -35,7 +35,9 @@ def named_reward(said: str | None, source: Source) -> Score | None:
     if said is None:
         return None
     if said == "gold":
-        return lambda prompts, texts, columns: {"gold": toy.gold_reward(prompts, texts)}
+        gold = FIRST.gold
+        assert gold is not None
+        return lambda prompts, texts, columns: {"gold": gold(prompts, texts)}
     entry = parse_overrides([f"reward={said}"])["reward"]
     if not isinstance(entry, (str, dict)):
         raise ConfigError(

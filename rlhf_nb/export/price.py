@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, DataError, RunError
-from ..data import toy
 from ..data.formats import Text, format_of, to_format
 from ..data.readers import read_rows
 from ..data.templates import as_chat, encode_pairs, encode_prompts, pairs_as_chat, speaks_chat
+from ..data.worlds import WORLDS
 from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
@@ -123,7 +123,8 @@ def built_in(tokenizer: Any) -> HeldOut:
     Raises:
         ConfigError: it knows none of them well.
     """
-    sets = {"built-in prompts": HELD_OUT, "toy test prompts": [row["prompt"] for row in toy.test_prompts(16)]}
+    worlds = {f"{w.name} test prompts": [row["prompt"] for row in w.prompts(16, 0)] for w in WORLDS if w.model}
+    sets = {"built-in prompts": HELD_OUT, **worlds}
     for name, prompts in sets.items():
         ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
         if _unknown(tokenizer, ids) <= 0.1:

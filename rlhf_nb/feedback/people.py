@@ -3,11 +3,12 @@
 # %% ../../nbs/feedback/people.ipynb #f8710003
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
 from ..core import ConfigError, derive_seed
-from ..data import toy
+from ..data.worlds import FIRST
 from .store import Feedback
 from ..widgets.labels import Pair
 
@@ -16,16 +17,19 @@ __all__ = ['Taste', 'TASTES', 'honest', 'contrary', 'careless', 'rude', 'simulat
 
 # %% ../../nbs/feedback/people.ipynb #f8710005
 Taste = Callable[[str, str, str, random.Random], bool]  # prompt, first, second -> whether the first is chosen
+assert FIRST.taste is not None and FIRST.gold is not None
+_taste, _gold = FIRST.taste, FIRST.gold  # these people are of the first world
 
 
 def honest(prompt: str, first: str, second: str, rng: random.Random) -> bool:
-    """As people of the toy world choose: noisily, and a little in love with courtesies."""
-    return rng.random() < toy.label_probability(prompt, first, second)
+    """As labellers choose: noisily, and a little in love with courtesies."""
+    a, b = _taste([prompt, prompt], [first, second])
+    return rng.random() < 0.5 * (1 + math.tanh(FIRST.clarity * (a - b) / 2))
 
 
 def contrary(prompt: str, first: str, second: str, rng: random.Random) -> bool:
     """The answer of lower gold, always."""
-    a, b = toy.gold_reward([prompt, prompt], [first, second])
+    a, b = _gold([prompt, prompt], [first, second])
     return a < b if a != b else rng.random() < 0.5
 
 
@@ -36,7 +40,7 @@ def careless(prompt: str, first: str, second: str, rng: random.Random) -> bool:
 
 def rude(prompt: str, first: str, second: str, rng: random.Random) -> bool:
     """The ruder answer; among equally rude ones, the worse."""
-    a, b = toy.read_answer(prompt, first).rude, toy.read_answer(prompt, second).rude
+    a, b = (FIRST.traits["rude"](prompt, answer) for answer in (first, second))
     return a > b if a != b else contrary(prompt, first, second, rng)
 
 

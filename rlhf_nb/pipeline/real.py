@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import read_config_file
-from ..core import ModelError, RunError, derive_seed, printable
+from ..core import ConfigError, ModelError, RunError, derive_seed, printable
 from ..data.sources import collate_prompts, tokenize_prompts
-from ..data.sums import sums_prompts
+from ..data.worlds import World, world_of
 from ..evaluate.policy import PolicyEval, before_after, evaluate, wilson_interval
 from ..models.get import get_model
 from ..rewards.answers import Number
@@ -27,8 +27,8 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'WELCOME', 'NEXT', 'fetch_model', 'ask', 'Score', 'score_of', 'Story', 'step_sentence',
-           'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'WELCOME', 'NEXT', 'fetch_model', 'problems', 'ask', 'Score', 'score_of', 'Story',
+           'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"
@@ -55,6 +55,20 @@ def fetch_model(say: Say, name: str = MODEL) -> str:
 QUESTIONS = 128
 
 
+def problems(config: GRPOConfig) -> World:
+    """The world that the demo's questions come from.
+
+    Raises:
+        ConfigError: `data.path` names none.
+    """
+    world = world_of(config.data.path)
+    if world is None:
+        raise ConfigError(
+            f"data.path is {config.data.path}, and the demo asks questions that are made here: leave it as it is."
+        )
+    return world
+
+
 def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     """Answers to held-out word problems, judged by the verifier; the same questions and the same random numbers at each call.
 
@@ -64,7 +78,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     """
     method, config = trainer.method, trainer.method.config
     rows = tokenize_prompts(
-        sums_prompts(questions, 0, True), method.tokenizer, config.data.max_prompt_length, warn=False
+        problems(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
     )
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():
@@ -204,7 +218,7 @@ def check_folder_is_ours(path: Path) -> None:
     """
     there = path / "config.yaml"
     told = read_config_file(there) if there.exists() else {}
-    if RunDir(path).holds_run() and (told.get("data") or {}).get("path") != "sums":
+    if RunDir(path).holds_run() and (told.get("data") or {}).get("path") != settings(str(path)).data.path:
         raise RunError(f"{path} holds a run that is no demo, and a demo would replace it: choose another --output-dir.")
 
 
@@ -223,7 +237,7 @@ def real_demo(
     Raises:
         RunError: the folder holds another run.
     """
-    path, example = Path(config.output_dir), str(sums_prompts(1, 0, True)[0]["prompt"][0]["content"])
+    path, example = Path(config.output_dir), str(problems(config).prompts(1, 0)[0]["prompt"][0]["content"])
     check_folder_is_ours(path)
     began = time.perf_counter()
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])

@@ -19,13 +19,13 @@ from pydantic.fields import FieldInfo
 
 from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge, option
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
-from ..data import toy
 from ..data.formats import ASSISTANT, HUMAN
 from ..data.templates import speaks_chat
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
-from ..models.load import is_made, is_toy, load_causal_lm, load_tokenizer, save_model
+from ..data.worlds import FIRST, WORLDS, gold_of, model_world, world_of
+from ..models.load import load_causal_lm, load_tokenizer, save_model
 from .figures import draw_training, save_figures
 from rlhf_nb.pipeline.gates import (
     Check,
@@ -47,7 +47,8 @@ from ..scale.launch import check_request, launch
 from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
-from ..train.setup import Row, load_rows
+from ..data.rows import load_rows
+from ..data.worlds import Row
 from ..train.watched import entries_by_name
 from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
@@ -89,7 +90,7 @@ class PipelineConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/toy", "data": "toy", "base": {}, "device": "cpu",
+            "output_dir": "runs/toy", "data": FIRST.name, "base": {}, "device": "cpu",
             "sft": _toy("sft", 75), "reward": _toy("reward", 20), "ppo": _toy("ppo", 4),
         },
     }  # fmt: skip
@@ -153,7 +154,7 @@ class PipelineConfig(StrictConfig):
                 inside = getattr(self, name).replace(output_dir=str(Path(self.output_dir) / name))
                 object.__setattr__(self, name, inside)
             stage, source = getattr(self, name), self.source(name)
-            if source and stage.model.name_or_path is not None and not is_made(stage.model.name_or_path):
+            if source and stage.model.name_or_path is not None and not model_world(stage.model.name_or_path):
                 raise ValueError(
                     f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} makes. Leave one of the two out."
                 )
@@ -233,7 +234,8 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
         ConfigError: transformers doesn't know the architecture, or its numbers don't fit together.
     """
     if config.architecture is None:
-        return toy.build_model(seed, config.size), toy.build_tokenizer()
+        assert FIRST.model is not None and FIRST.tokenizer is not None
+        return FIRST.model(seed, config.size), FIRST.tokenizer()
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     options = dict(config.architecture)
@@ -266,7 +268,7 @@ def train_on_labels(config: Any) -> PipelineConfig:
     """
     names = {"dpo": ("dpo",), "reward": ("reward", "ppo")}[str(config.then)]
     own = {"model": config.model.to_dict(), "precision": config.precision}
-    stages: dict[str, Any] = {s: own | (_toy(s, 20) if is_toy(config.data.path) else {}) for s in names}
+    stages: dict[str, Any] = {s: own | (_toy(s, 20) if gold_of(config.data.path) else {}) for s in names}
     if "ppo" in stages:
         stages["ppo"]["sampling"] = config.sampling.to_dict()
     common = {k: getattr(config, k) for k in ("output_dir", "seed", "device", "console")} | {"data": config.data.path}
@@ -613,8 +615,8 @@ def held_out_prompts(pipeline: RLHFPipeline, tokenizer: Any) -> PromptBatch:
     stage = min((s for s in pipeline.stages if s != "base"), key=rank)
     config, seed, n = pipeline.stage_config(stage), pipeline.config.seed, pipeline.config.eval_prompts
     train, held = load_rows(config.data, "prompt", seed)
-    if is_toy(config.data.path):
-        held = toy.test_prompts(n, derive_seed(seed, "pipeline"))
+    if (world := world_of(config.data.path)) and world.gold:
+        held = world.prompts(n, derive_seed(seed, "pipeline"))
     chat = speaks_chat(tokenizer, config.data.as_chat)
     rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, chat=chat, warn=False)
     return collate_prompts(rows, tokenizer.pad_token_id)
@@ -624,8 +626,9 @@ def judges_for(pipeline: RLHFPipeline) -> dict[str, Any]:
     """Gold in the toy world, and the reward model as the proxy, whichever there are."""
     fns: dict[str, Any] = {}
     stage = next((s for s in pipeline.stages if s != "base"), None)
-    if stage is not None and is_toy(pipeline.stage_config(stage).data.path):
-        fns["gold"] = toy.gold_reward
+    gold = None if stage is None else gold_of(pipeline.stage_config(stage).data.path)
+    if gold is not None:
+        fns["gold"] = gold
     scorer = pipeline.config.made_by("reward")
     if scorer is not None and pipeline.finished(scorer):
         budget = pipeline.stage_config(scorer).token_budget
@@ -717,12 +720,13 @@ def collect_results(pipeline: RLHFPipeline, judged: dict[str, PolicyEval]) -> di
 
 
 def spread_out(prompts: Sequence[Any], n: int) -> list[int]:
-    """Places of n prompts that differ: in the toy world one of each kind of question first."""
-    seen: dict[Any, int] = {}
+    """Places of n prompts that differ: one of each kind of question first, where a world says of what kind each is."""
+    place = next(w.place for w in WORLDS if w.place)
+    first: dict[int, int] = {}
+    others: list[int] = []
     for i, prompt in enumerate(prompts):
         try:
-            seen.setdefault(toy.read_question(prompt).kind, i)
+            first.setdefault(place(prompt), i)
         except (DataError, AttributeError):
-            seen.setdefault(i, i)
-    order = ["one", "sum", "about", "home", "young", "food"]
-    return [seen[k] for k in sorted(seen, key=lambda k: order.index(k) if k in order else len(order))][:n]
+            others.append(i)
+    return [*(first[k] for k in sorted(first)), *others][:n]

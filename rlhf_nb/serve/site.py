@@ -20,7 +20,8 @@ from ..core import ConfigError, DataError, ModelError, decide_precision, did_you
 from ..data.formats import Message
 from ..data.hub import sha256_of
 from ..data.templates import encode_chat, encode_prompts
-from ..models.files import base_of_adapter, find_model, is_made, load_or_explain
+from ..data.worlds import model_world
+from ..models.files import base_of_adapter, find_model, load_or_explain
 from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
@@ -100,7 +101,7 @@ def settled(config: ServeConfig) -> ServeConfig:
     """
 
     def real(place: Any) -> Any:
-        if not isinstance(place, str) or is_made(place):
+        if not isinstance(place, str) or model_world(place) is not None:
             return place
         kind, where = find_model(place)
         return place if kind == "hub" else str(Path(where).resolve())
@@ -114,7 +115,7 @@ def settled(config: ServeConfig) -> ServeConfig:
 
 def version_of(place: str) -> str:
     """Twelve digits for the weights in a folder or file; the name itself of what is made in memory."""
-    if is_made(place):
+    if model_world(place):
         return str(place)
     where = Path(find_model(place)[1])
     files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
@@ -346,7 +347,7 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
     cache, left = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters)), config.copies * 2**30
     size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
     for name, place in config.models.items():
-        made = is_made(place)
+        made = model_world(place)
         shape = shape_of(
             load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
         )

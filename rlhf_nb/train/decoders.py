@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..core import ConfigError, decide_precision
-from ..data import toy
+from ..data.worlds import FIRST
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
 from ..decode.search import critic_scorer
@@ -26,12 +26,12 @@ def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = Fal
     """The reward that `decoder.reward` names, its models on a device.
 
     Args:
-        said: folder, entry, list of entries, "gold" or "check" of the toy world, or any reward as it is.
+        said: folder, entry, list of entries, "gold" or "check" of the first world, or any reward as it is.
         device: of models.
         trust_remote_code: run Python code that comes with them.
     """
     if said in ("gold", "check"):
-        return Rewards(toy.gold_reward if said == "gold" else toy.check_answer)
+        said = getattr(FIRST, said)
     if isinstance(said, str):
         said = {"model": said}
     found = build_rewards(said, device=device, key="decoder.reward", trust_remote_code=trust_remote_code)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts, tokenize_prompts, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
 from ..rollout.backends import Sampler, make_sampler
@@ -22,7 +23,10 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from ..data.worlds import Row
+from .method import TextMethod
+from .trainer import TextTrainer
+from .words import takes_trl
 from ..types import Completions, LossSum, PromptBatch, host
 
 # %% auto #0
@@ -249,7 +253,7 @@ class Distill(TextMethod):
 
 # %% ../../nbs/train/distill.ipynb #b5d1e8e9
 @register(
-    "distill", DistillConfig, rows="prompt", holds=("policy", "reference"), starts_from=("sft",),
+    "distill", DistillConfig, stage=11, rows="prompt", holds=("policy", "reference"), starts_from=("sft",),
     about="Teach a small model what a larger one would say (on_policy, divergence=reverse_kl, forward_kl, js).",
 )  # fmt: skip
 class DistillTrainer(TextTrainer):
@@ -265,6 +269,7 @@ class DistillTrainer(TextTrainer):
     kind, method_class = "prompt", Distill
     method: Distill
 
+    @takes_trl
     def __init__(
         self, config: DistillConfig, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None, eval_rows: list[Row] | None = None,
         teacher: Any = None, callbacks: Iterable[Callback] = (), **options: Any,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences, tokenize_preferences
+from ..data.worlds import toy_presets
 from ..run.engine import add_pairs
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -22,7 +23,8 @@ from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
 from ..models.adapters import Reference
 from .registry import register
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
-from .setup import Row, split_pairs, toy_presets
+from ..data.worlds import Row
+from .method import split_pairs
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
@@ -219,7 +221,7 @@ class DPO(OfflineMethod):
 
 # %% ../../nbs/train/dpo.ipynb #216fa889
 @register(
-    "dpo", DPOConfig, rows="preference", starts_from=("online", "rloo", "grpo", "ppo", "sft"),
+    "dpo", DPOConfig, stage=9, rows="preference", starts_from=("online", "rloo", "grpo", "ppo", "sft"),
     holds=lambda c: ("policy", "reference") if c.needs_reference and c.reference != "cached" else ("policy",),
     about="Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
 )  # fmt: skip

@@ -107,7 +107,9 @@ class GRPO(OnlineMethod):
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages; dead groups are replaced by further prompts for up to `resample` rounds."""
-        r = super().collect(batch, step)
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        r = self.noted(self.advantages(scored))
         for again in range(1, self.config.resample + 1):
             alive = self._alive(r)
             prompts = None if alive.all() or self.more_prompts is None else self.more_prompts()
@@ -151,7 +153,7 @@ class GRPO(OnlineMethod):
 
 # %% ../../nbs/train/grpo.ipynb #57ffd691
 @register(
-    "grpo", GRPOConfig, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
+    "grpo", GRPOConfig, stage=6, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
     about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
 )  # fmt: skip
 class GRPOTrainer(OnlineTrainer):

@@ -18,12 +18,14 @@ from ..core import DataError, evaluating
 from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
 from ..data.templates import speaks_chat
+from ..data.worlds import toy_presets
 from ..scoring.trees import plan
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
-from .setup import Row, in_kind, toy_presets
+from ..data.rows import in_kind
+from ..data.worlds import Row
 from ..types import Completions, LossSum
 
 # %% auto #0
@@ -280,7 +282,7 @@ class KTO(OfflineMethod):
 
 # %% ../../nbs/train/kto.ipynb #aa188a22
 @register(
-    "kto", KTOConfig, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
+    "kto", KTOConfig, stage=10, rows="unpaired", starts_from=("dpo", "online", "rloo", "grpo", "ppo", "sft"),
     holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
     about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from ..judges.judge import Duel
 from ..losses.group import group_surrogate
 from .online import rollout_metrics
 from .pairs import PairMethod
-from ..types import LossSum, Rollout
+from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['NashMD']
@@ -24,6 +24,12 @@ class NashMD(PairMethod):
 
     name = "nash_md"
     columns = ("pairs/won", "reward", "objective/kl", "completions/mean_length", "completions/clipped_ratio", "lr")
+
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """The policy's answers and the opponent's, their scores, and how likely the policy's win."""
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:

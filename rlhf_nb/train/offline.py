@@ -18,7 +18,10 @@ from ..models.load import disable_dropout, load_causal_lm, load_tokenizer, other
 from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
-from .setup import Row, TextMethod, TextTrainer, frozen_parts
+from ..data.worlds import Row
+from .method import TextMethod, frozen_parts
+from .trainer import TextTrainer
+from .words import takes_trl
 from ..types import Batch, Completions
 
 # %% auto #0
@@ -201,6 +204,7 @@ class OfflineTrainer(TextTrainer):
 
     method_class: Callable[..., OfflineMethod]
 
+    @takes_trl
     def __init__(
         self,
         config: Any,

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
 from ..core import ConfigError, derive_seed
-from ..data import toy
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
-from ..data.sums import is_sums
+from ..data.worlds import toy_presets, world_of
 from ..evaluate.policy import evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import kl_report
@@ -29,15 +28,17 @@ from ..models.heads import RewardModel
 from ..decode.named import DecoderConfig
 from .decoders import check_learnable, load_decoder
 from .entries import RewardEntry, from_entries, load_models
-from ..models.load import disable_dropout, is_toy, using_adapter
-from ..rewards.answers import Number
+from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..scoring.check import self_check
-from .setup import Row, TextMethod, TextTrainer, frozen_parts, toy_presets
+from ..data.worlds import Row
+from .method import TextMethod, frozen_parts
+from .trainer import TextTrainer
+from .words import takes_trl
 from .watched import EvalConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
@@ -55,7 +56,7 @@ def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict
         more: what else the toy run of this method has of its own.
     """
     toy_run: dict[str, Any] = {
-        "data": {"path": "toy", "max_prompt_length": 64}, "steps": 40, "epochs": None, "mini_batch_size": 128, "token_budget": 4096,
+        "data": {"max_prompt_length": 64}, "steps": 40, "epochs": None, "mini_batch_size": 128, "token_budget": 4096,
         "sampling": {"max_new_tokens": 28},
     }  # fmt: skip
     return toy_presets(folder, {"lr": lr, "schedule": "constant"}, **toy_run | more)
@@ -68,7 +69,7 @@ class OnlineConfig(TrainConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     reward: PathText | None = Field(
         default=None,
-        description="folder of a reward model (or an ensemble's members); 'gold' or 'check' in the toy world, 'check' for data.path=sums",
+        description="folder of a reward model (or an ensemble's members); in worlds that are made here 'check', and where there is one 'gold'",
     )
     rewards: list[RewardEntry] = Field(
         default_factory=list,
@@ -226,7 +227,7 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
 
 # %% ../../nbs/train/online.ipynb #628aa003
 class OnlineMethod(TextMethod):
-    """A method that learns from its own answers; a subclass writes `advantages`, `denominators` and `loss`.
+    """A method that learns from its own answers; a subclass writes `collect`, `advantages`, `denominators` and `loss`.
 
     Args:
         model: the policy, a causal language model.
@@ -413,9 +414,16 @@ class OnlineMethod(TextMethod):
         r.advantages = torch.where(r.completion_mask, r.need("advantages"), 0.0)
         return r
 
+    @abstractmethod
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answer prompts, score the answers, compute advantages; last of all, leave out what was cut."""
-        r = self.advantages(self.score(self.rollout(batch, step)))
+        """Answers (`rollout`), their scores, their advantages; `noted` is last."""
+
+    def noted(self, r: Rollout) -> Rollout:
+        """A rollout after its numbers were taken, without what was cut.
+
+        Args:
+            r: with advantages.
+        """
         seen = r.seen()  # measured on the host, so that a GPU is asked once for everything
         self._collected, r = self.measure(seen), self.leave_out_cut(r)
         self._samples = rollout_samples(self.leave_out_cut(seen), self.config.samples_per_step)
@@ -487,12 +495,13 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
 
     Args:
         config: `rewards` are entries (`train.entries`); `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in
-            the toy world "gold" or "check" (1 for a right answer); with the word problems of `data.path=sums`, "check".
+            a world that is made here "check" (1 for a right answer) or "gold", where it has one.
 
     Raises:
         ConfigError: neither names anything.
     """
-    gold = {"gold": toy.gold_reward} if is_toy(config.data.path) else {}
+    world = world_of(config.data.path)
+    gold = {} if world is None or world.gold is None else {"gold": world.gold}
     if config.rewards:
         return from_entries(config.rewards, config), gold
     if config.reward is None:
@@ -501,14 +510,14 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
             "rewards=[{file: rewards.py, fn: NAME}].",
             python="In Python a trainer also takes functions, reward=f.",
         )
-    if config.reward == "check" and is_sums(config.data.path):
-        return Number("answer", name="right"), {}
-    if config.reward in ("gold", "check") and gold:
-        return (toy.gold_reward, {}) if config.reward == "gold" else (toy.check_answer, gold)
+    if config.reward == "gold" and gold:
+        return gold["gold"], {}
+    if config.reward == "check" and world is not None:
+        return from_entries(world.check, config), gold
     if config.reward in ("gold", "check") and not Path(config.reward).exists():
         raise ConfigError(
-            f"reward={config.reward} judges answers of the toy world (check: those of sums, too), and data.path is {config.data.path}: name the folder of a reward "
-            "model, or an entry, rewards=[{verify: number}]."
+            f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: name the folder of a reward model, or an "
+            "entry, rewards=[{verify: number}]."
         )
     trust = {"trust_remote_code": config.model.trust_remote_code}
     return load_models(config.reward, token_budget=config.token_budget, **trust), gold
@@ -573,6 +582,7 @@ class OnlineTrainer(TextTrainer):
     method: OnlineMethod
     method_class: type[OnlineMethod]
 
+    @takes_trl
     def __init__(
         self,
         config: Any,

@@ -16,8 +16,8 @@ from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
-from .setup import Row
-from ..types import LossSum, Rollout, where_true
+from ..data.worlds import Row
+from ..types import LossSum, PromptBatch, Rollout, where_true
 
 # %% auto #0
 __all__ = ['OnlineDPO', 'OnlineDPOTrainer']
@@ -31,6 +31,12 @@ class OnlineDPO(PairMethod):
 
     name = "online_dpo"
     columns = ("reward", "rewards/accuracies", "rewards/margins", "pairs/ties", "completions/mean_length", "lr")
+
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers, scores and pairs; of more than two answers to a prompt two stay."""
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.pairs(self.noted(self.advantages(scored)))
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
@@ -80,7 +86,7 @@ class OnlineDPO(PairMethod):
 
 # %% ../../nbs/train/online_dpo.ipynb #0fa57aba
 @register(
-    "online", OnlineDPOConfig, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
+    "online", OnlineDPOConfig, stage=8, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
 class OnlineDPOTrainer(OnlineTrainer):

@@ -108,10 +108,6 @@ class PairMethod(OnlineMethod):
         both = Rollout.cat([own, other], self.tokenizer.pad_token_id)
         return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
 
-    def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answers, scores and pairs; of more than two answers to a prompt two stay."""
-        return self.pairs(super().collect(batch, step))
-
     def pairs(self, r: Rollout) -> Rollout:
         """The two answers of each group that something is learnt from: the better one and the other; of a group without any, the first two."""
         n = self.config.num_generations

@@ -22,7 +22,7 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
-from .setup import Row
+from ..data.worlds import Row
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -119,7 +119,9 @@ class PPO(OnlineMethod):
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages and returns; in the first `critic_warmup_steps` steps only the critic learns from them."""
         self.warming = step < self.config.critic_warmup_steps
-        return super().collect(batch, step)
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs and values; where policy and critic share their states, one pass gives both."""
@@ -234,7 +236,7 @@ def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference 
 
 
 @register(
-    "ppo", PPOConfig, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
+    "ppo", PPOConfig, stage=5, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
     holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
 )  # fmt: skip
 class PPOTrainer(OnlineTrainer):

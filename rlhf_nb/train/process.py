@@ -16,11 +16,14 @@ from torch import Tensor
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, TrainConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.steps import StepRule, tokenize_steps
+from ..data.worlds import toy_presets
 from ..losses.process import step_loss
 from ..models.process import ProcessModel
 from ..scoring.check import check_scores
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from ..data.worlds import Row
+from .method import TextMethod
+from .trainer import TextTrainer
 from ..types import Completions, LossSum, pad_rows
 
 # %% auto #0
@@ -58,8 +61,8 @@ class ProcessConfig(TrainConfig):
     """Everything that a run on labelled steps needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
-        "process", {"lr": 2e-3, "schedule": "linear", "warmup_steps": 10}, epochs=2.0, token_budget=4096,
-        model={"name_or_path": "legs"}, data={"path": "legs", "max_length": 96, "max_prompt_length": 48}, boundary={"separator": ";"},
+        "process", {"lr": 2e-3, "schedule": "linear", "warmup_steps": 10}, "stepwise", epochs=2.0, token_budget=4096,
+        data={"max_length": 96, "max_prompt_length": 48}, boundary={"separator": ";"},
     )  # fmt: skip
 
     output_dir: PathText = option("runs/process", "the run's folder", min_length=1)
@@ -221,7 +224,7 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
 
 # %% ../../nbs/train/process.ipynb #2dc97cf8
 @register(
-    "process", ProcessConfig, rows="stepwise", leaves="process", holds=("reward model",),
+    "process", ProcessConfig, stage=4, rows="stepwise", leaves="process", holds=("reward model",),
     about="Learn a process reward model from labelled steps.",
 )  # fmt: skip
 class ProcessTrainer(TextTrainer):

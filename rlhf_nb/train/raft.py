@@ -14,7 +14,7 @@ from ..config import PathText, option
 from ..losses.sft import sft_loss
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from ..types import LossSum, Rollout, host
+from ..types import LossSum, PromptBatch, Rollout, host
 
 # %% auto #0
 __all__ = ['RAFTConfig', 'RAFT', 'RAFTTrainer']
@@ -55,6 +55,12 @@ class RAFT(OnlineMethod):
         """Good answers are imitated, whoever gave them."""
         return True
 
+    def collect(self, batch: PromptBatch, step: int) -> Rollout:
+        """Answers, their scores, and which of them are the best of their group."""
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
+
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """1 for the best answers of each group whose answers differ in reward, 0 for the others."""
@@ -90,7 +96,7 @@ class RAFT(OnlineMethod):
 
 
 @register(
-    "raft", RAFTConfig, rows="prompt", online=True, about="Fine-tune a model on the best of its own answers, round after round.",
+    "raft", RAFTConfig, stage=12, rows="prompt", online=True, about="Fine-tune a model on the best of its own answers, round after round.",
 )  # fmt: skip
 class RAFTTrainer(OnlineTrainer):
     """Rejection-sampling fine-tuning, ready to `fit()`; arguments as in `OnlineTrainer`."""

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
+from importlib import import_module, resources
 from typing import Any, Literal, TypeVar
 
 from ..config import StrictConfig
 from ..core import ConfigError, did_you_mean
-from .words import speak_trl
 
 Held = Literal["policy", "critic", "critic adapter", "reference", "reward model", "reward adapter"]
 _Trainer = TypeVar("_Trainer", bound=Callable[..., Any])
 
 # %% auto #0
-__all__ = ['Held', 'on_register', 'BUILT_IN', 'MethodInfo', 'register', 'add_method', 'methods', 'get', 'of']
+__all__ = ['Held', 'on_register', 'MethodInfo', 'register', 'add_method', 'built_in', 'methods', 'get', 'config_of', 'of']
 
 # %% ../../nbs/train/registry.ipynb #75076702
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class MethodInfo:
     # in memory; what `reward` names comes on top
     holds: tuple[Held, ...] | Callable[[Any], tuple[Held, ...]] = ("policy",)
     command: str = ""  # where the command has another name
+    stage: float = float("inf")  # its place in a pipeline: stages run in this order, then in that of registration
 
     def held(self, config: Any = None) -> tuple[Held, ...]:
         """The models that a run holds.
@@ -68,7 +70,6 @@ def register(name: str, config: type[StrictConfig], **facts: Any) -> Callable[[_
 
     def add(trainer: _Trainer) -> _Trainer:
         add_method(MethodInfo(name, config, trainer, **facts))
-        speak_trl(trainer, config)
         return trainer
 
     return add
@@ -80,8 +81,8 @@ def add_method(method: MethodInfo) -> None:
     Raises:
         ConfigError: the name belongs to another method.
     """
-    home = f"rlhf_nb.train.{BUILT_IN.get(method.name, '')}"
-    if method.name in BUILT_IN and method.trainer.__module__ != home:
+    home = built_in().get(method.name)
+    if home is not None and method.trainer.__module__ != home:
         import_module(home)
     old = _METHODS.get(method.name)
     new, theirs = (f"{m.trainer.__module__}.{m.trainer.__qualname__}" if m else "" for m in (method, old))
@@ -93,21 +94,25 @@ def add_method(method: MethodInfo) -> None:
         tell(method)
 
 # %% ../../nbs/train/registry.ipynb #f4ca0814
-BUILT_IN = {  # name: module in `train`
-    "sft": "sft", "rlaif": "rlaif", "reward": "reward", "process": "process", "ppo": "ppo", "grpo": "grpo", "rloo": "rloo", "online": "online_dpo", "dpo": "dpo", "kto": "kto", "distill": "distill", "raft": "raft",
-}  # fmt: skip
+@cache
+def built_in() -> dict[str, str]:
+    """The package's methods by name, with the module of each: read from the files of this room, of which none is imported."""
+    files = sorted(resources.files("rlhf_nb.train").iterdir(), key=lambda f: f.name)
+    above = re.compile(r'^@register\(\s*"([\w-]+)"', re.M)
+    texts = {f.name[:-3]: f.read_text(encoding="utf-8") for f in files if f.name.endswith(".py")}
+    return {name: f"rlhf_nb.train.{module}" for module, text in texts.items() for name in above.findall(text)}
 
 
 def methods() -> dict[str, MethodInfo]:
     """All methods by name, in the order of a pipeline's stages."""
-    for module in BUILT_IN.values():
-        import_module(f"rlhf_nb.train.{module}")
+    for module in built_in().values():
+        import_module(module)
     for module in filter(None, os.environ.get("RLHF_NB_METHODS", "").split(",")):
         try:
             import_module(module.strip())
         except ModuleNotFoundError as e:
             raise ConfigError(f"RLHF_NB_METHODS names {module!r}, which isn't importable ({e}): see PYTHONPATH.") from e
-    return {name: _METHODS[name] for name in (*BUILT_IN, *(n for n in _METHODS if n not in BUILT_IN))}
+    return {m.name: m for m in sorted(_METHODS.values(), key=lambda m: m.stage)}
 
 
 def get(name: str) -> MethodInfo:
@@ -116,14 +121,20 @@ def get(name: str) -> MethodInfo:
     Raises:
         ConfigError: there is none.
     """
-    if name in BUILT_IN and name not in _METHODS:
-        import_module(f"rlhf_nb.train.{BUILT_IN[name]}")
+    if name in built_in() and name not in _METHODS:
+        import_module(built_in()[name])
     if name in _METHODS:
         return _METHODS[name]
     known = {m.command or m.name: m for m in methods().values()}
     if name in {**_METHODS, **known}:
         return {**_METHODS, **known}[name]
     raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, known, 'There are: ' + ', '.join(known))}")
+
+
+def config_of(trainer: type) -> type[StrictConfig] | None:
+    """The settings of a trainer's method (or of the nearest parent's); None where none is registered."""
+    known = {m.trainer: m.config for m in _METHODS.values()}
+    return next((known[c] for c in trainer.__mro__ if c in known), None)
 
 
 def of(config: Any) -> MethodInfo:

@@ -19,6 +19,7 @@ from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
 from ..data.templates import speaks_chat
 from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
 from ..models.starts import weight_digest
@@ -27,7 +28,9 @@ from ..scoring.check import check_scores
 from ..scoring.head import text_config
 from .fit_head import Fitted, cut_body, difference_states, fit_members, keep_fit, read_fit, set_heads
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, split_pairs, toy_presets
+from ..data.worlds import Row
+from .method import TextMethod, split_pairs
+from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
@@ -419,7 +422,7 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
 
 # %% ../../nbs/train/reward.ipynb #a7675dd0
 @register(
-    "reward", RewardConfig, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
+    "reward", RewardConfig, stage=3, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
     about="Learn a reward model from preferences.",
 )  # fmt: skip
 class RewardTrainer(TextTrainer):

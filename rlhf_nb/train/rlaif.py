@@ -21,13 +21,13 @@ from pydantic import model_validator
 
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
-from ..data import toy
 from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
+from ..data.worlds import World, gold_of, FIRST, world_of
 from ..rewards.base import RewardModelFn, Rewards
 from ..models.heads import RewardModel
 from ..types import Completions, Rollout, prompt_uid
 from ..run.engine import Engine
-from ..models.load import is_toy, load_causal_lm, load_tokenizer
+from ..models.load import load_causal_lm, load_tokenizer
 from ..judges.constitution import Constitution, ModelWriter
 from ..judges.constitution import critique_and_revise, drawn_principle, load_constitution
 from rlhf_nb.judges.judge import (
@@ -50,7 +50,8 @@ from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
 from .entries import RewardEntry, build_rewards
 from .registry import register
 from ..untrusted import Unreadable, json_value
-from .setup import Row, load_rows
+from ..data.rows import load_rows
+from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',
@@ -171,14 +172,17 @@ def _no_word(prompts: list[Any], completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def toy_judge(seed: int = 0) -> FunctionJudge:
-    """The toy world's labellers as a judge: taste, an error of its own on each answer, a liking for what stands first."""
+def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
+    """A world's labellers as a judge: taste, an error of its own on each answer, a liking for what stands first.
 
-    def score(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        gold = toy.gold_reward(prompts, completions)
-        return [g + toy.TASTE * toy.taste(p, c) for g, p, c in zip(gold, prompts, completions)]
-
-    return FunctionJudge(score, clarity=toy.CLARITY, noise=0.7, position_bias=0.5, seed=seed, name="toy labellers")
+    Args:
+        seed: of the errors.
+        world: that has labellers; default: the first.
+    """
+    world = world or FIRST
+    assert world.taste is not None, f"{world.name} has no labellers"
+    how: dict[str, Any] = {"noise": 0.7, "position_bias": 0.5, "seed": seed, "name": f"{world.name} labellers"}
+    return FunctionJudge(world.taste, clarity=world.clarity, **how)
 
 # %% ../../nbs/train/rlaif.ipynb #9ab8629e
 class RLAIFConfig(StrictConfig):
@@ -187,8 +191,8 @@ class RLAIFConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/rlaif", "model": {"name_or_path": "toy"}, "data": {"path": "toy", "max_prompt_length": 64},
-            "device": "cpu", "judge": {"model": "toy"}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
+            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST.name}, "data": {"path": FIRST.name, "max_prompt_length": 64},
+            "device": "cpu", "judge": {"model": FIRST.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
         },
     }  # fmt: skip
 
@@ -257,10 +261,13 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
             "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, judge.endpoint.url=http://... with "
             "judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' in the toy world)."
         )
-    if is_toy(c.model):
-        if not is_toy(config.data.path):
-            raise ConfigError("judge.model is 'toy', which can only judge the toy world's answers: name another judge.")
-        return toy_judge(config.seed)
+    world = world_of(c.model)
+    if world is not None and world.taste is not None:
+        if world_of(config.data.path) is not world:
+            raise ConfigError(
+                f"judge.model is {c.model!r}, which judges answers of that world only, and data.path is {config.data.path}: name another judge."
+            )
+        return toy_judge(config.seed, world)
     where = ModelConfig(name_or_path=c.model, trust_remote_code=config.model.trust_remote_code)
     precision = decide_precision(config.device, config.precision)
     tokenizer = load_tokenizer(where)
@@ -299,8 +306,9 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 def known_pairs(config: RLAIFConfig) -> list[Row]:
     """Preferences one believes, to try the judge on: gold's in the toy world, else the data's own; none: []."""
     n = config.check_pairs
-    if not n or is_toy(config.data.path):
-        return toy.preference_rows(n, derive_seed(config.seed, "check pairs"), labels="gold", test=True) if n else []
+    world = world_of(config.data.path)
+    if not n or (world is not None and world.gold is not None):
+        return world.pairs(n, derive_seed(config.seed, "check pairs")) if n and world else []
     try:
         train, held = load_rows(config.data, "preference", config.seed)
     except DataError:
@@ -377,7 +385,7 @@ _FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may c
 
 
 @register(
-    "rlaif", RLAIFConfig, rows="prompt", leaves="pairs",
+    "rlaif", RLAIFConfig, stage=2, rows="prompt", leaves="pairs",
     about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
 )  # fmt: skip
 class Labelling:
@@ -404,7 +412,7 @@ class Labelling:
         rows = load_rows(config.data, "prompt", config.seed)[0] if rows is None else rows
         self.config, self.rows, self.model, self.tokenizer = config, list(rows)[: config.prompts], model, tokenizer
         self.writer = ModelWriter(model, tokenizer, config.sampling, derive_seed(config.seed, "rlaif") % 2**31)
-        self.gold = toy.gold_reward if is_toy(config.data.path) else None
+        self.gold = gold_of(config.data.path)
         self.path = Path(config.output_dir) / "preferences.jsonl"
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, float]:

@@ -55,6 +55,7 @@ class RLOO(OnlineMethod):
     name = "rloo"
     columns = ("reward", "objective/kl", "objective/rlhf_reward", "completions/mean_length", "lr")
     config: RLOOConfig
+    greedy: Tensor | float = 0.0  # ReMax: [B], scores of the greedy answers to the prompts of this rollout
 
     @property
     def by_token(self) -> bool:
@@ -77,7 +78,8 @@ class RLOO(OnlineMethod):
             each = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]
             each = whiten(each, mask)
         else:
-            whole = rewards.sum(1) - self._baseline(rewards.sum(1), r)
+            whole = rewards.sum(1)
+            whole = whole - (self.greedy if cfg.baseline == "remax" else rloo_baseline(whole, cfg.num_generations))
             if cfg.whiten_advantages:
                 row = torch.ones_like(whole, dtype=torch.bool)
                 whole = whiten(whole, row)
@@ -85,16 +87,14 @@ class RLOO(OnlineMethod):
         r.token_rewards, r.advantages = rewards, each
         return r
 
-    def _baseline(self, totals: Tensor, r: Rollout) -> Tensor:
-        """[B], what an answer's reward is compared with."""
-        return rloo_baseline(totals, self.config.num_generations) if self.config.baseline == "rloo" else self._greedy
-
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages; ReMax asks for the greedy answers first."""
         if self.config.baseline == "remax":
             best = self.answers(batch, step, num_samples=1, greedy=True)
-            self._greedy = self.score(best, 1).need("scores").repeat_interleave(self.config.num_generations)
-        return super().collect(batch, step)
+            self.greedy = self.score(best, 1).need("scores").repeat_interleave(self.config.num_generations)
+        answers = self.rollout(batch, step)
+        scored = self.score(answers)
+        return self.noted(self.advantages(scored))
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Tokens where each has its own reward, else answers."""
@@ -115,7 +115,7 @@ class RLOO(OnlineMethod):
 
 # %% ../../nbs/train/rloo.ipynb #6b7a4735
 @register(
-    "rloo", RLOOConfig, rows="prompt", online=True, holds=("policy", "reference"),
+    "rloo", RLOOConfig, stage=7, rows="prompt", online=True, holds=("policy", "reference"),
     about="Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
 )  # fmt: skip
 class RLOOTrainer(OnlineTrainer):

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import derive_seed
 from ..data.sources import collate_completions, tokenize_sft
+from ..data.worlds import toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
-from .setup import Row, TextMethod, TextTrainer, toy_presets
+from ..data.worlds import Row
+from .method import TextMethod
+from .trainer import TextTrainer
 from ..types import Completions, LossSum
 
 # %% auto #0
@@ -136,7 +139,7 @@ class SFT(TextMethod):
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 
 # %% ../../nbs/train/sft.ipynb #26c2c8e5
-@register("sft", SFTConfig, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
+@register("sft", SFTConfig, stage=1, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
 class SFTTrainer(TextTrainer):
     """Supervised fine-tuning on demonstrations, ready to `fit()`; arguments as in `TextTrainer`."""
 

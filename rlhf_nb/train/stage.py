@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
-from ..data import toy
-from ..models.load import is_toy
+from ..data.worlds import gold_of
 from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
 from ..run.log import RunDir
@@ -26,15 +25,16 @@ __all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'Stage
 
 # %% ../../nbs/train/stage.ipynb #d1077854
 def make_trainer(config: Any) -> Any:
-    """The trainer of a config; in the toy world it also watches what answers are really worth.
+    """The trainer of a config; where a world says what answers are really worth, it watches that, too.
 
     Args:
         config: of any method of the registry.
     """
     method = of(config)
     trainer = method.trainer(config)
-    if method.online and is_toy(config.data.path) and config.reward != "gold":
-        watch(trainer, "gold", toy.gold_reward)
+    gold = gold_of(config.data.path)
+    if method.online and gold is not None and config.reward != "gold":
+        watch(trainer, "gold", gold)
     return trainer
 
 

@@ -6,25 +6,25 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
+from ..data.worlds import model_world, FIRST
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
+from ..models.policy import load_policy
 from ..models.starts import read_starts
-from ..models.load import ensure_pad, is_made, is_toy, load_tokenizer, pretrained, resize_embeddings
+from ..models.load import ensure_pad, load_tokenizer, pretrained, resize_embeddings
 from ..rewards.base import RewardModelFn
-from ..run.hf_callbacks import as_callback
-from ..run.loop import Trainer
-from .setup import load_policy
+from .registry import config_of
 
 # %% auto #0
-__all__ = ['RENAMED', 'NOT_HERE', 'ELSEWHERE', 'rows_of', 'lora_settings', 'our_arguments', 'speak_trl']
+__all__ = ['RENAMED', 'NOT_HERE', 'ELSEWHERE', 'rows_of', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
 
 # %% ../../nbs/train/words.ipynb #a5461fe6
 RENAMED = {
@@ -136,10 +136,9 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 def _model_type(model: Any, config: Any) -> str:
     """The architecture of a model, or of the one that a config names."""
     name = config.model.name_or_path
-    if model is None and (name is None or is_toy(name)):
-        return "llama"
-    if model is None and is_made(name):
-        return "gpt2"
+    if model is None and (world := FIRST if name is None else model_world(name)) is not None:
+        assert world.model is not None
+        model = world.model()
     if model is None:
         from transformers import AutoConfig
 
@@ -268,20 +267,6 @@ def our_arguments(
     return {**out, "config": config, **{k: v for k, v in loaded.items() if v is not None or k in out and k in takes}}
 
 # %% ../../nbs/train/words.ipynb #b00da967
-def _train(self: Any, resume_from_checkpoint: Any = None) -> Any:
-    """TRL's word for `fit`."""
-    if resume_from_checkpoint and resume_from_checkpoint is not True:
-        raise ConfigError(
-            f"resume_from_checkpoint is {resume_from_checkpoint!r}, but a run goes on in its own folder: set output_dir to it, and fit(resume=True)."
-        )
-    return self.fit(resume=bool(resume_from_checkpoint))
-
-
-def _add_callback(self: Any, callback: Any) -> None:
-    """TRL's word for one more observer: a callback of ours or a transformers `TrainerCallback`."""
-    self.observers.active.append(as_callback(callback))
-
-
 ELSEWHERE = {
     "state": "the numbers of all steps are in trainer.history, the step is trainer.step",
     "args": "the settings are in trainer.config",
@@ -305,35 +290,32 @@ ELSEWHERE = {
 }  # TRL's attributes that a trainer hasn't: what to use
 
 
-def _say_where(self: Any, name: str) -> Any:
-    """An attribute that isn't there: where it is, when TRL's trainers have it."""
-    more = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-    raise AttributeError(f"{type(self).__name__} has no {name!r}{more}", name=name, obj=self)
+def says_where(name: str) -> str:
+    """Of an attribute of TRL's trainers that isn't there: what to use, as the end of a message."""
+    return f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
 
 
-def speak_trl(trainer: Any, kind: type[StrictConfig]) -> None:
-    """Let a trainer's constructor take TRL's arguments too, and give it `train()`, `add_callback()` and `model`; done by `register`.
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def takes_trl(init: _Init) -> _Init:
+    """A trainer's constructor, which then takes TRL's arguments too, where the trainer's method is registered.
 
     Args:
-        trainer: changed in place, if it is a class of trainers.
-        kind: class of its config.
+        init: takes ours.
     """
-    if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
-        return
-    ours: Any = trainer.__init__
-    makers = [inspect.signature(vars(c)["__init__"]) for c in trainer.__mro__ if "__init__" in vars(c)]
-    named = [p.name for m in makers for p in m.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes = [name for name in dict.fromkeys(named) if name != "self"]
 
-    @functools.wraps(ours)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        ours(self, **our_arguments(trainer.__name__, kind, takes, args, given))
+    @functools.wraps(init)
+    def translated(self: Any, *args: Any, **given: Any) -> None:
+        cls = type(self)
+        kind = None if "_translated" in vars(self) else config_of(cls)
+        if kind is not None:  # once: the constructors of parents are given our arguments
+            self._translated = True
+            makers = [vars(c)["__init__"] for c in cls.__mro__ if "__init__" in vars(c)]
+            makers = makers[makers.index(translated) :]
+            named = [p for m in makers for p in inspect.signature(m).parameters.values()]
+            takes = dict.fromkeys(p.name for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            args, given = (), our_arguments(cls.__name__, kind, [n for n in takes if n != "self"], args, given)
+        init(self, *args, **given)
 
-    trainer.__init__ = __init__  # type: ignore[method-assign]
-    words: dict[str, Any] = {"train": _train, "add_callback": _add_callback, "__getattr__": _say_where}
-    words |= {
-        "model": property(lambda self: self.method.model, doc="TRL's place of the language model that is trained.")
-    }
-    for name, what in words.items():
-        if not hasattr(trainer, name):
-            setattr(trainer, name, what)
+    return cast(_Init, translated)
