@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -37,6 +38,11 @@ def export(root: Path) -> None:
         before = path.read_text(encoding="utf-8")
         if (after := narrow(before)) != before:
             path.write_text(after, encoding="utf-8")
+    facts = subprocess.run(  # in a process of its own: this one may have imported what was there before
+        [sys.executable, str(root / ".ci" / "facts.py")], env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )  # fmt: skip
+    if facts.returncode:
+        print("rlhf_nb/cli/facts.json is as it was: " + facts.stderr.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .core import read_interval, suggest
+from .errors import read_interval, suggest
 from .strict import StrictConfig, explain, merge, option, parse_overrides, read_config_file
 
 # a config of one's own needs these, too

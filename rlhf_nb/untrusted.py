@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
-from .core import mended, printable
+from .errors import mended, printable
 
 # %% auto #0
 __all__ = ['MAX_DEPTH', 'MAX_LINE', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value', 'Line',

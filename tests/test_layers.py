@@ -137,4 +137,4 @@ def test_circles_are_seen(tmp_path: Path) -> None:
 def test_the_graph_is_read_at_all() -> None:
     graph = imports(ROOT / "rlhf_nb")
     assert len(graph) > 60 and sum(map(len, graph.values())) > 200
-    assert {"losses.policy", "losses.kl"} <= graph["train.ppo"] and "core" in graph["config"]
+    assert {"losses.policy", "losses.kl"} <= graph["train.ppo"] and "errors" in graph["config"]

@@ -102,7 +102,7 @@ def settled(config: ServeConfig) -> ServeConfig:
     """
 
     def real(place: Any) -> Any:
-        if not isinstance(place, str) or is_made(place):
+        if not isinstance(place, str) or model_world(place) is not None:
             return place
         kind, where = find_model(place)
         return place if kind == "hub" else str(Path(where).resolve())
@@ -348,7 +348,7 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
     cache, left = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters)), config.copies * 2**30
     size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
     for name, place in config.models.items():
-        made = is_made(place)
+        made = model_world(place)
         shape = shape_of(
             load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
         )
