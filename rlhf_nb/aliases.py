@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .core import ConfigError
+from .errors import ConfigError
 
 # %% auto #0
 __all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'trl_words', 'known', 'elsewhere', 'moved',

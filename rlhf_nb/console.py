@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 import typer
 
 from .aliases import known
-from .config import StrictConfig
-from .core import RlhfError, printable
+from .errors import RlhfError, printable
 
 # %% auto #0
 __all__ = ['Debug', 'tell', 'rank', 'told', 'note', 'me', 'again', 'as_settings']
@@ -105,12 +104,12 @@ def again() -> str:
     return shlex.join([me(), *words, "--resume"])
 
 # %% ../nbs/console.ipynb #a925c002
-def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[str]) -> list[str]:
+def as_settings(has: Callable[[str], bool], own: Sequence[str], words: Sequence[str]) -> list[str]:
     """A command line with settings written as options, `--learning_rate 2e-5`, turned into KEY=VALUE; what is no
     setting stays.
 
     Args:
-        config: of the method.
+        has: whether a dotted key is a setting of the method.
         own: options of the command itself.
         words: as they were typed; an option without a value is true, `--no_KEY` is false, several values are a list.
     """
@@ -121,7 +120,7 @@ def as_settings(config: type[StrictConfig], own: Sequence[str], words: Sequence[
         key = name.replace("-", "_")
         off = key.startswith("no_") and not known(key)
         key = key.removeprefix("no_") if off else key
-        if not word.startswith("--") or f"--{name}" in own or not (config.has(key) or known(key)):
+        if not word.startswith("--") or f"--{name}" in own or not (has(key) or known(key)):
             out.append(word)
             continue
         values = [value] if equals else []

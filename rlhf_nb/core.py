@@ -3,16 +3,14 @@
 # %% ../nbs/core.ipynb #455fd5df
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
 import random
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from statistics import NormalDist
@@ -22,160 +20,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf_nb.errors import (
+    CheckpointError, ConfigError, DataError, Interval, ModelError, RewardError, RlhfError, RunError, check_choice, did_you_mean, mended, printable,
+    read_interval, suggest,
+)  # fmt: skip
+
+# of `errors`, which needs no torch; most modules take them from here
+_all_ = [
+    "CheckpointError", "ConfigError", "DataError", "Interval", "ModelError", "RewardError", "RlhfError", "RunError", "check_choice", "did_you_mean",
+    "mended", "printable", "read_interval", "suggest",
+]  # fmt: skip
+
 # %% auto #0
-__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError',
-           'CheckpointError', 'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval',
-           'read_interval', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
-           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating', 't_share',
-           't_quantile']
-
-# %% ../nbs/core.ipynb #178c2c79
-_UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
-_HALF = re.compile("[\ud800-\udfff]")  # half of a character: no file and no terminal takes it
-
-
-def mended(text: str) -> str:
-    """A text with each lone surrogate (half of an emoji, cut by another program) replaced by U+FFFD, the sign for a lost character."""
-    return text if text.isascii() else _HALF.sub("\ufffd", text)
-
-
-def printable(text: object) -> str:
-    """A text that a terminal only shows, whoever wrote it; new lines and tabs stay.
-
-    Args:
-        text: anything; control characters become their pictures (ESC is ␛), other invisible commands their number (<U+202E>).
-    """
-    return _UNSEEN.sub(_picture, mended(str(text)).replace("\r\n", "\n"))
-
-
-def _picture(found: re.Match[str]) -> str:
-    """One invisible character, to be seen."""
-    n = ord(found[0])
-    return chr(0x2400 + n) if n < 32 else "\u2421" if n == 127 else f"<U+{n:04X}>"
-
-# %% ../nbs/core.ipynb #be3465a6
-_LONG = re.compile(r"\S{500,}")  # no word and no path: something was quoted whole
-
-
-def _shorter(found: re.Match[str]) -> str:
-    """Beginning and end of what nobody would read."""
-    return f"{found[0][:200]}…({len(found[0]):,} characters)…{found[0][-40:]}"
-
-
-class RlhfError(Exception):
-    """Anything this package refuses to do: one sentence with what was wrong, why it matters, what to do.
-
-    Args:
-        message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more shortened.
-        python: what helps in Python only, a sentence of its own; who types commands never sees it.
-    """
-
-    at_cli: str | None = None  # the message without it
-
-    def __init__(self, *message: object, python: str = "") -> None:
-        shown = [_LONG.sub(_shorter, printable(m)) if isinstance(m, str) else m for m in message]
-        if python:
-            self.at_cli = str(shown[0])
-            shown[0] = f"{shown[0]} {python}"
-        super().__init__(*shown)
-
-
-class ConfigError(RlhfError):
-    """A setting is unknown, of the wrong type, or contradicts another one."""
-
-
-class DataError(RlhfError):
-    """Rows, columns or tensors don't have the form that was asked for."""
-
-
-class ModelError(RlhfError):
-    """A model or tokenizer can't be loaded, or can't do what it is asked to."""
-
-
-class CheckpointError(RlhfError):
-    """A checkpoint is incomplete, damaged, or belongs to something else."""
-
-
-class RewardError(RlhfError):
-    """A reward function failed, or returned something that is not a list of numbers."""
-
-
-class RunError(RlhfError):
-    """A run can't start or can't go on: its folder is taken, its loss is not finite, a step is missing."""
-
-# %% ../nbs/core.ipynb #c2447f42
-def suggest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice nearest to a mistyped name, for error messages.
-
-    Args:
-        name: what somebody wrote.
-        choices: what would have been valid.
-
-    Returns:
-        The nearest choice (case, `-` and `_` don't count), or None when nothing looks alike.
-    """
-    plain = {c.lower().replace("-", "_"): c for c in choices}
-    name = str(name)[:100]  # the comparison takes the square of the length, and nobody mistypes a hundred letters
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
-    return plain[found[0]] if found else None
-
-
-def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
-    """The end of an error message about a mistyped name: "Did you mean 'x'?", or `otherwise` where nothing looks alike."""
-    near = suggest(name, choices)
-    return f"Did you mean {near!r}?" if near else otherwise
-
-
-def check_choice(what: str, value: Any, choices: Iterable[str], error: type[RlhfError] = ConfigError) -> None:
-    """Refuse a word that is none of those known; the message names the nearest, or all there are.
-
-    Args:
-        what: how the setting is called in the message.
-        value: what somebody wrote.
-        choices: what is valid.
-        error: what is raised.
-    """
-    known = list(choices)
-    if value not in known:
-        raise error(f"{what} {value!r} is unknown. {did_you_mean(str(value), known, 'There are: ' + ', '.join(known))}")
-
-# %% ../nbs/core.ipynb #1a7e0002
-class Interval(NamedTuple):
-    """How far apart two things happen: so many steps, or so many seconds; neither: they never do."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-def read_interval(value: int | str | None) -> Interval:
-    """An interval as it stands in a config.
-
-    Args:
-        value: a number of steps, a time such as "30s", "10min" or "2h", or None for never.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    if value is None:
-        return Interval()
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return Interval(steps=value)
-    text = value.strip() if isinstance(value, str) else ""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
-    if found and float(found[1]) > 0:
-        return Interval(seconds=float(found[1]) * _SECONDS[found[2]])
-    near = re.match(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.lower())
-    unit = {"s": "s", "m": "min", "h": "h", "": ""}[near[2]] if near else ""
-    hint = f" Did you mean {near[1]}{unit}?" if near and float(near[1]) > 0 and f"{near[1]}{unit}" != text else ""
-    hint = hint or (f" Write {text} without quotes." if text.isdigit() and int(text) > 0 else "")
-    raise ValueError(
-        f"got {value!r}, expected a number of steps (100), a time (30s, 10min, 2h) or null for never.{hint}"
-    )
+__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments',
+           'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state',
+           'evaluating', 't_share', 't_quantile', 'CheckpointError', 'ConfigError', 'DataError', 'Interval',
+           'ModelError', 'RewardError', 'RlhfError', 'RunError', 'check_choice', 'did_you_mean', 'mended', 'printable',
+           'read_interval', 'suggest']
 
 # %% ../nbs/core.ipynb #ea410878
 class GPU(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError',
-           'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval']
+__all__ = ['mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
+           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval']
 
 # %% ../nbs/errors.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
@@ -22,7 +22,8 @@ _HALF = re.compile("[\ud800-\udfff]")  # half of a character: no file and no ter
 
 
 def mended(text: str) -> str:
-    """A text with each lone surrogate (half of an emoji, cut by another program) replaced by U+FFFD, the sign for a lost character."""
+    """A text with each lone surrogate (half of an emoji, cut by another program) replaced by U+FFFD, the sign for a
+    lost character."""
     return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
@@ -30,7 +31,8 @@ def printable(text: object) -> str:
     """A text that a terminal only shows, whoever wrote it; new lines and tabs stay.
 
     Args:
-        text: anything; control characters become their pictures (ESC is ␛), other invisible commands their number (<U+202E>).
+        text: anything; control characters become their pictures (ESC is ␛), other invisible commands their number
+            (<U+202E>).
     """
     return _UNSEEN.sub(_picture, mended(str(text)).replace("\r\n", "\n"))
 
@@ -53,7 +55,8 @@ class RlhfError(Exception):
     """Anything this package refuses to do: one sentence with what was wrong, why it matters, what to do.
 
     Args:
-        message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more shortened.
+        message: may quote what a stranger wrote; it is kept as `printable` shows it, words of 500 letters and more
+            shortened.
         python: what helps in Python only, a sentence of its own; who types commands never sees it.
     """
 
@@ -108,7 +111,8 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
-    """The end of an error message about a mistyped name: "Did you mean 'x'?", or `otherwise` where nothing looks alike."""
+    """The end of an error message about a mistyped name: "Did you mean 'x'?", or `otherwise` where nothing looks
+    alike."""
     near = suggest(name, choices)
     return f"Did you mean {near!r}?" if near else otherwise
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate, trl_words
-from .core import ConfigError, check_choice, suggest
+from .errors import ConfigError, check_choice, suggest
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0

@@ -3,10 +3,9 @@
 # %% ../../nbs/cli/main.ipynb #aa66c7b1
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
-from importlib import resources
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,143 +13,99 @@ from typing import Any
 import typer
 import typer.core
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
-from ..bench.attacking import attack_command
-from ..bench.evals import compare_command, eval_command
-from ..console import Debug, as_settings, again as _again, me as _me, rank as _rank, tell as _tell, told
-from ..pipeline.cycle import cycle_command
-from ..export.command import export_command
-from ..feedback.look import feedback_command
-from ..bench.lm_eval import lm_eval_command
-from ..pipeline.lab import fork_command, overopt_command
-from ..bench.label_steps import label_steps_command
-from ..hub.merging import merge_command
-from ..feedback.follow import monitor_command
-from ..hub.push import push_command
-from ..pipeline.results import show_results
-from ..serve.start import serve_command
-from ..pipeline.stage_sweep import sweep_command
-from ..bench.talk import chat_command, get_command, sample_command
-from ..config import StrictConfig, TrainConfig, read_config_file
-from ..core import ConfigError, RunError, printable, suggest
-from ..train.registry import get, methods
+from rlhf_nb.cli.settings import (
+    ELSEWHERE,
+    EXAMPLES,
+    asks_registry,
+    fact_of,
+    facts,
+    find_config,
+    function_at,
+    known_methods,
+    load_config,
+    place_of,
+    recipe_kind,
+    recipes,
+    say_what_to_train,
+    setting_of,
+    settings_help,
+    sweep_with_settings,
+    typed,
+)
+from ..console import Debug, as_settings, told
+from ..console import again as _again
+from ..console import me as _me
+from ..console import rank as _rank
+from ..console import tell as _tell
+from ..errors import ConfigError, RunError, suggest
+
+# tests and benchmarks take these from here
+_all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['SHOWN', 'app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite',
-           'WELCOME', 'NEXT', 'STORY', 'Runs', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'Commands', 'ConfigCommands', 'with_methods', 'settings_help', 'TrainingCommand',
-           'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'rollback', 'plan_command', 'config_accelerate', 'launch_command']
-
-# %% ../../nbs/cli/main.ipynb #ec164888
-def recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    folder = Path(str(resources.files("rlhf_nb") / "recipes"))
-    return {
-        p.stem: p for p in sorted(folder.glob("*.yaml")) if p.stem != "principles"
-    }  # those are of `judges.constitution`
-
-
-def find_config(name: str | None) -> Path | None:
-    """The file that `--config` names: a path, or a recipe."""
-    if name is None or Path(name).exists() or Path(name).suffix or os.sep in name:
-        return None if name is None else Path(name)
-    known = recipes()
-    if name not in known:
-        near = suggest(name, known)
-        hint = f"Did you mean {near!r}?" if near else f"Recipes: {', '.join(known) or 'none'}."
-        raise ConfigError(f"config {name!r} is neither a file nor a recipe. {hint}")
-    return known[name]
-
-
-def recipe_kind(path: Path) -> str:
-    """Who trains by a recipe: the method that its name ends in, or "run" where it describes a pipeline."""
-    return path.stem.rsplit("_", 1)[-1] if "model" in read_config_file(path) else "run"
-
-
-def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, toy: bool = False) -> Any:
-    """The resolved config of a command.
-
-    Args:
-        kind: a method, or "run" for a pipeline.
-        config: file, run directory or recipe.
-        overrides: `key=value` texts.
-        toy: begin with the toy preset.
-    """
-    if kind == "run":
-        from rlhf_nb.pipeline.stages import PipelineConfig
-    of: type[StrictConfig] = PipelineConfig if kind == "run" else get(kind).config
-    path = find_config(config)
-    if (
-        path is not None
-        and path in recipes().values()
-        and recipe_kind(path) != (kind if kind == "run" else get(kind).name)
-    ):
-        raise ConfigError(
-            f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
-        )
-    return of.load(path, list(overrides or []), "toy" if toy else "default")
-
-
-def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
-    """The words behind a command's name that decide its config."""
-    return [*(["--config", config] if config else []), *(["--toy"] if toy else []), *(overrides or [])]
-
-
-def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str] = ()) -> None:
-    """Refuse a config that names no model or no data: a toy is only trained for who asks for one.
-
-    Args:
-        command: what was called, such as "doctor"; "" for the method's own.
-        kind: a method, or "run" for a pipeline.
-        config: of it.
-        given: as `typed` says.
-
-    Raises:
-        ConfigError: with the two lines that can be typed.
-    """
-    if kind == "run":
-        lacking = config.unsaid()
-    else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
-        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
-    if lacking:
-        line = " ".join(filter(None, [_me(), command, kind]))
-        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
-        raise ConfigError(
-            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. Type one of\n"
-            f"  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
-        )
+__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
+           'NEXT', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
+           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback',
+           'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
-    """The commands of this module, and one for each method of the registry."""
+    """The commands of this module and of others, and one for each method of the registry."""
+
+    listing = False  # while help is written, a command is its name and its line
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Methods first, as a pipeline runs them."""
+        """All of them, in the order of their groups."""
         try:
-            return [*(m.command or m.name for m in methods().values()), *super().list_commands(ctx)]
+            return sorted(
+                {*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: place_of(name)[1]
+            )
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
             raise
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """All commands in groups."""
+        self.listing = True
+        super().format_help(ctx, formatter)
+
     def get_command(self, ctx: Any, name: str) -> Any:
         """A command by its name; None: there is none."""
-        found = super().get_command(ctx, name)
-        if found is None and not name.startswith("-"):
-            try:
-                method = get(name)
-            except ConfigError:
-                near = suggest(name, self.list_commands(ctx))
-                self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
-                ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
-            one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-            one.command(name, help=method.about, cls=TrainingCommand)(_training(method.name))
-            found = typer.main.get_command(one)
-        return with_methods(found)
+        name = {"evaluate": "eval"}.get(name, name)  # its older name
+        made: Any = super().get_command(ctx, name)
+        if made is None and not name.startswith("-"):
+            made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
+        if made is not None:
+            made.rich_help_panel = place_of(name)[0]
+            if name in EXAMPLES:
+                made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
+        return with_methods(made)
+
+    def _elsewhere(self, name: str) -> Any:
+        """A command of another module."""
+        if self.listing:
+            return typer.core.TyperCommand(name, help=facts()["commands"][name])
+        command = function_at(ELSEWHERE[name])
+        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        one.command(name)(sweep_with_settings(command) if name == "sweep" else command)
+        return typer.main.get_command(one)
+
+    def _method(self, ctx: Any, name: str) -> Any:
+        """The command that trains with a method."""
+        fact: Any = fact_of(name)
+        if fact is None and asks_registry():
+            from rlhf_nb.train.registry import get
+
+            with suppress(ConfigError):
+                fact = {"about": get(name).about}
+        if fact is None:
+            near = suggest(name, self.list_commands(ctx))
+            self.suggest_commands = False  # newer typer adds a suggestion of its own, and doesn't know the methods
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean {near!r}?" if near else ""))
+        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        one.command(name, help=fact["about"], cls=TrainingCommand)(_training(name))
+        return typer.main.get_command(one)
 
 
 class ConfigCommands(typer.core.TyperGroup):
@@ -167,36 +122,10 @@ def with_methods(command: Any) -> Any:
         if parameter.name == "kind" and parameter.param_type_name == "argument":
             pipeline = "" if command.name in ("plan", "launch") else "; or run, a whole pipeline"
             try:
-                parameter.help = ", ".join(m.command or m.name for m in methods().values()) + pipeline
+                parameter.help = ", ".join(known_methods()) + pipeline
             except ConfigError:  # RLHF_NB_METHODS names what isn't there: the command itself says so
                 break
     return command
-
-
-SHOWN = (  # settings that `--help` shows, as far as a method has them
-    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef", "critic", "num_generations",
-    "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r", "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
-)  # fmt: skip
-
-
-def settings_help(kind: str, command: str) -> str:
-    """The most important settings of a method with their defaults, and where all of them are; for the end of its help.
-
-    Args:
-        kind: the method.
-        command: that trains with it.
-    """
-    config = get(kind).config
-    values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
-    for key in (k for k in SHOWN if config.has(k)):
-        value, about = values.get(key), config.describe(key).partition(";")[0]
-        lines.append(f"  {key}={'null' if value is None else value}".ljust(38) + f" {about}")
-    mine = [name for name, path in recipes().items() if recipe_kind(path) == kind]
-    lines.append(f"All, with comments: rlhf-nb config init {command} > run.yaml, then --config run.yaml")
-    if mine:
-        first = next((name for name in mine if name.startswith("smollm2")), mine[0])
-        lines.append(f"Recipes: {', '.join(mine)}; for example rlhf-nb {command} --config {first}")
-    return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
 
 
 class TrainingCommand(typer.core.TyperCommand):
@@ -205,13 +134,14 @@ class TrainingCommand(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The words of the command line."""
         own = [name for p in self.params for name in (*p.opts, *p.secondary_opts)] + ["--help"]
-        return super().parse_args(ctx, as_settings(get(str(self.name)).config, own, args))
+        return super().parse_args(ctx, as_settings(setting_of(str(self.name)), own, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, and the most important settings."""
         super().format_help(ctx, formatter)
         name = str(self.name)
-        _tell(settings_help(get(name).name, name), err=False)
+        fact = fact_of(name)
+        _tell(fact["settings"] if fact else settings_help(known_methods().get(name, name), name), err=False)
 
 
 def _version(wanted: bool) -> None:
@@ -293,6 +223,7 @@ _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     """What a config describes: one method, or a pipeline (`then` of labelling makes one)."""
     if kind == "run" or getattr(cfg, "then", None) is not None:
+        from rlhf_nb.pipeline.results import show_results
         from rlhf_nb.pipeline.stages import RLHFPipeline, train_on_labels
 
         pipeline = RLHFPipeline(cfg if kind == "run" else train_on_labels(cfg))
@@ -300,6 +231,7 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
         if cfg.console:
             show_results(results, pipeline.path)
         return
+    from rlhf_nb.train.registry import get
     from rlhf_nb.train.stage import run_stage
 
     done = run_stage(cfg, resume, overwrite)
@@ -333,6 +265,8 @@ def demo(
     with told(debug, f"{_me()} run --config {output_dir} --resume"):
         import torch
 
+        from rlhf_nb.config import read_config_file
+        from rlhf_nb.pipeline.results import show_results
         from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
         values = PipelineConfig.load(None, [f"output_dir={output_dir}", *(overrides or [])], "toy")
@@ -397,30 +331,6 @@ def _story(event: str) -> None:
     """What the pipeline does, in plain words."""
     _tell(STORY.get(event, event), err=False)
 
-# %% ../../nbs/cli/main.ipynb #aac94871
-for _name, _command in (
-    ("sample", sample_command),
-    ("chat", chat_command),
-    ("get", get_command),
-    ("push", push_command),
-    ("merge", merge_command),
-    ("monitor", monitor_command),
-):  # `bench.talk`, `hub.push`, `hub.merging`, `feedback.follow`
-    app.command(_name)(_command)
-app.command("eval")(eval_command)  # `bench.evals`
-app.command("evaluate", hidden=True)(eval_command)
-app.command("compare")(compare_command)
-app.command("overopt")(overopt_command)  # `pipeline.lab`
-app.command("fork")(fork_command)
-app.command("attack")(attack_command)  # `bench.attacking`
-app.command("feedback")(feedback_command)  # `feedback.look`
-app.command("cycle")(cycle_command)  # `pipeline.cycle`
-app.command("serve")(serve_command)  # `serve.start`
-app.command("label-steps")(label_steps_command)  # `bench.label_steps`
-app.command("lm-eval")(lm_eval_command)  # `bench.lm_eval`
-app.command("export")(export_command)  # `export.command`
-app.command("sweep")(sweep_command(load_config, say_what_to_train))  # `pipeline.stage_sweep`
-
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
@@ -435,7 +345,9 @@ def config_show(
 def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
-        _tell(load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n"), err=False)
+        fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
+        text = load_config(kind, config, None, toy).to_yaml(comments=True).rstrip("\n") if fact is None else ""
+        _tell(text or fact["init"]["toy" if toy else "default"], err=False)
 
 
 @app.command("doctor")
@@ -571,6 +483,7 @@ def plan_command(
     with told(debug):
         import torch
 
+        from rlhf_nb.config import TrainConfig
         from rlhf_nb.core import Precision
         from transformers import AutoConfig
 

@@ -26,8 +26,8 @@ from ..rollout.sampler import addresses
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_of',
-           'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft',
+           'words_of', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -51,7 +51,8 @@ def _log_choose(top: Tensor, k: Tensor) -> Tensor:
 
 
 def best_of_curve(scores: Tensor, values: Tensor | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-    """Expected worth of the best of k answers, without bias: exactly the mean over all subsets of k, equal scores sharing.
+    """Expected worth of the best of k answers, without bias: exactly the mean over all subsets of k, equal scores
+    sharing.
 
     Args:
         scores: [B, N], of N answers to each of B prompts; the best is chosen by them.
@@ -83,7 +84,8 @@ def best_of_curve(scores: Tensor, values: Tensor | None = None, sizes: Sequence[
 
 # %% ../../nbs/decode/choose.ipynb #624bcdd4
 def best_of_bound(n: float) -> float:
-    """log n − (n − 1)/n: KL of best-of-n to the policy it draws from, where no two scores are equal; else an upper bound.
+    """log n − (n − 1)/n: KL of best-of-n to the policy it draws from, where no two scores are equal; else an upper
+    bound.
 
     Source: Stiennon et al., arXiv 2009.01325, appendix G.3; Beirami et al., arXiv 2401.01879.
     """
@@ -115,8 +117,10 @@ _TABLED = 32  # draws up to which the estimate is tabled
 def _kl_table(n: int) -> Tensor:
     """What a draw counts for with i of the other n − 1 below it and j equal to it, [n, n].
 
-    The KL is the mean over draws of h(a, b) = Q log Q, Q = Σ bⁱ aⁿ⁻¹⁻ⁱ, where a share a of the policy scores less and a share b no more. A table's mean is a
-    polynomial in a and b; least squares finds the one that is nearest to h, and nearest of all where scores have two levels, none, or one.
+    The KL is the mean over draws of h(a, b) = Q log Q, Q = Σ bⁱ aⁿ⁻¹⁻ⁱ, where a share a of the policy scores less and
+    a share b no more. A table's mean is a
+    polynomial in a and b; least squares finds the one that is nearest to h, and nearest of all where scores have two
+    levels, none, or one.
     """
     i, j = (x.double() for x in torch.tensor([(i, j) for i in range(n) for j in range(n - i)]).T)
     several = torch.lgamma(torch.tensor(float(n))) - torch.lgamma(i + 1) - torch.lgamma(j + 1) - torch.lgamma(n - i - j)
@@ -143,7 +147,8 @@ def _kl_table(n: int) -> Tensor:
 
 
 def best_of_kl(scores: Tensor) -> Tensor:
-    """Estimated KL of best-of-N to the policy, from the scores of the N draws; its mean over prompts is within 2 % for N ≥ 3.
+    """Estimated KL of best-of-N to the policy, from the scores of the N draws; its mean over prompts is within 2 % for
+    N ≥ 3.
 
     Args:
         scores: [B, N].
@@ -170,7 +175,8 @@ def best_of_kl(scores: Tensor) -> Tensor:
 
 
 def choice_bound(weights: Tensor) -> Tensor:
-    """log n − H(w), float64[B]: what a choice with weights [B, n] among n draws moves the policy by, at most, on average.
+    """log n − H(w), float64[B]: what a choice with weights [B, n] among n draws moves the policy by, at most, on
+    average.
 
     Args:
         weights: [B, n], probabilities.
@@ -181,7 +187,8 @@ def choice_bound(weights: Tensor) -> Tensor:
 
 # %% ../../nbs/decode/choose.ipynb #4bfba55b
 Weigher = Callable[[Rollout, int], tuple[Tensor, Tensor | None, int]]
-# (answers, n to a prompt, contiguous) → probabilities [groups, n], scores [groups, n] or None, tokens that were read for them
+# (answers, n to a prompt, contiguous) → probabilities [groups, n], scores [groups, n] or None, tokens that were read
+# for them
 
 
 def _score(reward: Any, r: Rollout, n: int) -> tuple[Tensor, int]:

@@ -22,8 +22,8 @@ from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'quiet', 'load_or_explain', 'pretrained', 'base_of_adapter',
-           'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'quiet', 'load_or_explain', 'pretrained',
+           'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:
@@ -57,7 +57,8 @@ def named(cfg: ModelConfig) -> str:
     """
     if cfg.name_or_path is None:
         raise ConfigError(
-            f"model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or {names(with_model=True)}.",
+            "model.name_or_path is null: set it to a directory, a short name (smollm2), a hub name or "
+            f"{names(with_model=True)}.",
             python="In Python a trainer also takes model= and tokenizer=.",
         )
     return cfg.name_or_path
@@ -74,7 +75,8 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
         ("model" | "adapter" | "gguf" | "hub", the directory, the file or the name).
 
     Raises:
-        ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a short name that was never fetched.
+        ModelError: a path that doesn't exist (with its nearest sibling), a directory without a safetensors model, or a
+            short name that was never fetched.
     """
     name = resolve(name, revision)
     path = Path(name).expanduser()
@@ -115,7 +117,8 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
     if not pickled:
         return ModelError(f"{str(path)!r} holds no weights. {rule}.")
     return ModelError(
-        f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a machine where you trust "
+        f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a "
+        "machine where you trust "
         "it (load it there and call save_pretrained), or ask whoever made it for safetensors."
     )
 
@@ -158,14 +161,16 @@ def _check_index(index: Path) -> None:
         ) from e
     if strange:
         raise ModelError(
-            f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files in the same folder only: "
+            f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files "
+            "in the same folder only: "
             "other files can run code when opened."
         )
 
 # %% ../../nbs/models/files.ipynb #ea8ff6c9
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised instead."""
+    """Keep transformers' progress bars and load reports out of notebooks: what matters is checked and raised
+    instead."""
     import accelerate.utils.other as other
     from transformers.utils import logging as hf
 
@@ -209,7 +214,8 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
         if "trust_remote_code" in str(e) or "custom code" in str(e):
             hint = (
-                "It comes with Python code of its own, which would run on this machine with your rights. Read that code; if you trust it, set "
+                "It comes with Python code of its own, which would run on this machine with your rights. Read that "
+                "code; if you trust it, set "
                 "model.trust_remote_code=true (it then holds for every model of the run)."
             )
         elif Path(name).expanduser().is_dir():
@@ -219,14 +225,18 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
                 "The hub can't be reached from here and there is no copy in its cache: give a local directory instead."
             )
         else:
-            hint = "It is neither a directory here nor a model on the hub that you may read; check the spelling, or log in for a gated model."
+            hint = (
+                "It is neither a directory here nor a model on the hub that you may read; check the spelling, or "
+                "log in for a gated model."
+            )
         raise ModelError(
             f"{what} {name!r} can't be loaded. {hint}{near_short_name(name)} ({type(e).__name__}: {reason})"
         ) from e
 
 # %% ../../nbs/models/files.ipynb #a4f14b4d
 def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has made.
+    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has
+    made.
 
     Args:
         kind: a class of transformers with `from_pretrained`.
@@ -286,7 +296,8 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
     """What a GGUF file holds (model, configuration or tokenizer), as if it had never been packed."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is small): pip install gguf"
+            f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is "
+            "small): pip install gguf"
         )
     import transformers.modeling_gguf_pytorch_utils as reading
 
@@ -297,7 +308,8 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
             )
     if "quantization_config" in options:
         raise ModelError(
-            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set model.lora.quantize_4bit=false."
+            f"{str(file)!r} is unpacked when it is read, so it can't stay in 4 bits: set "
+            "model.lora.quantize_4bit=false."
         )
     kept = {k: v for k, v in options.items() if k not in ("revision", "use_safetensors", "trust_remote_code")}
     bar = getattr(reading, "tqdm", None)
@@ -326,6 +338,7 @@ def _unmark(model: Any, file: Path) -> None:
     bytes_ = sum(p.numel() * p.element_size() for p in model.parameters())
     format_ = str(model.dtype).removeprefix("torch.")
     warnings.warn(
-        f"{file.name}: packed weights ({file.stat().st_size / 1e9:.2g} GB) are unpacked to {format_} ({bytes_ / 1e9:.2g} GB); what packing rounded away stays lost.",
+        f"{file.name}: packed weights ({file.stat().st_size / 1e9:.2g} GB) are unpacked to {format_} "
+        f"({bytes_ / 1e9:.2g} GB); what packing rounded away stays lost.",
         stacklevel=4,
     )

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,12 +34,17 @@ _all_ = ["base_of_adapter", "find_model", "load_or_explain", "named", "pretraine
 
 _log = logging.getLogger("rlhf_nb.models")
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedConfig
+
 # %% auto #0
-__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
-           'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
-           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
-           'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained', 'quiet']
+__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
+           'weights_dtype', 'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
+           'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter',
+           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
+           'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
+           'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -75,11 +80,15 @@ def ensure_pad(tokenizer: Any) -> str:
             tokenizer.pad_token = token
             return f"PAD is now {token!r} (id {tokenizer.pad_token_id}, already in the vocabulary): {why}."
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    return f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have {len(tokenizer)} rows): {why}."
+    return (
+        f"PAD is now '<|pad|>' (id {tokenizer.pad_token_id}, added: the model's embeddings must have "
+        f"{len(tokenizer)} rows): {why}."
+    )
 
 # %% ../../nbs/models/load.ipynb #7484867f
 def _generic_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model beside it."""
+    """Whether a folder holds a tokenizer of no model family: AutoTokenizer would read it by the rules of the model
+    beside it."""
     try:
         config = json_value((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
@@ -114,7 +123,8 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     """The tokenizer of a model: left-padding, with a PAD token that differs from EOS.
 
     Args:
-        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name, short name or the name of a world; `chat_template` is Jinja text or a file.
+        cfg: `tokenizer`, else `name_or_path`, is a directory, GGUF file, hub name, short name or the name of a
+            world; `chat_template` is Jinja text or a file.
 
     Raises:
         ModelError: there is no tokenizer at that place, or it has no EOS token.
@@ -137,7 +147,8 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
                 if base:  # peft writes an adapter without the tokenizer, which is its base model's
                     return load_tokenizer(cfg.replace(tokenizer=base, revision=None))
                 raise ModelError(
-                    f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another place: model.tokenizer=..."
+                    f"{str(local)!r} holds no tokenizer. Save one there (tokenizer.save_pretrained), or name another "
+                    "place: model.tokenizer=..."
                 )
             name = str(local)
         kind: Any = PreTrainedTokenizerFast if _generic_tokenizer(local) else AutoTokenizer
@@ -208,14 +219,17 @@ def weights_dtype(cfg: ModelConfig, precision: Precision, trainable: bool = True
     want = DTYPES[cfg.dtype]
     if not frozen and want != torch.float32:
         raise ModelError(
-            f"model.dtype={cfg.dtype} was asked for, but all weights are trained and trained weights are kept in fp32 (half precision loses small updates, "
-            "and fp16 gradients can't be unscaled). Use dtype=auto: the forward pass still runs in the device's fast format; or train adapters (model.lora)."
+            f"model.dtype={cfg.dtype} was asked for, but all weights are trained and trained weights are kept in fp32 "
+            "(half precision loses small updates, "
+            "and fp16 gradients can't be unscaled). Use dtype=auto: the forward pass still runs in the device's fast "
+            "format; or train adapters (model.lora)."
         )
     return want
 
 
 def check_window(model: Any, longest: int) -> None:
-    """Refuse rows that are longer than a model with learnt positions can read; of others say that they are longer than what it was trained on.
+    """Refuse rows that are longer than a model with learnt positions can read; of others say that they are longer than
+    what it was trained on.
 
     Args:
         model: a causal LM.
@@ -264,14 +278,16 @@ def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
     """The 4-bit settings of QLoRA; bitsandbytes is looked for only here."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
-            "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install bitsandbytes`, or set quantize_4bit=false."
+            "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install "
+            "bitsandbytes`, or set quantize_4bit=false."
         )
     if precision.device.type != "cuda":
         raise ModelError(f"lora.quantize_4bit=true needs CUDA; the model goes to {precision.device}. Set it to false.")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=precision.compute_dtype
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=precision.compute_dtype
     )  # fmt: skip
 
 
@@ -286,14 +302,16 @@ def check_loaded(model: Any, name: str, info: Mapping[str, Any]) -> None:
     unexpected = set(info.get("unexpected_keys", ()))
     if any(k.split(".")[0] in ("score", "classifier", "v_head", "value_head") for k in unexpected):
         raise ModelError(
-            f"{name!r} holds a scoring head ({sorted(unexpected)[0]}) and was asked for as a {type(model).__name__}: it is a reward or value model. "
+            f"{name!r} holds a scoring head ({sorted(unexpected)[0]}) and was asked for as a {type(model).__name__}: "
+            "it is a reward or value model. "
             "Load it with RewardModel.load or ValueModel.load, or name the policy's directory."
         )
     problems = [*sorted(info.get("missing_keys", ())), *(str(k) for k in info.get("mismatched_keys", ()))]
     if problems:
         raise ModelError(
             f"{name!r} lacks {len(problems)} of the weights of a {type(model).__name__} ({', '.join(problems[:3])}"
-            f"{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a model of another kind, or an incomplete copy?"
+            f"{', ...' if len(problems) > 3 else ''}); they would be random numbers. Is it a model of another kind, or "
+            "an incomplete copy?"
         )
 
 # %% ../../nbs/models/load.ipynb #7332a72c
@@ -313,7 +331,8 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
         else f"model.lora.modules_to_save=[{', '.join(dict.fromkeys(inside))}] trains them"
     )
     warnings.warn(
-        f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the others, and adapters leave them so: it can't tell "
+        f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the "
+        "others, and adapters leave them so: it can't tell "
         f"them apart, nor learn when to write which. {way}.",
         stacklevel=3,
     )
@@ -324,13 +343,15 @@ def load_causal_lm(
 ) -> Any:
     """A causal language model from a directory or hub name, with safetensors weights, dropout off, on its device.
 
-    A LoRA adapter's directory gives its base model with the adapter merged in. `cfg.lora` chooses number format and 4-bit loading here; the new
+    A LoRA adapter's directory gives its base model with the adapter merged in. `cfg.lora` chooses number format and
+    4-bit loading here; the new
     adapters themselves are added by `models.adapters`.
 
     Args:
         cfg: which model, and how it is loaded; the name of a world builds its untrained model.
         precision: device and number formats, from `core.decide_precision`.
-        tokenizer: makes sure that the embedding has a row for each of its tokens, and sets PAD and EOS in the model's config.
+        tokenizer: makes sure that the embedding has a row for each of its tokens, and sets PAD and EOS in the model's
+            config.
         trainable: whether an optimizer will update the loaded weights (frozen ones may be half precision).
         seed: of an untrained model's weights.
 
@@ -379,7 +400,8 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
     base = base_of_adapter(where)
     if not base:
         raise ModelError(
-            f"{where!r} is a LoRA adapter that doesn't say which model it belongs to. Merge it (save_model(..., merge=True)) where it was trained."
+            f"{where!r} is a LoRA adapter that doesn't say which model it belongs to. Merge it (save_model(..., "
+            "merge=True)) where it was trained."
         )
     kind, base_where = find_model(base)
     if kind == "adapter":
@@ -402,7 +424,8 @@ def load_model(
     precision: str = "auto",
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub name")`.
+    """A causal language model and its tokenizer, ready for a trainer: `model, tokenizer = load_model("folder or hub
+    name")`.
 
     Args:
         name: a directory, a hub name or the name of a world, whose untrained model is then built.
@@ -421,7 +444,8 @@ def load_model(
 
 
 def set_special_tokens(model: Any, tokenizer: Any) -> None:
-    """Write a tokenizer's PAD, EOS and BOS into a model's config and generation config, where plain transformers looks for them.
+    """Write a tokenizer's PAD, EOS and BOS into a model's config and generation config, where plain transformers looks
+    for them.
 
     A list of several tokens that end an answer stays as it is where it has the tokenizer's own.
     """
@@ -453,7 +477,8 @@ def saved_wholes(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def moves_base(model: Any) -> bool:
-    """Whether an adapter's start took a part out of the frozen weights, so that with adapters off the model is another one."""
+    """Whether an adapter's start took a part out of the frozen weights, so that with adapters off the model is another
+    one."""
     configs = getattr(model, "peft_config", {}).values()
     told = any(str(getattr(c, "init_lora_weights", "")).startswith(("pissa", "olora")) for c in configs)
     return told or any(layer.__dict__.get(STARTS) for _, layer in lora_layers(model))
@@ -546,7 +571,8 @@ def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, T
 
 
 def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
-    """W + (α/r) B A of one adapted layer (DoRA: with rows of the learnt lengths), in W's number format; 4-bit weights are unpacked.
+    """W + (α/r) B A of one adapted layer (DoRA: with rows of the learnt lengths), in W's number format; 4-bit weights
+    are unpacked.
 
     Without an adapter: W as it was loaded, so what an adapter's start took out of it is put back.
     """
@@ -563,7 +589,8 @@ def _merged_weight(layer: Any, adapter: str | None) -> Tensor:
     variant = layer.lora_variant.get(adapter) if isinstance(layer, LoraLayer) else None
     if not isinstance(layer, LoraLayer) or (variant is not None and not type(variant).__name__.startswith("Dora")):
         raise ModelError(
-            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter itself (merge=False)."
+            f"a {type(variant or layer).__name__} adapter can't be merged; only LoRA and DoRA can. Save the adapter "
+            "itself (merge=False)."
         )
     if adapter not in layer.lora_A:
         return weight.detach()
@@ -604,7 +631,7 @@ def staged(directory: str | Path, what: str) -> Iterator[Path]:
                     if old.relative_to(target) not in new:
                         old.unlink()
             usual = Path(temporary) / ".usual"
-            usual.touch()  # as open for others as any new file here; safetensors writes files that only their owner can read
+            usual.touch()  # as open for others as any new file here; safetensors writes files for their owner alone
             for file in sorted(new):
                 (Path(temporary) / file).chmod(usual.stat().st_mode)
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
@@ -637,8 +664,10 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
     difference = float("inf") if a.shape != b.shape else float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
     if not difference <= (5e-2 if half else 1e-3):
         raise ModelError(
-            f"{what} saved in {str(where)!r} does not compute what the one in memory does (outputs differ by {difference:.1%} of their size), so the save was "
-            "thrown away. Usual reasons: weights that were sharded when they were saved, an adapter that was switched off, or an output that is not finite."
+            f"{what} saved in {str(where)!r} does not compute what the one in memory does (outputs differ by "
+            f"{difference:.1%} of their size), so the save was "
+            "thrown away. Usual reasons: weights that were sharded when they were saved, an adapter that was switched "
+            "off, or an output that is not finite."
         )
     return difference
 
@@ -652,7 +681,8 @@ def save_model(
     adapter: str | None = None,
     verify: bool = True,
 ) -> Path:
-    """Save a causal LM so that plain `from_pretrained` reads it; a LoRA model as an adapter that plain peft reads, or merged.
+    """Save a causal LM so that plain `from_pretrained` reads it; a LoRA model as an adapter that plain peft reads, or
+    merged.
 
     Args:
         model: a transformers or peft model.
@@ -687,7 +717,7 @@ def save_model(
 
 # %% ../../nbs/models/load.ipynb #52ee0075
 def save_weights(
-    model_class: Any, config: Any, weights: dict[str, Tensor], folder: Path, generation_config: Any = None
+    model_class: Any, config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path, generation_config: Any = None
 ) -> None:
     """Write given weights as a plain transformers model, without building that model in memory.
 
@@ -718,9 +748,10 @@ def check_whole(adapter: str, weights: dict[str, Tensor]) -> None:
 
 
 def as_plain_lora(
-    module: nn.Module, adapter: str, config: Any, weights: dict[str, Tensor]
+    module: nn.Module, adapter: str, config: LoraConfig, weights: dict[str, Tensor]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A − B₀ A₀.
+    """An adapter on the weights as they were loaded: one whose start was taken out of them gets twice the rank, B A −
+    B₀ A₀.
 
     Args:
         module: that holds the adapter.
@@ -740,8 +771,10 @@ def as_plain_lora(
     if not starts:
         if str(config.init_lora_weights).startswith(("pissa", "olora")):
             raise ModelError(
-                f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and what was taken out of them isn't known, so "
-                "the adapter alone would be wrong on the model it came from. Save it merged (merge=True), or let model.lora.init_lora_weights put it in."
+                f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and "
+                "what was taken out of them isn't known, so "
+                "the adapter alone would be wrong on the model it came from. Save it merged (merge=True), or let "
+                "model.lora.init_lora_weights put it in."
             )
         return config, weights
     config, out = copy.deepcopy(config), dict(weights)

@@ -33,8 +33,8 @@ from ..train.stage import lasting, make_trainer, read_json, run_stage, write_jso
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve', 'nested', 'Swept',
-           'check_candidates', 'sweep', 'summary']
+__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve', 'nested',
+           'Swept', 'check_candidates', 'sweep', 'summary']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
 class _Pause(Callback):

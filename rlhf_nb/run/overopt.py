@@ -19,7 +19,8 @@ Floats = NDArray[np.float64]
 Form = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'Form', 'GOLD', 'LEAST', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak', 'stop_by']
+__all__ = ['Floats', 'Form', 'GOLD', 'LEAST', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
+           'stop_by']
 
 # %% ../../nbs/run/overopt.ipynb #a0540006
 def _columns(d: Floats, form: Form) -> Floats:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from ..aliases import trl_words
 from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
 from ..data.worlds import model_world, FIRST
@@ -24,38 +25,9 @@ from ..rewards.base import RewardModelFn
 from .registry import config_of
 
 # %% auto #0
-__all__ = ['RENAMED', 'NOT_HERE', 'ELSEWHERE', 'rows_of', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
+__all__ = ['rows_of', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
 
 # %% ../../nbs/train/words.ipynb #a5461fe6
-RENAMED = {
-    "args": "config", "processing_class": "tokenizer", "train_dataset": "rows", "eval_dataset": "eval_rows",
-    "ref_model": "reference", "reward_funcs": "reward", "reward_model": "reward",
-    "teacher_model": "teacher",
-}  # fmt: skip
-NOT_HERE = {
-    "data_collator": "batches are made by the method; rows may have any format of data.formats",
-    "formatting_func": "rows may have any format of data.formats; change them before: rows=[f(r) for r in rows]",
-    "compute_metrics": "an evaluation reports the method's metrics, online methods also watch={'name': reward_function}",
-    "compute_loss_func": "a loss is a method's; see CONTRIBUTING.md for a new one",
-    "preprocess_logits_for_metrics": "logits are never kept; scores are per token",
-    "optimizers": "set optimizer.lr, optimizer.schedule and the rest of the group optimizer in the config",
-    "optimizer_cls_and_kwargs": "set the group optimizer in the config (name=adamw, adafactor, sgd, adamw_8bit, paged_adamw_8bit or muon)",
-    "model_init": "give model, or config.model.name_or_path",
-    "model_init_kwargs": "set the group model in the config",
-    "value_model": "set critic=separate, shared or hydra in the config; it starts from the reward model",
-    "reward_processing_classes": "a reward model has its tokenizer in its folder: reward=FOLDER",
-    "judge": "give reward=FunctionJudge(f) or another judge of rlhf_nb.judges",
-    "tools": "an answer is written in one go, so no tool is called while it is; rows may have a column tools for the chat template",
-    "rollout_func": "sampling.sampler says who draws answers; rollout(prompts) of a method of your own draws them otherwise",
-    "environment_factory": "an answer is written in one go, without an environment; a reward function may run one on the finished answer",
-    "dataset_text_field": "the text stands in the column text; data.columns={OLD: text} renames one",
-    "max_seq_length": "set data.max_length in the config",
-    "packing": "rows of like length share a forward, which changes no number",
-    "tokenizer_name_or_path": "set model.tokenizer in the config",
-    "quantization_config": "set model.lora.quantize_4bit=true in the config",
-}
-
-
 def rows_of(data: Any, what: str) -> Any:
     """A dataset as a list of rows.
 
@@ -174,15 +146,16 @@ def _positional(takes: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
 def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """Arguments under our names; what has no counterpart here is refused, unless it says nothing."""
     out: dict[str, Any] = {}
+    renamed, refused = trl_words("arguments"), trl_words("refused")
     for name, value in given.items():
-        ours = RENAMED.get(name, name)
+        ours = renamed.get(name, name)
         if name == "judge" and kind.has("opponent") and all(hasattr(value, k) for k in ("compare", "rate")):
             name = ours = "reward"  # a judge of ours, where pairs are compared
-        if name in NOT_HERE and name not in takes:
+        if name in refused and name not in takes:
             if value is not None and value != (None, None):
-                raise ConfigError(f"{trainer} takes no {name}: {NOT_HERE[name]}.")
+                raise ConfigError(f"{trainer} takes no {name}: {refused[name]}.")
             continue
-        if name in RENAMED and ours not in takes:
+        if name in renamed and ours not in takes:
             if value is not None:
                 raise ConfigError(f"{trainer} takes no {name}: this method has no {ours}.")
             continue
@@ -267,32 +240,10 @@ def our_arguments(
     return {**out, "config": config, **{k: v for k, v in loaded.items() if v is not None or k in out and k in takes}}
 
 # %% ../../nbs/train/words.ipynb #b00da967
-ELSEWHERE = {
-    "state": "the numbers of all steps are in trainer.history, the step is trainer.step",
-    "args": "the settings are in trainer.config",
-    "processing_class": "the tokenizer is trainer.method.tokenizer",
-    "train_dataset": "rows come from trainer.source",
-    "push_to_hub": "rlhf_nb.push_to_hub(output_dir, 'owner/name') sends the model with a card, after fit and save_model (`rlhf-nb push RUN owner/name`)",
-    "log": "trainer.event('name', key=value) writes into the run's log",
-    "tokenizer": "the tokenizer is trainer.method.tokenizer",
-    "eval_dataset": "held-out rows, tokenized, are in trainer.method.held_out",
-    "ref_model": "the reference is trainer.method.reference",
-    "accelerator": "trainer.engine has rank, world_size and is_main",
-    "optimizer": "it is trainer.engine.optimizer",
-    "create_optimizer": "the group optimizer of the config says which one is made",
-    "save_state": "checkpoints are written by themselves (save_every), and by trainer.save()",
-    "save_metrics": "metrics.jsonl in output_dir has every step",
-    "log_metrics": "metrics.jsonl in output_dir has every step",
-    "get_train_dataloader": "rows come from trainer.source: next_batch(n) gives the next n",
-    "create_model_card": "the command `rlhf-nb report RUN` writes a report of a run",
-    "remove_callback": "give the callbacks that shall see the run, callbacks=[...]",
-    "predict": "rlhf_nb.logps gives log-probs of answers, trainer.evaluate() the method's metrics",
-}  # TRL's attributes that a trainer hasn't: what to use
-
-
 def says_where(name: str) -> str:
     """Of an attribute of TRL's trainers that isn't there: what to use, as the end of a message."""
-    return f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+    here = trl_words("attributes").get(name)
+    return f": {here}" if here else ""
 
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
