@@ -44,8 +44,8 @@ def check_adapters(config: Any, model: Any) -> None:
     makes_its_own = getattr(config, "critic", None) == "hydra"  # adapters for all roles
     if config.model.lora is not None and not makes_its_own and not adapter_names(model):
         raise ConfigError(
-            "model.lora is set, but the model that was given to the trainer has no adapter, so all of its weights would "
-            "be trained. Leave out lora, or the model: "
+            "model.lora is set, but the model that was given to the trainer has no adapter, so all of its weights "
+            "would be trained. Leave out lora, or the model: "
             "model.name_or_path is then loaded with an adapter.",
             python="In Python: add_lora(model, config.model.lora) of rlhf_nb.models.adapters gives a model one.",
         )
@@ -63,7 +63,7 @@ def dropout_left_out(config: Any, method: Any) -> str:
     if lora is None or not lora.dropout or getattr(method, "adapter_dropout", False):
         return ""
     return (
-        f"model.lora.dropout is {lora.dropout:g}, and this method learns without dropout, so it is 0 here: log-probs of "
-        "one token that differ "
+        f"model.lora.dropout is {lora.dropout:g}, and this method learns without dropout, so it is 0 here: log-probs "
+        "of one token that differ "
         "each time would be noise in ratios, margins and KL. Set model.lora.dropout=0; sft has it."
     )
