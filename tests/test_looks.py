@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import looks
+import null_sweeps
 import numpy as np
 import pytest
 
@@ -18,15 +19,6 @@ from rlhf_nb.widgets.health import CHECKS, health
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def bench(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-looks, null_sweeps = bench("looks"), bench("null_sweeps")
 KINDS = [
     kind for kind in looks.NEVER_FALL if "heavy tails" not in kind
 ]  # with these the promise holds for short runs only: docs/evaluate.md

@@ -4,8 +4,8 @@ Every rule of the package that looks repeatedly, on simulated runs: `stop_on: ov
 `decide`, and the bounds of a monitor. Curves that never fall: flat, rising, saturating, with a jump up, with heavy tails, with few right-or-wrong answers, with
 noise that grows, short and long. Curves that fall, for the power.
 
-    python benchmarks/looks.py                          # 2,000 runs of each kind, a look after each of 500 points: about fifteen minutes of CPU
-    python benchmarks/looks.py --runs 200 --looks 100
+    python tests/looks.py                          # 2,000 runs of each kind, a look after each of 500 points: about fifteen minutes of CPU
+    python tests/looks.py --runs 200 --looks 100
 """
 
 from __future__ import annotations

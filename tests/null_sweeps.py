@@ -4,8 +4,8 @@ Eight settings, two to five seeds, and a metric that is a share of 32 to 512 hel
 each question has a difficulty of its own, which all runs share, and a run is a little better or worse as a whole. With the score of each question kept (as
 evaluations of answers, reward models and SFT keep it), and with the shares alone.
 
-    python benchmarks/null_sweeps.py                # 2,000 sweeps of each kind: about five minutes of CPU
-    python benchmarks/null_sweeps.py --sweeps 200
+    python tests/null_sweeps.py                # 2,000 sweeps of each kind: about five minutes of CPU
+    python tests/null_sweeps.py --sweeps 200
 """
 
 from __future__ import annotations
