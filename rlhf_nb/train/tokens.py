@@ -35,7 +35,7 @@ def token_key(config: Any, kind: Kind, tokenizer: Any, method: TextMethod) -> st
     home = next(c for c in type(method).__mro__ if "tokenize" in vars(c))
     try:
         file = inspect.getsourcefile(home)
-    except TypeError:
+    except (TypeError, OSError):
         return None  # defined in a notebook
     if file is None or getattr(config, "reference", None) == "cached":  # its rows hold log-probs of a model
         return None
