@@ -14,7 +14,7 @@ from rlhf_nb.core import decide_precision
 from rlhf_nb.data import toy
 from rlhf_nb.fast import linear
 from rlhf_nb.rollout.sampler import draw
-from rlhf_nb.scoring.scores import score
+from rlhf_nb.scoring.scores import logps
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
 
@@ -99,7 +99,7 @@ def sampled_and_scored(_: Path) -> list[Any]:
     model = toy.build_model(0, "tiny").eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ids, drawn = draw(model, [[5, 6, 7], [8, 9]], 6, seed=3)
-        return [ids, [x.tolist() for x in [*drawn, *score(model, [[5, 6, 7], [8, 9]], [list(x) for x in ids])]]]
+        return [ids, [x.tolist() for x in [*drawn, *logps(model, [[5, 6, 7], [8, 9]], [list(x) for x in ids])]]]
 
 
 def history(trainer: Any) -> list[Any]:
