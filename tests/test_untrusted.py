@@ -43,8 +43,9 @@ runner = CliRunner()
 # --- one home for each dangerous call ---------------------------------------------------------------------------------------------
 
 HOMES = {  # what reads foreign bytes -> the modules that may call it
-    "json.loads": {"untrusted", "run.strategies"},  # the latter: an environment variable that `launch` sets
-    "json.load": set(), "yaml.load": {"untrusted"}, "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
+    "json.loads": {"untrusted", "run.strategies", "cli.settings"},  # a variable that `launch` sets; the package's own facts.json
+    "json.load": set(), "yaml.load": {"untrusted", "aliases"},  # the latter: the package's own trl.yaml
+    "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": set(), "pickle.loads": set(), "torch.load": set(), "dill.load": set(), "dill.loads": set(),
     "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.runner", "sandbox.verdict"},
 }  # fmt: skip

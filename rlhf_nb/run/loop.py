@@ -421,7 +421,7 @@ class Trainer:
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
-        if self.method.by_question and self.engine.is_main:
+        if self.started and self.method.by_question and self.engine.is_main:
             shown = {k: [x if math.isfinite(x) else None for x in v] for k, v in self.method.by_question.items()}
             append_line(self.run_dir.questions_path, {"step": self.step, **shown})
         return metrics
