@@ -1,7 +1,7 @@
 """Mutated files for everything that reads files: errors of the package, in time, or it is a fault. `python tests/fuzz.py --n 20000`.
 
 Each target takes a good file, damages it in a random but repeatable way, and reads it as a run, a view or a command would. A fault is
-any exception that isn't one of the package's own, more than five seconds, or a good checkpoint that isn't found beside a damaged one.
+any exception that isn't one of the package's own, more than five CPU seconds, or a good checkpoint that isn't found beside a damaged one.
 """
 
 from __future__ import annotations
@@ -428,19 +428,25 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise inside when the time is over."""
+def limited(seconds: float, wall: float = 120) -> Iterator[None]:
+    """Raise inside when the CPU time is used up, which other work on the machine doesn't use; or when a case waits without computing."""
+    timers = {
+        signal.SIGPROF: (signal.ITIMER_PROF, seconds, f"more than {seconds} s of CPU time"),
+        signal.SIGALRM: (signal.ITIMER_REAL, wall, f"it waits: more than {wall} s"),
+    }
 
     def over(number: int, frame: Any) -> None:
-        raise TooLong(f"more than {seconds} s")
+        raise TooLong(timers[signal.Signals(number)][2])
 
-    before = signal.signal(signal.SIGALRM, over)
-    signal.alarm(seconds)
+    before = {number: signal.signal(number, over) for number in timers}
+    for timer, limit, _ in timers.values():
+        signal.setitimer(timer, limit)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, *_) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def case(name: str, number: int, seed: int = 0) -> str:
