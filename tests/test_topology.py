@@ -15,11 +15,21 @@ from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, sent_per_step, smallest_group, table
-from rlhf_nb.scale.topology import MOMENTS, NUMBER_FORMATS, Job, Shape, Split, job_of, predict, row_tokens, shape_of
+from rlhf_nb.scale.topology import (
+    MOMENTS,
+    NUMBER_FORMATS,
+    DecoderShape,
+    Job,
+    Split,
+    job_of,
+    predict,
+    row_tokens,
+    shape_of,
+)
 from rlhf_nb.train.registry import get, methods
 
 ROOT = Path(__file__).resolve().parent.parent
-BIG = Shape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
+BIG = DecoderShape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
 FAMILIES = {
     "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4},
     "qwen2": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -92,7 +102,7 @@ def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
 
 def test_plan_takes_the_least_that_fits() -> None:
     job = Job("dpo", prompt=512, completion=512, mini_batch=512)
-    small = Shape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
+    small = DecoderShape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
     assert plan(small, job, gpus=8).split.stage == 0
     stages = [plan(BIG, job, gpus=n, host=400).split.stage for n in (8, 64, 512)]
     assert all(s >= 2 for s in stages)

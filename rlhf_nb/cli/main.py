@@ -44,9 +44,9 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'STORY',
-           'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show',
-           'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
+__all__ = ['app', 'config_app', 'runs_app', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'STORY', 'Runs',
+           'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init',
+           'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
            'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
@@ -173,7 +173,7 @@ app.add_typer(config_app, name="config")
 runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
+_Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
@@ -334,7 +334,7 @@ def _story(event: str) -> None:
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
 ) -> None:
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
@@ -342,7 +342,7 @@ def config_show(
 
 
 @config_app.command("init")
-def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
+def config_init(kind: str = _Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
         fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
@@ -352,7 +352,7 @@ def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, deb
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
 ) -> None:
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
@@ -470,7 +470,7 @@ def rollback(
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")
 def plan_command(
-    kind: str = Kind,
+    kind: str = _Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -532,7 +532,7 @@ def config_accelerate(
 # %% ../../nbs/cli/main.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = Kind,
+    kind: str = _Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,

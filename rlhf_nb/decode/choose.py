@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, DataError, derive_seed
-from .decoder import Cost, Decoder, Plain, paid
+from .decoder import DecodeCost, Decoder, Plain, paid
 from ..rewards.answers import extract_number
 from ..rewards.base import Rewards
 from ..rollout.backends import Request
@@ -336,7 +336,7 @@ class OneOfMany(Decoder):
         self.draws, self.scores, self.exact = r, scores, self.inner.exact
         kept = r[rows.to(r.completion_ids.device)]
         gains = bill.gains | self._gains(scores, rows, weights)
-        self.cost = Cost(
+        self.cost = DecodeCost(
             len(kept), bill.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, bill.read + read, kl,
             kl_is if kl is not None else "", gains,
         )  # fmt: skip
@@ -420,7 +420,7 @@ class Rejection(Decoder):
             "share that reached it": 1 - len(open_) / len(rows),
         }
         known = spent.kl is not None and not len(open_)
-        self.cost = Cost(
+        self.cost = DecodeCost(
             len(kept), spent.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, spent.read,
             float(nats.mean()) if known else None, "estimate" if known else "", gains,
         )  # fmt: skip

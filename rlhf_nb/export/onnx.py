@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import ModelError
 from .program import as_program, check_same, example, forward_of_cached, past_shape
-from .source import Opened, Source
+from .source import Opened, ExportSource
 from ..models.shards import write_beside
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _quietly() -> Iterator[None]:
             log.setLevel(level)
 
 
-def write_graph(source: Source, file: Path) -> None:
+def write_graph(source: ExportSource, file: Path) -> None:
     """Write a model's graph.
 
     Args:
@@ -87,7 +87,7 @@ def write_graph(source: Source, file: Path) -> None:
         graph.save(file, external_data=4 * source.numbers > 1_500_000_000)
 
 
-def write_onnx(source: Source, folder: Path) -> list[str]:
+def write_onnx(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model.onnx, with its tokenizer beside it.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core import ModelError
 from .price import Forward
-from .source import Opened, Source
+from .source import Opened, ExportSource
 from ..models.shards import write_beside
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
     return worst
 
 
-def write_program(source: Source, folder: Path) -> list[str]:
+def write_program(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model.pt2, with its tokenizer beside it.
 
     Args:

@@ -28,7 +28,7 @@ from rlhf_nb.feedback.monitor import (
     HOUR,
     Features,
     Findings,
-    Judge,
+    ChangeTests,
     Monitor,
     MonitorConfig,
     Report,
@@ -37,7 +37,7 @@ from rlhf_nb.feedback.monitor import (
     clock_time,
     findings,
 )
-from .samples import LogReader, Request, ratings_of, read_reference, request_of
+from .samples import LogReader, LoggedRequest, ratings_of, read_reference, request_of
 from .store import FeedbackStore, feedback_of
 from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
@@ -61,7 +61,7 @@ class Sources:
         self.said = LogReader(FeedbackStore(feedback).path, patience) if feedback is not None else None
         self.lines = self.left_out = 0
 
-    def new(self, now: float) -> Iterator[Request]:
+    def new(self, now: float) -> Iterator[LoggedRequest]:
         """What came since the last time, in the order of time.
 
         Args:
@@ -69,7 +69,7 @@ class Sources:
         """
         return heapq.merge(self._requests(now + 86400), self._ratings(now + 86400), key=lambda r: r.time)
 
-    def _requests(self, until: float) -> Iterator[Request]:
+    def _requests(self, until: float) -> Iterator[LoggedRequest]:
         for rows in self.log.rows():
             for row in rows:
                 found = request_of(row, until)
@@ -77,7 +77,7 @@ class Sources:
                 if found is not None:
                     yield found
 
-    def _ratings(self, until: float) -> Iterator[Request]:
+    def _ratings(self, until: float) -> Iterator[LoggedRequest]:
         for rows in self.said.rows() if self.said is not None else ():
             for row in rows:
                 with suppress(KeyError, TypeError, ValueError, RunError, ConfigError):
@@ -143,7 +143,7 @@ def make_monitor(config: MonitorConfig, now: float) -> Monitor:
         now: seconds since 1970.
     """
     score, names = rewards_of(config)
-    judge = Judge(config, features_of(config), score, names)
+    judge = ChangeTests(config, features_of(config), score, names)
     check_bounds(config, judge.names)
     reference = read_reference(config.reference) if config.reference is not None else []
     return Monitor(config, judge, reference, since=now - config.hours * HOUR)

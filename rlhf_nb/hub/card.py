@@ -33,7 +33,7 @@ from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
 
 # %% auto #0
-__all__ = ['TOY_STEPS', 'cell', 'table', 'Told', 'read_run', 'figure', 'Verdict', 'verdict', 'Measured', 'measure',
+__all__ = ['TOY_STEPS', 'cell', 'table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured', 'measure',
            'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands', 'front_matter',
            'use_code', 'card', 'rebuild_notebook', 'shown_log']
 
@@ -199,7 +199,7 @@ def figure(run: str | Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BeforeAfter:
     """A number of the log at the beginning and at the end of a run."""
 
     metric: str
@@ -213,7 +213,7 @@ class Verdict:
         return f"{says}: {self.metric} went from {self.first:.3g} to {self.last:.3g} (standard error of the difference {self.error:.2g})"
 
 
-def verdict(run: str | Path) -> Verdict:
+def verdict(run: str | Path) -> BeforeAfter:
     """Whether a run learned what it was to learn.
 
     Args:
@@ -232,7 +232,7 @@ def verdict(run: str | Path) -> Verdict:
             first, last = values[:n], values[-n:]
             error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / n)
             gain = (statistics.mean(last) - statistics.mean(first)) * (1 if more else -1)
-            return Verdict(metric, statistics.mean(first), statistics.mean(last), error, gain > 2 * error)
+            return BeforeAfter(metric, statistics.mean(first), statistics.mean(last), error, gain > 2 * error)
     raise RunError(f"{run} has {len(steps)} steps, and a verdict needs six.")
 
 # %% ../../nbs/hub/card.ipynb #f8ee9866

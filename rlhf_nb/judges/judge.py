@@ -26,7 +26,7 @@ Texts = Sequence[Any]  # one text or list of messages per row
 Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it to the judge
 
 # %% auto #0
-__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of',
+__all__ = ['Opinions', 'Texts', 'Criteria', 'JudgeMode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of',
            'FunctionJudge', 'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement',
            'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
@@ -385,7 +385,7 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
     )  # fmt: skip
 
 # %% ../../nbs/judges/judge.ipynb #90a23b05
-Mode = Literal["pointwise", "pairwise"]
+JudgeMode = Literal["pointwise", "pairwise"]
 
 
 def _matches(size: int, opponents: int | None) -> Iterator[tuple[int, int]]:
@@ -426,7 +426,7 @@ class JudgeReward:
     """
 
     def __init__(
-        self, judge: Judge, mode: Mode = "pointwise", opponents: int | None = None, name: str | None = None
+        self, judge: Judge, mode: JudgeMode = "pointwise", opponents: int | None = None, name: str | None = None
     ) -> None:
         check_choice("mode", mode, ("pointwise", "pairwise"))
         if opponents is not None and opponents < 1:

@@ -27,7 +27,7 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'problems', 'ask', 'Score', 'score_of', 'Story',
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'problems', 'ask', 'DemoScore', 'score_of', 'Story',
            'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
@@ -88,7 +88,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
         )  # fmt: skip
 
 
-class Score(NamedTuple):
+class DemoScore(NamedTuple):
     """Right answers, and the 95 % interval of their share."""
 
     right: int
@@ -101,11 +101,11 @@ class Score(NamedTuple):
         return f"{self.right} of {self.asked} right: {self.share:.0%} [{self.low:.0%}, {self.high:.0%}]"
 
 
-def score_of(answers: PolicyEval) -> Score:
+def score_of(answers: PolicyEval) -> DemoScore:
     """How many of a policy's answers are right."""
     marks = answers.scores["right"]
     right, asked = int(marks.sum()), len(marks)
-    return Score(right, asked, right / asked, *wilson_interval(right / asked, asked))
+    return DemoScore(right, asked, right / asked, *wilson_interval(right / asked, asked))
 
 # %% ../../nbs/pipeline/real.ipynb #d73dd611
 class Story(Callback):
@@ -190,8 +190,8 @@ The same with settings of your own, or as PPO, DPO or SFT:
 class Shown(NamedTuple):
     """What the demo found."""
 
-    before: Score
-    after: Score
+    before: DemoScore
+    after: DemoScore
     seconds: float  # from the first question to the last answer
     peak_gb: float  # of memory, as far as the steps show
     samples: list[dict[str, Any]]

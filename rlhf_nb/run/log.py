@@ -25,7 +25,7 @@ from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, par
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'writing',
-           'Requests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
+           'ControlRequests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/run/log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
@@ -232,7 +232,7 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
             os.close(fd)
 
 
-class Requests:
+class ControlRequests:
     """The control file as the run sees it: new requests, and which were served at what step.
 
     Args:

@@ -28,7 +28,7 @@ from rlhf_nb.run.log import (
     FORMAT,
     EventLog,
     History,
-    Requests,
+    ControlRequests,
     RunDir,
     config_changes,
     machine_here,
@@ -408,7 +408,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
 
 def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
-    requests = Requests(path)
+    requests = ControlRequests(path)
     requests.unserved()
     kept = [r for r in requests.served.values() if isinstance(r.get("step"), int) and r["step"] <= step]
     if path.exists():

@@ -19,7 +19,7 @@ from ..fast.workers import Replicas, workers_of_size
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
-from .topology import Budget, Job, Shape, Split, job_of, predict, row_tokens, shape_of
+from .topology import Budget, Job, DecoderShape, Split, job_of, predict, row_tokens, shape_of
 from ..scoring.head import HeadOptions, read_head
 from ..scoring.scores import completion_logps
 from ..train.registry import of
@@ -27,7 +27,7 @@ from ..types import Completions, PromptBatch
 
 # %% auto #0
 __all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
-           'Estimate', 'estimate']
+           'CostEstimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
 class Speed(NamedTuple):
@@ -130,7 +130,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
     )  # fmt: skip
 
 
-def cores(shape: Shape, job: Job) -> int:
+def cores(shape: DecoderShape, job: Job) -> int:
     """How many cores take rows of their own in an update, by the rule of training (`fast.workers`)."""
     trained = shape.lora(job.lora) if job.lora else shape.total
     decoders = max(1, job.decoders)
@@ -153,7 +153,7 @@ def _learning(module: nn.Module, work: Callable[[nn.Module], Any], workers: int)
     return learn
 
 
-def _head(shape: Shape, trains: bool, workers: int) -> tuple[float, float]:
+def _head(shape: DecoderShape, trains: bool, workers: int) -> tuple[float, float]:
     """Seconds of a predicted token, without and with gradient."""
     head = nn.Linear(shape.hidden, shape.vocab, bias=False, device="meta").to_empty(device="cpu")
     nn.init.constant_(head.weight, 0.01).requires_grad_(trains)
@@ -174,7 +174,7 @@ def _head(shape: Shape, trains: bool, workers: int) -> tuple[float, float]:
     return _timed(score) / n, _timed(_learning(head, read, workers)) / n / workers
 
 
-def _choice(shape: Shape, answers: int, sampling: SamplingConfig) -> float:
+def _choice(shape: DecoderShape, answers: int, sampling: SamplingConfig) -> float:
     """Seconds of the head and the draw for one next token of each of some answers."""
     weight, states = torch.full((shape.vocab, shape.hidden), 0.01), torch.ones(answers, shape.hidden)
     choose, u = Chooser(sampling, torch.tensor([0])), torch.full((answers,), 0.5, dtype=torch.float64)
@@ -216,7 +216,7 @@ class Cost(NamedTuple):
 KEPT = 1.0  # of a forward's activations, what the C library keeps on top
 
 
-def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
+def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
     """Seconds and bytes of a step.
 
     Args:
@@ -261,7 +261,7 @@ LAYER = 100_000_000  # parameters; a larger layer is not tried
 SAVES = 0.875  # of seconds or bytes; who saves less isn't worth a word
 
 
-class Estimate(NamedTuple):
+class CostEstimate(NamedTuple):
     """What a run's step costs here, and what would be lighter."""
 
     cost: Cost
@@ -275,7 +275,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     config: Any, model_config: Any, precision: Precision, lengths: tuple[int, int] | None = None
-) -> Estimate | None:
+) -> CostEstimate | None:
     """Seconds and gigabytes of a step on this machine, by timing a little of each kind of work.
 
     Args:
@@ -301,7 +301,7 @@ def estimate(
             other = told.cost(config.replace(**changes), speeds)
             if other.seconds < SAVES * cost.seconds or other.bytes < SAVES * cost.bytes:
                 lighter[words] = other
-    return Estimate(cost, lighter)
+    return CostEstimate(cost, lighter)
 
 
 class _Told(NamedTuple):
@@ -311,7 +311,7 @@ class _Told(NamedTuple):
     model_config: Any
     precision: Precision
     lengths: tuple[int, int] | None
-    shape: Shape
+    shape: DecoderShape
 
     def cost(self, config: Any, speeds: dict[tuple[bool, int], Speed]) -> Cost:
         """Of a variant; what was measured is measured once for each kind of training."""

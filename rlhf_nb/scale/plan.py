@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
-from .topology import Budget, Job, Shape, Split, forward_rows, predict, roles_of, row_tokens, shape_of
+from rlhf_nb.scale.topology import (
+    Budget,
+    Job,
+    DecoderShape,
+    Split,
+    forward_rows,
+    predict,
+    roles_of,
+    row_tokens,
+    shape_of,
+)
 
 # %% auto #0
 __all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'table']
@@ -95,7 +105,7 @@ def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
         yield Split(gpus, 3, "all", overhead, gather=gather), True
 
 
-def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
+def _first_fit(shape: DecoderShape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
     """The first way that fits, with the largest forward that it allows; GiB of a GPU and of the host, as in `plan`."""
     row, limit, offered = row_tokens(job, shape.hidden)[0], memory * 2**30, math.inf if host is None else host * 2**30
     for least in (max(row, job.token_budget // 4), row):
@@ -142,7 +152,7 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
     return found
 
 # %% ../../nbs/scale/plan.ipynb #58d24015
-def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> str:
+def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: float | None) -> str:
     """Why nothing fits, and what would."""
     tiny = dataclasses.replace(job, token_budget=1, recompute=True)
     smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))

@@ -27,7 +27,7 @@ from ..scoring.trees import plan
 from ..types import Completions, PreferenceBatch
 
 # %% auto #0
-__all__ = ['Pairs', 'CausalScorer', 'TextMethod', 'frozen_parts', 'split_pairs']
+__all__ = ['CausalScorer', 'TextMethod', 'frozen_parts', 'split_pairs']
 
 # %% ../../nbs/train/method.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -134,10 +134,10 @@ def frozen_parts(reference: Reference | None, rewards: Iterable[Any] = ()) -> li
     return [model for model in found if isinstance(model, nn.Module)]
 
 # %% ../../nbs/train/method.ipynb #ade18f29
-Pairs = TypeVar("Pairs", bound=PreferenceBatch)
+_Pairs = TypeVar("_Pairs", bound=PreferenceBatch)
 
 
-def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[Pairs]:
+def split_pairs(mini: _Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[_Pairs]:
     """A mini-batch of pairs in pieces for one forward each.
 
     Args:
