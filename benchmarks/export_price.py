@@ -20,7 +20,7 @@ from rlhf_nb.export import llama_cpp
 from rlhf_nb.export.formats import Exported, export_model
 from rlhf_nb.export.gguf import load_fp32, write_gguf
 from rlhf_nb.export.onnx import session_of
-from rlhf_nb.export.price import HELD_OUT, forward_of, greedy, token_kl
+from rlhf_nb.export.price import PROBE_PROMPTS, forward_of, greedy, token_kl
 from rlhf_nb.export.program import check_same
 from rlhf_nb.export.source import Source
 
@@ -51,7 +51,7 @@ def gguf_part(source: Source, folder: Path) -> None:
     if not llama_cpp.is_installed():
         print(f"gguf: skipped, llama.cpp is not installed: {llama_cpp.INSTALL}")
         return
-    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*HELD_OUT, *MORE]))
+    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*PROBE_PROMPTS, *MORE]))
     own = forward_of(source.model)
     for kind, cache in (("f16", "f32"), ("f16", "f16"), ("q8_0", "f16")):
         file = folder / f"model-{kind}.gguf"
@@ -59,7 +59,7 @@ def gguf_part(source: Source, folder: Path) -> None:
             write_gguf(source, file, kind)
         stored, of_file = forward_of(load_fp32(file)) if kind == "f16" else None, 0
         other, same, kls, tokens, seconds = llama_cpp.forward_of_file(file, 256, cache=cache), 0, [], 0, 0.0
-        for prompt, row in zip([*HELD_OUT, *MORE], ids):
+        for prompt, row in zip([*PROBE_PROMPTS, *MORE], ids):
             begun = time.perf_counter()
             said = greedy(other, row, 32, source.eos)
             tokens, seconds = tokens + len(said), seconds + time.perf_counter() - begun

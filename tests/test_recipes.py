@@ -187,7 +187,7 @@ def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
     words += ["model.lora=null"]
     said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
     assert "On this machine" not in said  # a small model's step is no matter
-    monkeypatch.setattr(cost, "LARGE", 1000)
+    monkeypatch.setattr(cost, "_LARGE", 1000)
     said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
     line = next(line for line in said.splitlines() if line.startswith("On this machine"))
     assert re.search(r"a step takes about \d+\.\d s .*and \d+\.\d GB\.$", line)

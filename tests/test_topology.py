@@ -15,7 +15,7 @@ from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, sent_per_step, smallest_group, table
-from rlhf_nb.scale.topology import FORMATS, MOMENTS, Job, Shape, Split, job_of, predict, row_tokens, shape_of
+from rlhf_nb.scale.topology import MOMENTS, NUMBER_FORMATS, Job, Shape, Split, job_of, predict, row_tokens, shape_of
 from rlhf_nb.train.registry import get, methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +122,7 @@ def test_every_configuration_can_be_planned(method: str) -> None:
     from rlhf_nb.data import toy
 
     job = job_of(get(method).config.preset("toy"), decide_precision("cpu"))
-    assert job.format == FORMATS["fp32"] and job.device == "cpu" and job.method == method
+    assert job.format == NUMBER_FORMATS["fp32"] and job.device == "cpu" and job.method == method
     assert 0 < predict(toy.toy_model_config(), job).peak < 2e9
 
 

@@ -44,10 +44,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
-           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback',
-           'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'STORY',
+           'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show',
+           'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
+           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -276,11 +276,11 @@ def demo(
                 f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another --output-dir."
             )
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
-        _tell(WELCOME, err=False)
+        _tell(_WELCOME, err=False)
         pipeline = RLHFPipeline(values, say=_story)
         results = pipeline.run(overwrite=True)
         show_results(results, pipeline.path)
-        _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
+        _tell(_NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422
 def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
@@ -300,14 +300,14 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         )
 
 
-WELCOME = """\
+_WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
   1. SFT      Pip imitates guides of all sorts: kind, plain, chatty, rude and confused ones.
   2. Reward   A second model learns from 3,200 comparisons which of two answers people like better.
   3. PPO      Pip answers, the reward model scores, and Pip learns to do better than before.
 """
-NEXT = """\
+_NEXT = """\
 What to open next
   {path}/figures/      training.png and before_after.png
   {path}/results.json  all numbers

@@ -16,7 +16,7 @@ from ..core import DataError, check_choice, derive_seed
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'FORMATS', 'Term', 'read_role', 'Reading',
+__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'Term', 'read_role', 'Reading',
            'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
            'shapes_of', 'recognise', 'read_as', 'note']
 
@@ -435,7 +435,7 @@ def recognise(
 
 def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, name: str) -> Shape | None:
     """The shape that a config names."""
-    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *FORMATS], DataError)
+    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *ROW_FORMATS], DataError)
     shape = next((s for s in SHAPES if s.name == name), None)
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
@@ -445,7 +445,15 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     return shape
 
 
-FORMATS = ("preference", "stepwise", "unpaired", "prompt_completion", "messages", "text", "prompt")  # of `data.formats`
+ROW_FORMATS = (
+    "preference",
+    "stepwise",
+    "unpaired",
+    "prompt_completion",
+    "messages",
+    "text",
+    "prompt",
+)  # of `data.formats`
 
 # %% ../../nbs/data/shapes.ipynb #32a12aed
 def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading) -> Row:

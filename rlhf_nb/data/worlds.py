@@ -16,8 +16,8 @@ Row = dict[str, Any]
 Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'HELD_OUT', 'SIZES', 'ROWS', 'WORLDS', 'FIRST', 'World', 'names', 'world_of', 'model_world',
-           'world_for', 'gold_of', 'made_rows', 'toy_presets']
+__all__ = ['Row', 'Kind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of',
+           'model_world', 'world_for', 'gold_of', 'made_rows', 'toy_presets']
 
 # %% ../../nbs/data/worlds.ipynb #6bee5312
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class World:
 
 # %% ../../nbs/data/worlds.ipynb #454ec21e
 HELD_OUT = 256
-SIZES = {"sft": 8000, "preference": 6400, "unpaired": 6400, "prompt": 4096}  # of the toy world
-ROWS = 4000  # of the others
+ROW_COUNTS = {"sft": 8000, "preference": 6400, "unpaired": 6400, "prompt": 4096}  # of the toy world
+_ROWS = 4000  # of the others
 
 
 def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     """Rows of the toy world."""
-    n, here, there = SIZES[kind], derive_seed(seed, kind), derive_seed(seed, kind, "held out")
+    n, here, there = ROW_COUNTS[kind], derive_seed(seed, kind), derive_seed(seed, kind, "held out")
     if kind == "preference":
         return toy.preference_rows(n, here), toy.preference_rows(HELD_OUT, there, labels="gold", test=True)
     if kind == "unpaired":  # each question's two answers in different rows; half of the pairs, so as many answers
@@ -69,7 +69,7 @@ def _made(make: Mapping[str, Callable[..., list[Row]]], sizes: Mapping[str, int]
 
     def rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
         source = make["preference" if kind == "unpaired" else kind]
-        out = source(sizes.get(kind, ROWS), derive_seed(seed, kind)), source(HELD_OUT, 0, True)
+        out = source(sizes.get(kind, _ROWS), derive_seed(seed, kind)), source(HELD_OUT, 0, True)
         return (list(to_unpaired(out[0])), list(to_unpaired(out[1]))) if kind == "unpaired" else out
 
     return rows
@@ -83,7 +83,7 @@ def _labellers(prompts: Sequence[str], completions: Sequence[str], **columns: An
 
 def _place(prompt: str) -> int:
     """Of the kind of question that a prompt of the toy world asks."""
-    order = dict.fromkeys(("one", "sum", "about", "home", "young", "food", *toy.KINDS))
+    order = dict.fromkeys(("one", "sum", "about", "home", "young", "food", *toy.QUESTION_KINDS))
     return list(order).index(toy.read_question(prompt).kind)
 
 # %% ../../nbs/data/worlds.ipynb #2ca60a71
@@ -106,7 +106,7 @@ WORLDS = (
         "legs", "sums written out leg by leg, made by rlhf_nb.data.legs", "7+2+1+3+1+2=",
         rows=_made(
             {"preference": legs.legs_pairs, "prompt": legs.legs_prompts, "sft": legs.legs_demonstrations, "stepwise": legs.legs_steps},
-            {"sft": 5 * ROWS},
+            {"sft": 5 * _ROWS},
         ),
         kinds=("sft", "preference", "unpaired", "prompt", "stepwise"), prompts=lambda n, seed: legs.legs_prompts(n, seed, True),
         pairs=lambda n, seed: legs.legs_pairs(n, seed, True), check=legs.right_result,
@@ -115,7 +115,7 @@ WORLDS = (
 )  # fmt: skip
 
 
-FIRST = WORLDS[0]  # of presets and examples
+FIRST_WORLD = WORLDS[0]  # of presets and examples
 
 
 def names(with_model: bool = False) -> str:

@@ -12,8 +12,8 @@ from ..bench.evals import scorer
 from ..hub.merging import size_of
 from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
-from ..data.worlds import FIRST
-from .formats import FORMATS, RECORD, USE, export_model, name_of_format
+from ..data.worlds import FIRST_WORLD
+from .formats import FORMATS, EXPORT_RECORD, USE, export_model, name_of_format
 from .price import Score
 from .source import Source
 from ..train.entries import RewardEntry
@@ -35,7 +35,7 @@ def named_reward(said: str | None, source: Source) -> Score | None:
     if said is None:
         return None
     if said == "gold":
-        gold = FIRST.gold
+        gold = FIRST_WORLD.gold
         assert gold is not None
         return lambda prompts, texts, columns: {"gold": gold(prompts, texts)}
     entry = parse_overrides([f"reward={said}"])["reward"]
@@ -100,4 +100,6 @@ def export_command(
             err=False,
         )
         tell(f"{done.price}.", err=False)
-        tell(f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / RECORD} has all numbers.")
+        tell(
+            f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
+        )

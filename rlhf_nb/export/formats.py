@@ -23,10 +23,10 @@ from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES, write_beside
 from ..untrusted import Unreadable, json_value
 
-RECORD = "export.json"
+EXPORT_RECORD = "export.json"
 
 # %% auto #0
-__all__ = ['RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
+__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
            'earlier_files', 'check_target', 'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
@@ -156,11 +156,11 @@ def earlier_files(out: Path) -> list[str]:
         out: the folder.
     """
     try:
-        said = json_value((out / RECORD).read_bytes())["files"]
+        said = json_value((out / EXPORT_RECORD).read_bytes())["files"]
     except (OSError, Unreadable, KeyError, TypeError):
         return []
     names = [str(n) for n in said] if isinstance(said, dict) else []
-    return [n for n in [*names, RECORD] if Path(n).name == n]
+    return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
 
 
 def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> None:
@@ -280,7 +280,7 @@ def export_model(
         size = sum(p.stat().st_size for p in files.values())
         done = Exported(out, to, price, size, source.bytes, notes + ([f"kept by force: {x}" for x in dear]))
         _describe(done, source, files, folder)
-    for name in set(earlier) - {*files, RECORD, "README.md"}:
+    for name in set(earlier) - {*files, EXPORT_RECORD, "README.md"}:
         (out / name).unlink(missing_ok=True)
     return done
 
@@ -309,7 +309,7 @@ def _describe(done: Exported, source: Source, files: dict[str, Path], folder: Pa
         "notes": done.notes,
         "price": done.price.to_dict(),
     }
-    (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme(done, source, sorted(files)), encoding="utf-8")
 
 
@@ -338,7 +338,7 @@ def readme(done: Exported, source: Source, files: list[str]) -> str:
     lines = [
         f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {notes}".strip(), "",
         "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{RECORD}`.",
+        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{EXPORT_RECORD}`.",
         *(["", f"Use: `{use}`"] if use else []), "",
     ]  # fmt: skip
     return "\n".join(lines)

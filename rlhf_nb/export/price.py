@@ -21,7 +21,7 @@ from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
 # %% auto #0
-__all__ = ['Forward', 'HELD_OUT', 'Score', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in', 'held_out',
+__all__ = ['Forward', 'PROBE_PROMPTS', 'Score', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in', 'held_out',
            'Lost', 'Price', 'measure', 'too_dear']
 
 # %% ../../nbs/export/price.ipynb #a860007
@@ -82,7 +82,7 @@ def token_kl(full: Tensor, copy: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 # %% ../../nbs/export/price.ipynb #a860012
-HELD_OUT = (
+PROBE_PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
     "Write a short thank-you note to a neighbour who watered my plants.",
@@ -125,7 +125,7 @@ def built_in(tokenizer: Any) -> HeldOut:
         ConfigError: it knows none of them well.
     """
     worlds = {f"{w.name} test prompts": [row["prompt"] for row in w.prompts(16, 0)] for w in WORLDS if w.model}
-    sets = {"built-in prompts": HELD_OUT, **worlds}
+    sets = {"built-in prompts": PROBE_PROMPTS, **worlds}
     for name, prompts in sets.items():
         ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
         if _unknown(tokenizer, ids) <= 0.1:

@@ -28,9 +28,9 @@ Score = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[float | N
 Features = Callable[[Sequence[str]], NDArray[np.float64]]
 
 # %% auto #0
-__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'TEXTS', 'MonitorConfig',
-           'check_bounds', 'Alert', 'Base', 'Look', 'Gatherer', 'Judge', 'clock_time', 'Version', 'Report', 'Monitor',
-           'report_of', 'bounds_crossed', 'Findings', 'findings']
+__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'MonitorConfig', 'check_bounds',
+           'Alert', 'Base', 'Look', 'Gatherer', 'Judge', 'clock_time', 'Version', 'Report', 'Monitor', 'report_of',
+           'bounds_crossed', 'Findings', 'findings']
 
 # %% ../../nbs/feedback/monitor.ipynb #9fef74c9
 def _of_answer(of: Callable[[str], float]) -> Callable[[Request], float]:
@@ -49,7 +49,7 @@ MEASURES: dict[str, Callable[[Request], float]] = {
     "satisfaction": lambda r: r.satisfied,
 }
 SHARES = ("refusals", "repetition", "cancelled", "errors", "satisfaction")  # between 0 and 1
-TEXTS: dict[str, Callable[[Request], str | None]] = {"prompts": lambda r: r.prompt, "answers": lambda r: r.answer}
+_TEXTS: dict[str, Callable[[Request], str | None]] = {"prompts": lambda r: r.prompt, "answers": lambda r: r.answer}
 
 
 class MonitorConfig(StrictConfig):
@@ -184,7 +184,7 @@ class Judge:
         self.features = lru_cache(8)(lambda texts: features(list(texts)))  # of the base, which many looks share
         self._scores: dict[tuple[str, str, float], dict[str, float]] = {}
         self.names = (*MEASURES, *self.rewards)
-        tests = len(CLOCKS) * (len(TEXTS) + len(self.names)) + len(config.highest) + len(config.lowest)
+        tests = len(CLOCKS) * (len(_TEXTS) + len(self.names)) + len(config.highest) + len(config.lowest)
         self.budget = Budget(config.false_alarm_days, tests)
 
     def values(self, rows: Sequence[Request], name: str) -> NDArray[np.float64]:
@@ -226,9 +226,9 @@ class Judge:
         """
         alpha, found = self.budget.alpha(look.level_s), list[Alert]()
         rows, when = look.sample.rows, f"{look.clock} to {clock_time(look.closed)}"
-        for name in (*TEXTS, *self.names):
+        for name in (*_TEXTS, *self.names):
             seed = derive_seed(self.config.seed, version, look.clock, name, int(look.closed))
-            base, compare = (texts, self._texts) if name in TEXTS else (numbers, self._numbers)
+            base, compare = (texts, self._texts) if name in _TEXTS else (numbers, self._numbers)
             text = compare(name, rows, base.rows, alpha, seed)
             if text:
                 found.append(
@@ -238,7 +238,7 @@ class Judge:
 
     def _texts(self, name: str, rows: Sequence[Request], base: Sequence[Request], alpha: float, seed: int) -> str:
         """What is different in texts; "" if nothing is."""
-        new, old = ([(r, t) for r in group if (t := TEXTS[name](r))] for group in (rows, base))
+        new, old = ([(r, t) for r in group if (t := _TEXTS[name](r))] for group in (rows, base))
         if min(len(new), len(old)) < self.config.min_requests:
             return ""
         found = drift_test(

@@ -20,7 +20,7 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
 from ..data.worlds import gold_of, model_world, world_of
 from ..models.load import load_model
-from ..models.merge import RECORD
+from ..models.merge import MERGE_RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
 from ..run.log import plain, read_metrics
 from ..train.online import as_rewards, load_reward
@@ -157,8 +157,8 @@ def read_run(place: str | Path) -> Told:
         raise RunError(f"{folder} holds no model.{here}")
     run = folder if model != folder else folder.parent if folder.name == "model" else None
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
-        if (model / RECORD).is_file():
-            return Told(model, merged=_merge_record(model / RECORD))
+        if (model / MERGE_RECORD).is_file():
+            return Told(model, merged=_merge_record(model / MERGE_RECORD))
         return Told(
             model, missing=["no run's folder was beside the weights, so nothing is known of how they were made"]
         )
@@ -560,7 +560,7 @@ def _what_it_is(told: Told) -> list[str]:
     if told.merged:
         method = cell(told.merged["recipe"].get("method"))
         out.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{RECORD}` beside the weights is the recipe.\n"
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{MERGE_RECORD}` beside the weights is the recipe.\n"
         )
     return out
 

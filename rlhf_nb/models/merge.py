@@ -21,7 +21,7 @@ from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_confi
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
+__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
            'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place',
            'portable_recipe', 'merge_adapters']
 
@@ -416,7 +416,7 @@ def _template(model: ModelTensors) -> str | None:
     return None
 
 # %% ../../nbs/models/merge.ipynb #a340027
-RECORD = "merge.yaml"
+MERGE_RECORD = "merge.yaml"
 
 
 class Merged(NamedTuple):
@@ -541,7 +541,7 @@ def _write_beside(
         "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
         "written": written,
     }
-    (folder / RECORD).write_text(dump_yaml(record), encoding="utf-8")
+    (folder / MERGE_RECORD).write_text(dump_yaml(record), encoding="utf-8")
 
 
 def told_place(place: str | Path) -> str:

@@ -132,11 +132,13 @@ def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
 
 def _natives(row: Mapping[str, Any], fmt: str) -> dict[str, set[str]]:
     """The formats that a row's columns make by themselves."""
-    from rlhf_nb.data.formats import COLUMNS, PROMPTED, SFT
+    from rlhf_nb.data.formats import COLUMNS, PROMPTED, SFT_FORMATS
 
     there = {k for k, v in row.items() if v is not None}
     return {
-        f: set(COLUMNS[f]) for f in {"sft": SFT, "prompt": PROMPTED}.get(fmt, (fmt,)) if there.issuperset(COLUMNS[f])
+        f: set(COLUMNS[f])
+        for f in {"sft": SFT_FORMATS, "prompt": PROMPTED}.get(fmt, (fmt,))
+        if there.issuperset(COLUMNS[f])
     }
 
 # %% ../../nbs/pipeline/data_look.ipynb #6b0a5757

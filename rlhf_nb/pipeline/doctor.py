@@ -41,10 +41,10 @@ from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer',
-           'plain_rows', 'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads',
-           'check_speed', 'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths',
-           'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Level', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows', 'check_data',
+           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
+           'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'Start',
+           'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Level = Literal["error", "warning", "note", "ok"]
@@ -286,7 +286,7 @@ def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
     return [Finding("warning", what, why, "install the transformers of requirements.lock, or a newer rlhf_nb")]
 
 # %% ../../nbs/pipeline/doctor.ipynb #6ca18fe4
-LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
+_LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
 
 
 def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Budget:
@@ -297,7 +297,7 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
         config: of a training run.
         precision: number formats.
     """
-    return predict(model_config, job_of(config, precision), Split(overhead=LIBRARIES))
+    return predict(model_config, job_of(config, precision), Split(overhead=_LIBRARIES))
 
 # %% ../../nbs/pipeline/doctor.ipynb #cd90ba90
 def free_memory(device: torch.device) -> float | None:
@@ -409,7 +409,7 @@ def check_saving(config: Any) -> list[Finding]:
     return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
-ROWS = 2000  # looked at
+_ROWS = 2000  # looked at
 
 
 class Start(NamedTuple):
@@ -449,11 +449,11 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     """
     if data.mix is not None:
         parts = parts_of(data)
-        return [row for part in parts for row in some_rows(part, kind, seed)[: ROWS // len(parts)]]
+        return [row for part in parts for row in some_rows(part, kind, seed)[: _ROWS // len(parts)]]
     made = made_rows(place_of(data), kind, seed)
     if made is not None:
-        return made[0][:ROWS]
-    rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), ROWS))
+        return made[0][:_ROWS]
+    rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), _ROWS))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows

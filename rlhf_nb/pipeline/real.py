@@ -27,8 +27,8 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'WELCOME', 'NEXT', 'fetch_model', 'problems', 'ask', 'Score', 'score_of',
-           'Story', 'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'problems', 'ask', 'Score', 'score_of', 'Story',
+           'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"
@@ -168,7 +168,7 @@ def side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 # %% ../../nbs/pipeline/real.ipynb #2e017c6e
-WELCOME = """\
+_WELCOME = """\
 SmolLM2-135M-Instruct is a small chat model that anybody can download. It was never trained for what comes now:
   1. Before     It answers {questions} questions such as
                 "{question}"
@@ -176,7 +176,7 @@ SmolLM2-135M-Instruct is a small chat model that anybody can download. It was ne
   3. After      It answers the first questions again. None of their sums was asked in training.
 All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about 4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
 """
-NEXT = """\
+_NEXT = """\
 What to open next
   {path}/results.json   the numbers, and all answers
   {path}/model          the trained model; ask it something:
@@ -243,7 +243,7 @@ def real_demo(
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])
     group, gpu = config.num_generations, "'s GPU" if trainer.engine.device.type == "cuda" else ", without a GPU"
     say(
-        WELCOME.format(
+        _WELCOME.format(
             questions=questions,
             question=example,
             prompts=config.rollout_batch_size // group,
@@ -281,6 +281,6 @@ def real_demo(
     show(side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(
-        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{NEXT.format(path=path, me=me, question=example)}"
+        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"
     )
     return found

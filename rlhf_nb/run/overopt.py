@@ -19,8 +19,7 @@ Floats = NDArray[np.float64]
 Form = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'Form', 'GOLD', 'LEAST', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
-           'stop_by']
+__all__ = ['Floats', 'Form', 'GOLD', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak', 'stop_by']
 
 # %% ../../nbs/run/overopt.ipynb #a0540006
 def _columns(d: Floats, form: Form) -> Floats:
@@ -150,7 +149,7 @@ def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float
 
 # %% ../../nbs/run/overopt.ipynb #a0540015
 GOLD = ("rewards/gold", "eval/gold")
-LEAST = 10  # points before a curve is fitted
+_LEAST = 10  # points before a curve is fitted
 
 
 class GoldCurve:
@@ -191,7 +190,7 @@ class GoldCurve:
         Args:
             level: of the intervals.
         """
-        if len(self.points) < LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
+        if len(self.points) < _LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
             return None
         kl, gold = zip(*self.points)
         return fit_gold(kl, gold, level=level)

@@ -26,7 +26,7 @@ from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
            'Estimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
@@ -256,7 +256,7 @@ def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1,
     return Cost(generate, score, update, need.peak + kept)
 
 # %% ../../nbs/scale/cost.ipynb #b8d2c096
-LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word
+_LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word
 LAYER = 100_000_000  # parameters; a larger layer is not tried
 SAVES = 0.875  # of seconds or bytes; who saves less isn't worth a word
 
@@ -289,7 +289,7 @@ def estimate(
         None where it isn't known: not on a CPU, for small models (whose steps take no time worth a word), and for layers too large to try.
     """
     shape = shape_of(model_config)
-    if precision.device.type != "cpu" or shape.total <= LARGE or shape.decoder / shape.layers > LAYER:
+    if precision.device.type != "cpu" or shape.total <= _LARGE or shape.decoder / shape.layers > LAYER:
         return None
     speeds: dict[tuple[bool, int], Speed] = {}
     told = _Told(config, model_config, precision, lengths, shape)

@@ -15,10 +15,10 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload',
-           'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
-           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split',
-           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
+__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'Shape', 'shape_of',
+           'NumberFormat', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
+           'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split', 'averages',
+           'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
 
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _counted(text: Any, net: Any) -> Shape:
     )  # fmt: skip
 
 # %% ../../nbs/scale/topology.ipynb #aa8a4dee
-class Format(NamedTuple):
+class NumberFormat(NamedTuple):
     """Bytes of a number."""
 
     weight: float  # trained
@@ -141,21 +141,21 @@ class Format(NamedTuple):
         return self.optimizer - 8.0 + states + (4 if stage and self.weight == 4 else 0)
 
 
-FORMATS: dict[str, Format] = {
-    "fp32": Format(4, 4, 8, 0, 4, 4),
-    "amp": Format(4, 4, 8, 2, 2, 2),
-    "bf16": Format(2, 2, 12, 0, 2, 2),
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    "fp32": NumberFormat(4, 4, 8, 0, 4, 4),
+    "amp": NumberFormat(4, 4, 8, 2, 2, 2),
+    "bf16": NumberFormat(2, 2, 12, 0, 2, 2),
 }
 
 
-def format_of(precision: Precision, quantized: bool = False) -> Format:
+def format_of(precision: Precision, quantized: bool = False) -> NumberFormat:
     """The format of this package's engine.
 
     Args:
         precision: as `core.decide_precision` gives it.
         quantized: frozen weights are stored in 4 bits.
     """
-    chosen = FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
+    chosen = NUMBER_FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
     frozen = 0.5 if quantized else float(precision.frozen_dtype.itemsize)
     return chosen._replace(frozen=frozen)
 
@@ -178,7 +178,7 @@ class Job:
     moves_base: bool = False  # whether the adapters' start changes the frozen weights, so that the reference is a copy
     holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     recompute: bool = False  # activations of a layer are computed again instead of kept
-    format: Format = FORMATS["amp"]
+    format: NumberFormat = NUMBER_FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     optimizer: str = "adamw"  # as in optimizer.name
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
@@ -283,7 +283,7 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/scale/topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
+KEPT_LOGITS, _CHUNK_LOGITS, _CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
 
 
 def head_memory(shape: Shape, job: Job, targets: int) -> float:
@@ -294,12 +294,12 @@ def head_memory(shape: Shape, job: Job, targets: int) -> float:
         job: its device decides how large a chunk is.
         targets: tokens that are predicted.
     """
-    chunk = max(CHUNK_LOGITS[job.device] // shape.vocab, CHUNK_ROWS)
+    chunk = max(_CHUNK_LOGITS[job.device] // shape.vocab, _CHUNK_ROWS)
     rows = targets if targets * shape.vocab <= KEPT_LOGITS else min(targets, chunk)
     return 2.0 * 4 * rows * shape.vocab
 
 # %% ../../nbs/scale/topology.ipynb #7c66bcc9
-COLUMNS = 7  # numbers a token that are kept of a rollout, at most
+_COLUMNS = 7  # numbers a token that are kept of a rollout, at most
 
 
 def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
@@ -334,13 +334,13 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
         "cache": 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * width * at_once,
         "logits": 24.0 * at_once * shape.vocab,
         "copies": copies,
-        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * COLUMNS) * job.completion),
+        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * _COLUMNS) * job.completion),
     }
 
 # %% ../../nbs/scale/topology.ipynb #2b7d2aaf
 Moment = Literal["sampling", "scoring", "backward", "step"]
 MOMENTS: tuple[Moment, ...] = ("sampling", "scoring", "backward", "step")
-ROLES = (
+MEMORY_ROLES = (
     "policy", "value", "reference", "reward", "gradients", "optimizer", "activations", "cache", "rollouts", "overhead",
 )  # fmt: skip
 
@@ -554,12 +554,12 @@ class Budget(NamedTuple):
     def by_role(self, moment: Moment | None = None) -> dict[str, float]:
         """Bytes of each role at a moment (default: the fullest)."""
         now = moment or self.fullest
-        return {r: sum(t.bytes for t in self.terms if t.role == r and now in t.when) for r in ROLES}
+        return {r: sum(t.bytes for t in self.terms if t.role == r and now in t.when) for r in MEMORY_ROLES}
 
     def table(self) -> str:
         """All terms with their formulas, as Markdown."""
         lines = ["| role | what | formula | GiB | when |", "|---|---|---|---:|---|"]
-        for t in sorted(self.terms, key=lambda t: ROLES.index(t.role)):
+        for t in sorted(self.terms, key=lambda t: MEMORY_ROLES.index(t.role)):
             when = "always" if t.when == MOMENTS else ", ".join(t.when)
             lines.append(f"| {t.role} | {t.what} | {t.formula} | {t.bytes / 2**30:.2f} | {when} |")
         lines.append(f"| **peak** | while: {self.fullest} | | **{self.peak / 2**30:.2f}** | |")

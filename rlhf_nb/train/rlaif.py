@@ -22,7 +22,7 @@ from pydantic import model_validator
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
-from ..data.worlds import World, gold_of, FIRST, world_of
+from ..data.worlds import World, gold_of, FIRST_WORLD, world_of
 from ..rewards.base import RewardModelFn, Rewards
 from ..models.heads import RewardModel
 from ..types import Completions, Rollout, prompt_uid
@@ -179,7 +179,7 @@ def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
         seed: of the errors.
         world: that has labellers; default: the first.
     """
-    world = world or FIRST
+    world = world or FIRST_WORLD
     assert world.taste is not None, f"{world.name} has no labellers"
     how: dict[str, Any] = {"noise": 0.7, "position_bias": 0.5, "seed": seed, "name": f"{world.name} labellers"}
     return FunctionJudge(world.taste, clarity=world.clarity, **how)
@@ -191,8 +191,8 @@ class RLAIFConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST.name}, "data": {"path": FIRST.name, "max_prompt_length": 64},
-            "device": "cpu", "judge": {"model": FIRST.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
+            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST_WORLD.name}, "data": {"path": FIRST_WORLD.name, "max_prompt_length": 64},
+            "device": "cpu", "judge": {"model": FIRST_WORLD.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
         },
     }  # fmt: skip
 

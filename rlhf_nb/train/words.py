@@ -15,7 +15,7 @@ from torch import nn
 from ..aliases import trl_words
 from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
-from ..data.worlds import model_world, FIRST
+from ..data.worlds import model_world, FIRST_WORLD
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
 from ..models.policy import load_policy
@@ -108,7 +108,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 def _model_type(model: Any, config: Any) -> str:
     """The architecture of a model, or of the one that a config names."""
     name = config.model.name_or_path
-    if model is None and (world := FIRST if name is None else model_world(name)) is not None:
+    if model is None and (world := FIRST_WORLD if name is None else model_world(name)) is not None:
         assert world.model is not None
         model = world.model()
     if model is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..run.overopt import LEAST, GoldFit, fit_gold
+from ..run.overopt import _LEAST, GoldFit, fit_gold
 from ..sequential import ALPHA, Fall, fall
 from .charts import Floats
 from .reader import RunReader
@@ -116,8 +116,8 @@ def gold_fit(known: Known) -> tuple[Floats, Floats, Floats, GoldFit] | None:
     Args:
         known: steps and values by metric.
     """
-    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=LEAST)
-    _, steps, kl = _first(known, "objective/kl", least=LEAST)
+    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=_LEAST)
+    _, steps, kl = _first(known, "objective/kl", least=_LEAST)
     if not len(gold) or not len(kl):
         return None
     there = np.interp(at, steps, kl)
