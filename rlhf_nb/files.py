@@ -22,9 +22,13 @@ class FileRefused(RlhfError, OSError):
 
 
 _KINDS = {
-    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a link to itself",
-}  # fmt: skip
+}
 
 
 def _look(path: Path, about: os.stat_result, limit: int | None) -> None:
@@ -37,7 +41,7 @@ def _look(path: Path, about: os.stat_result, limit: int | None) -> None:
 
 
 def _opener(path: Path, limit: int | None) -> Callable[[str, int], int]:
-    """What `open` asks for a descriptor: no link is followed, nothing waits for a pipe, and what was opened is looked at."""
+    """What `open` asks for a descriptor: follows no link, waits for no pipe, and looks at what it opened."""
 
     def opened(name: str, flags: int) -> int:
         with suppress(FileNotFoundError):
@@ -54,17 +58,18 @@ def _opener(path: Path, limit: int | None) -> Callable[[str, int], int]:
     return opened
 
 
+_Bytes = Literal["rb", "ab", "wb", "xb", "r+b", "a+b"]
+_Text = Literal["r", "a", "w", "x", "r+", "a+"]
+_Path = str | Path
+
+
 @overload
 def open_regular(
-    path: str | Path, mode: Literal["rb", "ab", "wb", "xb", "r+b", "a+b"] = "rb", *, root: str | Path | None = None, limit: int | None = None
-) -> BinaryIO: ...  # fmt: skip
+    path: _Path, mode: _Bytes = "rb", *, root: _Path | None = None, limit: int | None = None
+) -> BinaryIO: ...
 @overload
-def open_regular(
-    path: str | Path, mode: Literal["r", "a", "w", "x", "r+", "a+"], *, root: str | Path | None = None, limit: int | None = None
-) -> TextIO: ...  # fmt: skip
-def open_regular(
-    path: str | Path, mode: str = "rb", *, root: str | Path | None = None, limit: int | None = None
-) -> IO[Any]:
+def open_regular(path: _Path, mode: _Text, *, root: _Path | None = None, limit: int | None = None) -> TextIO: ...
+def open_regular(path: _Path, mode: str = "rb", *, root: _Path | None = None, limit: int | None = None) -> IO[Any]:
     """A file of a folder that anybody may have made, opened.
 
     Args:
@@ -81,7 +86,8 @@ def open_regular(
     home, real = os.path.realpath(path.parent if root is None else root), os.path.realpath(path)
     if not Path(real).is_relative_to(home):
         raise FileRefused(
-            f"{path} is a link to {real}, which lies outside of {home}, so it is neither read nor written: delete the link, or put a copy in its place."
+            f"{path} is a link to {real}, which lies outside of {home}, so it is neither read nor written: delete the "
+            "link, or put a copy in its place."
         )
     return open(real, mode, encoding=None if "b" in mode else "utf-8", opener=_opener(path, limit))
 
