@@ -21,7 +21,7 @@ from rlhf_nb.export.formats import Exported, export_model
 from rlhf_nb.export.gguf import load_fp32, write_gguf
 from rlhf_nb.export.onnx import session_of
 from rlhf_nb.export.price import PROBE_PROMPTS, forward_of, greedy, token_kl
-from rlhf_nb.export.program import check_same
+from rlhf_nb.export.program import logit_gap
 from rlhf_nb.export.source import ExportSource
 
 HH = Path(__file__).resolve().parents[2] / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
@@ -113,7 +113,7 @@ def main() -> None:
             gguf_part(source, folder)
         if "onnx" in a.parts:
             told(export_model(source, "onnx", folder / "onnx", answer_tokens=a.answer_tokens, overwrite=True))
-            apart = check_same(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
+            apart = logit_gap(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
             print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
         if "program" in a.parts:
             told(export_model(source, "program", folder / "program", answer_tokens=a.answer_tokens, overwrite=True))

@@ -28,7 +28,7 @@ from rlhf_nb.widgets.health import health_of
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
 from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
-from rlhf_nb.widgets.report import prometheus, report, serve_metrics, watch
+from rlhf_nb.widgets.report import metrics_text, report, serve_metrics, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -472,4 +472,4 @@ def test_prometheus_waits_and_answers(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
-    assert prometheus([tmp_path / "run"]).endswith("\n") and health_of(open_runs(tmp_path / "run")[0]) == []
+    assert metrics_text([tmp_path / "run"]).endswith("\n") and health_of(open_runs(tmp_path / "run")[0]) == []

@@ -29,7 +29,7 @@ from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
-from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work, sum_up
+from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work, results_of
 from rlhf_nb.bench.suites import (
     ScoringRule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
     refusal_rule, run_rows, same_scoring, suites,
@@ -360,7 +360,7 @@ def evaluate_suite(
         )  # first: a column that isn't there is said before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
-        results = sum_up(
+        results = results_of(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
         results = results.replace(notes=[*notes, *results.notes])

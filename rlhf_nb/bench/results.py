@@ -25,8 +25,8 @@ from .suites import Row, Suite, Work, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'sum_up', 'ModelPair', 'compare_results', 'Judged', 'pair_work',
-           'judged_of']
+__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged',
+           'pair_work', 'judged_of']
 
 # %% ../../nbs/bench/results.ipynb #83b24b5b
 class Metric(StrictConfig):
@@ -177,7 +177,7 @@ def _row_results(
     return rows
 
 
-def sum_up(
+def results_of(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
 ) -> Results:  # fmt: skip

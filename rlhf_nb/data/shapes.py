@@ -18,7 +18,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'RoleTerm', 'read_role',
            'Reading', 'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather',
-           'shape_table', 'shapes_of', 'recognise', 'read_as', 'note']
+           'shape_table', 'shapes_of', 'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class RoleTerm(NamedTuple):
@@ -479,6 +479,6 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
     return {**{k: v for k, v in row.items() if k not in used}, **made}
 
 
-def note(shape: Shape, row: Row) -> None:
+def note_shape(shape: Shape, row: Row) -> None:
     """Say what a file was taken for."""
     warnings.warn(f"read as {shape.says(row)}.", DataNote, stacklevel=4)

@@ -27,7 +27,7 @@ from ..types import Rollout
 
 # %% auto #0
 __all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft',
-           'words_of', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+           'words_vote', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -227,7 +227,7 @@ def weigh_soft(reward: Any, temperature: float) -> Weigher:
     return weigh
 
 
-def words_of(text: str) -> str | None:
+def words_vote(text: str) -> str | None:
     """A text as a vote: its words, without case, punctuation and spaces; None: it has none."""
     return " ".join(re.findall(r"\w+", text.lower())) or None
 

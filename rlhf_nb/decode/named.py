@@ -12,7 +12,7 @@ from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
 from .beam import Beam
 from .constrained import Constrained, read_form
-from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_of
+from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_vote
 from .decoder import Decoder, Plain
 from .mixed import Mixed
 from .search import MCTS, Guided, Scorer
@@ -49,7 +49,7 @@ KINDS = {
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
 _DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
-VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_of}
+VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
 
 class DecoderConfig(StrictConfig):

@@ -16,7 +16,16 @@ from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
 from . import gguf, int8, llama_cpp, onnx, program
-from .price import HeldOut, Price, AnswerScorer, built_in, forward_of, held_out, measure, too_dear
+from rlhf_nb.export.price import (
+    HeldOut,
+    Price,
+    AnswerScorer,
+    probe_prompts,
+    forward_of,
+    held_out,
+    measure_copy,
+    too_dear,
+)
 from .source import Opened, ExportSource, opened_folder, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
@@ -254,7 +263,7 @@ def export_model(
         else form.bits
     )
     check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
-    held = built_in(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
+    held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
     for left in out.glob(".saving-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -264,7 +273,7 @@ def export_model(
         else:
             notes = form.write(source, folder)
         copy = form.open(folder, source)
-        price = measure(
+        price = measure_copy(
             forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
             score=score,
             measured_by=copy.by, timed=copy.timed,

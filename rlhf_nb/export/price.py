@@ -21,8 +21,8 @@ from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
 # %% auto #0
-__all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in',
-           'held_out', 'Lost', 'Price', 'measure', 'too_dear']
+__all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts',
+           'held_out', 'Lost', 'Price', 'measure_copy', 'too_dear']
 
 # %% ../../nbs/export/price.ipynb #a860007
 Forward = Callable[[Sequence[int], Any], tuple[Tensor, Any]]
@@ -115,7 +115,7 @@ def _unknown(tokenizer: Any, ids: Sequence[Sequence[int]]) -> float:
     return sum(i == unk for row in ids for i in row) / max(sum(map(len, ids)), 1) if unk is not None else 0.0
 
 
-def built_in(tokenizer: Any) -> HeldOut:
+def probe_prompts(tokenizer: Any) -> HeldOut:
     """Prompts that come with the package, in words that the tokenizer knows.
 
     Args:
@@ -261,7 +261,7 @@ def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: _Answers, co
     return out
 
 
-def measure(
+def measure_copy(
     full: Forward, copy: Forward, tokenizer: Any, held: HeldOut, *, eos: Collection[int], answer_tokens: int = 32,
     score: AnswerScorer | None = None,
     measured_by: str = "PyTorch", timed: bool = True,

@@ -30,7 +30,7 @@ Features = Callable[[Sequence[str]], NDArray[np.float64]]
 # %% auto #0
 __all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'MonitorConfig', 'check_bounds',
            'Alert', 'Base', 'MonitorLook', 'Gatherer', 'ChangeTests', 'clock_time', 'Version', 'Report', 'Monitor',
-           'report_of', 'bounds_crossed', 'Findings', 'findings']
+           'version_report', 'bounds_crossed', 'Findings', 'findings']
 
 # %% ../../nbs/feedback/monitor.ipynb #9fef74c9
 def _of_answer(of: Callable[[str], float]) -> Callable[[LoggedRequest], float]:
@@ -391,7 +391,7 @@ class Monitor:
         return given, given if is_log and self.config.baseline is None else own
 
 # %% ../../nbs/feedback/monitor.ipynb #95cf708b
-def report_of(monitor: Monitor, version: Version, now: float) -> Report:
+def version_report(monitor: Monitor, version: Version, now: float) -> Report:
     """What a version did in the last hours.
 
     Args:
@@ -511,6 +511,6 @@ def findings(monitor: Monitor, now: float) -> Findings:
     monitor.close(now)
     reports, alerts = [], list(monitor.alerts)
     for v in monitor.versions.values():
-        reports.append(report_of(monitor, v, now))
+        reports.append(version_report(monitor, v, now))
         alerts += bounds_crossed(monitor.config, reports[-1], [h.sample for h in v.hours], monitor.judge, now)
     return Findings(now, reports, alerts)

@@ -28,8 +28,8 @@ from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['LOOKED_AT', 'STYLES', 'MARKS', 'LookConfig', 'FileLook', 'look_at', 'roles', 'twice', 'leaks',
-           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of',
-           'text_parts', 'painted', 'show']
+           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'row_parts',
+           'text_parts', 'painted', 'print_look']
 
 # %% ../../nbs/pipeline/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):
@@ -335,7 +335,7 @@ def _worth(label: Any) -> str:
     return "loss" if float(label) > 0.5 else "worse"
 
 
-def parts_of(row: Row, tokenizer: Any) -> list[list[_Part]]:
+def row_parts(row: Row, tokenizer: Any) -> list[list[_Part]]:
     """A tokenized row as lines of parts: what is read, and what counts in the loss."""
     prompt: list[_Part] = [(tokenizer.decode(row["prompt_ids"]), "read")]
     if "chosen_ids" in row:
@@ -394,7 +394,7 @@ def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
     return out
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce542
-def show(
+def print_look(
     look: FileLook,
     config: LookConfig,
     console: Any,
@@ -495,7 +495,7 @@ def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[l
     if tokenizer is None:
         return text_parts(row)
     alone = tokenized(replace(look, rows=[row]), tokenizer, data)
-    return parts_of(alone[0], tokenizer) if alone else [[("(dropped: empty, identical or cut to nothing)", "read")]]
+    return row_parts(alone[0], tokenizer) if alone else [[("(dropped: empty, identical or cut to nothing)", "read")]]
 
 
 def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None:

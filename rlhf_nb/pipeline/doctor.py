@@ -31,7 +31,7 @@ from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretra
 from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
-from ..scale.topology import Budget, Split, job_of, predict, shape_of
+from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
@@ -43,8 +43,8 @@ from ..models.policy import dropout_left_out
 # %% auto #0
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
            'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
-           'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths',
-           'check_saving', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+           'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
+           'StageStart', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -297,10 +297,10 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
         config: of a training run.
         precision: number formats.
     """
-    return predict(model_config, job_of(config, precision), Split(overhead=_LIBRARIES))
+    return predict_memory(model_config, job_of(config, precision), Split(overhead=_LIBRARIES))
 
 # %% ../../nbs/pipeline/doctor.ipynb #cd90ba90
-def free_memory(device: torch.device) -> float | None:
+def free_bytes(device: torch.device) -> float | None:
     """Free bytes where a run would compute; None where nobody can say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
@@ -370,7 +370,7 @@ def cost_here(config: Any) -> list[str]:
     precision = decide_precision(config.device, config.precision)
     try:
         start = load_start(config.model)
-        size = shape_of(start.model_config).total
+        size = decoder_shape(start.model_config).total
         precision = decide_precision(config.device, config.precision, parameters=size)
         rows = some_rows(config.data, of(config).rows, config.seed) if config.data.path is not None else []
         ensure_pad(start.tokenizer)
@@ -508,11 +508,11 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
     with _found(out, "training can't start"):
-        found, precision = check_precision(config, 0 if start is None else shape_of(start.model_config).total)
+        found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
-            out += check_memory(need, free_memory(precision.device))
+            out += check_memory(need, free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
                 out += check_cost(config, start, rows, precision)
     out += check_saving(config)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['TestQuestion', 'translate']
+__all__ = ['TestQuestion', 'translate_tests']
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a08
 def _codec() -> tuple[Callable[..., bytes], Callable[..., Any], Callable[[int, bytes], None], Callable[[int], bytes]]:
@@ -591,7 +591,9 @@ def _compiled(tree: ast.Module) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def translate(tests: tuple[str, ...], setup: str = "", entry_point: str = "") -> tuple[tuple[TestQuestion, ...], bytes]:
+def translate_tests(
+    tests: tuple[str, ...], setup: str = "", entry_point: str = ""
+) -> tuple[tuple[TestQuestion, ...], bytes]:
     """Tests as questions to a program, and the compiled setup.
 
     Args:
@@ -612,7 +614,7 @@ def translate(tests: tuple[str, ...], setup: str = "", entry_point: str = "") ->
 
 
 def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[tuple[TestQuestion, ...], bytes]:
-    """`translate` without care for what is no Python."""
+    """`translate_tests` without care for what is no Python."""
     own, free = set(dir(builtins)), []
     known = _names(setup)[1] - {entry_point} if setup else set()
     prepared = []

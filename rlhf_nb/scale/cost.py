@@ -19,14 +19,14 @@ from ..fast.workers import Replicas, workers_of_size
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
-from .topology import Budget, Job, DecoderShape, Split, job_of, predict, row_tokens, shape_of
+from .topology import Budget, Job, DecoderShape, Split, job_of, predict_memory, row_tokens, decoder_shape
 from ..scoring.head import HeadOptions, read_head
 from ..scoring.scores import completion_logps
 from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure_costs', 'cores', 'Cost', 'step_cost',
            'CostEstimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
@@ -87,7 +87,9 @@ def _rows(job: Job, hidden: int) -> Completions:
     return Completions.from_lists(prompts, completions)
 
 # %% ../../nbs/scale/cost.ipynb #37fe98a8
-def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: SamplingConfig | None = None) -> Speed:
+def measure_costs(
+    model_config: Any, job: Job, lora: LoraSettings | None, sampling: SamplingConfig | None = None
+) -> Speed:
     """What one piece of each kind of work costs here, in a second or two.
 
     Args:
@@ -96,7 +98,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
         lora: adapters that train; None: all weights.
         sampling: of answers; None: there are none.
     """
-    shape = shape_of(model_config)
+    shape = decoder_shape(model_config)
     workers = cores(shape, job)
     c = _rows(job, shape.hidden)
     found: dict[str, list[float]] = {"forward": [], "learn": [], "decode": []}
@@ -251,7 +253,7 @@ def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: i
     )
     trained = (shape.lora(job.lora) if job.lora else shape.total) * max(1, job.decoders)
     update += inner * answers / job.sides / job.mini_batch * trained * speed.adam
-    need = predict(shape, limits, Split(overhead=0.45e9))
+    need = predict_memory(shape, limits, Split(overhead=0.45e9))
     kept = KEPT * need.by_role()["activations"] if job.device == "cpu" and need.fullest == "backward" else 0.0
     return Cost(generate, score, update, need.peak + kept)
 
@@ -288,7 +290,7 @@ def estimate(
     Returns:
         None where it isn't known: not on a CPU, for small models (whose steps take no time worth a word), and for layers too large to try.
     """
-    shape = shape_of(model_config)
+    shape = decoder_shape(model_config)
     if precision.device.type != "cpu" or shape.total <= _LARGE or shape.decoder / shape.layers > LAYER:
         return None
     speeds: dict[tuple[bool, int], Speed] = {}
@@ -324,7 +326,7 @@ class _Told(NamedTuple):
             )
         key = (job.lora is None, job.group)
         if key not in speeds:
-            speeds[key] = measure(
+            speeds[key] = measure_costs(
                 self.model_config, job, config.model.lora, config.sampling if job.info.online else None
             )
         half = self.precision.compute_dtype != torch.float32

@@ -15,10 +15,10 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'DecoderShape', 'shape_of',
-           'NumberFormat', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
-           'head_memory', 'cache_rows', 'sampling_memory', 'MemoryTerm', 'Weights', 'roles_of', 'Split', 'averages',
-           'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
+__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'DecoderShape',
+           'decoder_shape', 'NumberFormat', 'engine_format', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
+           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'MemoryTerm', 'Weights', 'roles_of', 'Split',
+           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict_memory', 'job_of']
 
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DecoderShape:
         return self.layers * rank * (self.thin or sum(a + b for a, b in self.matrices))
 
 # %% ../../nbs/scale/topology.ipynb #b6641d0b
-def shape_of(model: Any) -> DecoderShape:
+def decoder_shape(model: Any) -> DecoderShape:
     """The shape of a model, without its weights.
 
     Args:
@@ -148,7 +148,7 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
 }
 
 
-def format_of(precision: Precision, quantized: bool = False) -> NumberFormat:
+def engine_format(precision: Precision, quantized: bool = False) -> NumberFormat:
     """The format of this package's engine.
 
     Args:
@@ -572,7 +572,7 @@ class Budget(NamedTuple):
         return "\n".join(lines)
 
 # %% ../../nbs/scale/topology.ipynb #65168777
-def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
+def predict_memory(model: Any, job: Job, split: Split = Split()) -> Budget:
     """The memory of one GPU, term by term.
 
     Args:
@@ -580,7 +580,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
         job: method and batch.
         split: GPUs, ZeRO stage, offload.
     """
-    shape = shape_of(model)
+    shape = decoder_shape(model)
     roles = roles_of(shape, job)
     terms = [*weight_terms(roles, job, split, shape), *update_terms(shape, roles, job, split)]
     if job.info.online:
@@ -631,5 +631,5 @@ def job_of(config: Any, precision: Precision) -> Job:
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
         moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
-        holds=held, recompute=config.recompute, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip
