@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -39,12 +38,13 @@ from rlhf_nb.feedback.monitor import (
 )
 from .samples import LogReader, LoggedRequest, ratings_of, read_reference, request_of
 from .store import FeedbackStore, feedback_of
+from ..files import write_whole
 from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
 __all__ = ['ALERT', 'Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'standing', 'print_looks',
-           'as_json', 'as_prometheus', 'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
+           'as_json', 'as_prometheus', 'as_page', 'monitor_command', 'check_there', 'follow']
 
 # %% ../../nbs/feedback/follow.ipynb #b21a8f35
 class Sources:
@@ -259,23 +259,6 @@ def as_page(found: Findings, config: MonitorConfig, note: str) -> str:
         f"{head}<h2>alerts</h2><ul>{alerts}</ul>{table_html(table_rows(found))}{states}<p>{escape(note)}</p>",
     )
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once, so that nobody reads half of it.
-
-    Raises:
-        RunError: it can't be written.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as e:
-        with suppress(OSError):
-            aside.unlink()
-        raise RunError(f"{path} can't be written: {e}. Choose another place, or make room there.") from e
-
 # %% ../../nbs/feedback/follow.ipynb #04e88e1f
 ALERT = 3  # the exit code
 _Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example reference=train.jsonl baseline=v1")
@@ -366,7 +349,10 @@ def follow(
         monitor.add(sources.new(now))
         found = findings(monitor, now)
         for path, text in outputs:
-            write_whole(path, text(found))
+            try:
+                write_whole(path, text(found), durable=False)
+            except OSError as e:
+                raise RunError(f"{path} can't be written: {e}. Choose another place, or make room there.") from e
         new = [a for a in found.alerts if (a.version, a.text.partition(":")[0]) not in known]
         known = {(a.version, a.text.partition(":")[0]) for a in found.alerts}
         if once:
