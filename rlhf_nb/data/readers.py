@@ -22,10 +22,10 @@ from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 
 # %% auto #0
-__all__ = ['OpenRows', 'KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
+__all__ = ['OpenRows', 'FILE_KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
 
 # %% ../../nbs/data/readers.ipynb #b15b7523
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
+FILE_KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
 PACKED = (".gz", ".zst")  # what all but parquet and arrow may be packed as
 
 
@@ -34,7 +34,7 @@ def _kind(path: Path) -> str | None:
     suffixes = [s.lower() for s in path.suffixes]
     packed = len(suffixes) > 1 and suffixes[-1] in PACKED
     kind = suffixes[-2] if packed else "".join(suffixes[-1:])
-    return kind if kind in KINDS and not (packed and kind in (".parquet", ".arrow")) else None
+    return kind if kind in FILE_KINDS and not (packed and kind in (".parquet", ".arrow")) else None
 
 
 MAX_FILE = 1 << 30  # bytes of a .json file: it is one value, so all of it is held in memory
@@ -111,8 +111,7 @@ _TEXTS = {
 
 
 def _cell(text: str, name: str = "") -> Any:
-    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is
-    that text."""
+    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is that text."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
             found = json_value(text, whole=False)
@@ -129,8 +128,7 @@ def _text_lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _separator(header: str, name: str) -> str:
-    """What stands between the cells of a table: where a header has no comma, the semicolon or tab that some
-    spreadsheets write instead."""
+    """What stands between the cells of a table: where a header has no comma, the semicolon or tab that some spreadsheets write instead."""
     return "\t" if ".tsv" in name.lower() else next((mark for mark in ",;\t" if mark in header), ",")
 
 
@@ -185,9 +183,8 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
             k += 1
     except UnicodeDecodeError as e:
         raise DataError(
-            f"{path} isn't UTF-8 text (byte {e.object[e.start]:#x} behind row {k}), so its letters would have to be "
-            "guessed. Save it as UTF-8: in a spreadsheet as 'CSV UTF-8', on a command line by iconv -f OLD_ENCODING -t "
-            "UTF-8 (cp1252 and UTF-16 are the usual old ones)."
+            f"{path} isn't UTF-8 text (byte {e.object[e.start]:#x} behind row {k}), so its letters would have to be guessed. Save it as UTF-8: in a spreadsheet "
+            "as 'CSV UTF-8', on a command line by iconv -f OLD_ENCODING -t UTF-8 (cp1252 and UTF-16 are the usual old ones)."
         ) from e
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, RecursionError) as e:
         said = f"{type(e).__name__}: {e}".splitlines()[0]
@@ -210,8 +207,7 @@ _SPLITS = re.compile("train|test|valid|val|dev|eval", re.IGNORECASE)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has
-    the hub's layout."""
+    """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has the hub's layout."""
     found = sorted(
         p
         for p in folder.iterdir()
@@ -269,8 +265,7 @@ def open_rows(
     """A function that opens a dataset from its start, each time it is called.
 
     Args:
-        path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read
-            in the order of their names), one
+        path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read in the order of their names), one
             laid out as on the hub or written by `save_to_disk`, or a hub name (`owner/name`, `owner/name@revision`).
         split: a split of a folder or hub dataset ("train", "test[:100]"). A file is one split: "train".
         subset: configuration of a hub dataset.
@@ -285,13 +280,11 @@ def open_rows(
         kind = _kind(file)
         if kind is None:
             raise DataError(
-                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are "
-                f"{', '.join(KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
+                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(FILE_KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
             )
         if split != "train":
             raise DataError(
-                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or "
-                "hold out rows with eval_size."
+                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or hold out rows with eval_size."
             )
         return lambda: _read(file, kind)
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []
