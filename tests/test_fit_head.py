@@ -90,7 +90,7 @@ def test_a_fit_that_is_stopped_goes_on_behind_the_last_piece_and_tells_how_far_i
     ours, theirs = weights(again), weights(whole)
     assert all(torch.equal(ours[k], theirs[k]) for k in ours)
     again.start()
-    assert not (tmp_path / "b" / "fitting").exists() and (tmp_path / "b" / fit_head.FILE).exists()
+    assert not (tmp_path / "b" / "fitting").exists() and (tmp_path / "b" / fit_head.HEAD_FILE).exists()
 
 
 @pytest.mark.filterwarnings("ignore:head fitted")
