@@ -26,9 +26,9 @@ from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'FILE', 'PIECES', 'fit_logistic', 'difference_states', 'Pace', 'kept_states',
-           'Fit', 'thirds', 'side_by_side', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of', 'read_fit',
-           'keep_fit', 'pieces_of']
+__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'Pace',
+           'kept_states', 'Fit', 'thirds', 'side_by_side', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of',
+           'read_fit', 'keep_fit', 'pieces_of']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -315,7 +315,7 @@ def told_of(fitted: Fitted, body: Any) -> str:
     )
 
 # %% ../../nbs/train/fit_head.ipynb #716fc26c
-FILE = "fitted_head.safetensors"
+HEAD_FILE = "fitted_head.safetensors"
 PIECES = "fitting"  # the folder of an unfinished one's pieces
 
 
@@ -327,7 +327,7 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
         of: hash of what it depends on.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / FILE), framework="pt") as f:
+        with safe_open(str(Path(folder).expanduser() / HEAD_FILE), framework="pt") as f:
             told = f.metadata() or {}
             return Fitted(f.get_tensor("weights"), json_value(told["about"].encode())) if told.get("of") == of else None
     except (OSError, SafetensorError, Unreadable, KeyError):  # it is made again
@@ -336,7 +336,7 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
 
 def keep_fit(folder: str | Path, of: str, fitted: Fitted) -> None:
     """Write a fit into a run's folder."""
-    _write(Path(folder) / FILE, {"weights": fitted.weights}, {"of": of, "about": json.dumps(fitted.about)})
+    _write(Path(folder) / HEAD_FILE, {"weights": fitted.weights}, {"of": of, "about": json.dumps(fitted.about)})
     shutil.rmtree(Path(folder) / PIECES, ignore_errors=True)
 
 
