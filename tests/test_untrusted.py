@@ -410,7 +410,7 @@ def test_what_is_no_file_in_a_models_folder_is_refused_at_once(kind: str, tmp_pa
         no_file(kind, folder / name, victim)
         begin = time.monotonic()
         for load in (load_policy, load_words, RewardModel.load):
-            with pytest.raises(ModelError, match="link|directory, a pipe or a device|bytes"):
+            with pytest.raises(ModelError, match="can't be read as a part of a model"):
                 load(folder)
         assert time.monotonic() - begin < 5, name
 

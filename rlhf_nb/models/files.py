@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from ..config import ModelConfig
 from ..core import ConfigError, ModelError, suggest
 from ..data.foreign import check_tokenizer
 from ..data.worlds import names
+from ..files import open_regular
 from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
@@ -114,6 +114,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
 
 
 _READ = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py", ".gguf")  # what libraries open in a model's folder
+_WEIGHTS = (".safetensors", ".gguf")
 _LONGEST = 1 << 28  # bytes of a text; the largest tokenizers have a tenth of that
 
 
@@ -129,27 +130,14 @@ def check_folder(folder: Path) -> None:
     Raises:
         ModelError: a device, a pipe, a directory or a link that leads out, where a file is expected; a text too long.
     """
-    root = os.path.realpath(folder)
-    homes = [root]
-    if os.path.basename(os.path.dirname(root)) == "snapshots":
-        homes.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
+    home = folder.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home  # of the hub's cache: with its `blobs`
     for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
-        if file.suffix not in _READ:
-            continue
-        where = os.path.realpath(file)
-        if not any(where.startswith(home + os.sep) for home in homes):
-            why = f"is a link to {where!r}, which lies outside: copy that file into the folder if it belongs there"
-        elif not os.path.exists(where):
-            why = "is a link that leads nowhere: the copy isn't complete"
-        elif not stat.S_ISREG(os.stat(where).st_mode):
-            why = (
-                "is a directory, a pipe or a device, and a file is expected: the folder is damaged, or made to do harm"
-            )
-        elif file.suffix not in (".safetensors", ".gguf") and os.stat(where).st_size > _LONGEST:
-            why = f"has {os.stat(where).st_size:,} bytes, and at most {_LONGEST:,} are read"
-        else:
-            continue
-        raise ModelError(f"{str(file)!r} {why}.")
+        if file.suffix in _READ:
+            try:
+                open_regular(file, root=home, limit=None if file.suffix in _WEIGHTS else _LONGEST).close()
+            except OSError as e:
+                raise ModelError(f"{str(file)!r} can't be read as a part of a model: {e}") from e
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
