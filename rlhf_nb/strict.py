@@ -198,7 +198,8 @@ def say_kind(kind: Any, bounds: str = "") -> str:
         elif _is_group(option):
             words.append(f"a group of settings ({', '.join(option.model_fields)})")
         elif origin in (list, tuple):
-            words.append(f"a list{f' of {len(args)}' if origin is tuple else ''}, each entry {say_kind(args[0])}")
+            length = f" of {len(args)}" if origin is tuple and args[-1] is not ... else ""
+            words.append(f"a list{length}, each entry {say_kind(args[0])}")
         else:
             words.append(_NAMES.get(origin or option, getattr(option, "__name__", str(option))))
         words[-1] += "" if option is type(None) else bounds
@@ -228,7 +229,7 @@ def _walk(root: type[BaseModel], loc: Iterable[int | str]) -> _Place:
         groups = [o for o in options if _is_group(o)]
         lists = [o for o in options if get_origin(o) in (list, tuple)]
         if isinstance(part, int) and lists:
-            args = get_args(lists[0])
+            args = [a for a in get_args(lists[0]) if a is not ...]
             path, kind, info = [*path, part], args[min(part, len(args) - 1)], None
         elif groups and part not in {o.__name__ for o in groups}:
             group = next((o for o in groups if part in o.model_fields), groups[0])
@@ -350,6 +351,22 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
     return lines[0] if n == 1 else f"{n} settings are wrong:\n" + "\n".join(f"  {s}" for s in lines)
 
 # %% ../nbs/strict.ipynb #d7b4f7a1
+def _with_tuples(value: Any, kind: Any) -> Any:
+    """A value with each list a tuple where the annotation declares one: YAML, JSON and command lines have only lists."""
+    options = {get_origin(o): get_args(o) for o in _options(kind)}
+    if isinstance(value, dict) and dict in options:
+        return {k: _with_tuples(v, options[dict][1]) for k, v in value.items()}
+    if not isinstance(value, list):
+        return value
+    if list in options:
+        return [_with_tuples(v, options[list][0]) for v in value]
+    if tuple not in options:
+        return value
+    inner = options[tuple]
+    kinds = [inner[0]] * len(value) if inner[-1] is ... else [*inner, *[Any] * (len(value) - len(inner))]
+    return tuple(_with_tuples(v, k) for v, k in zip(value, kinds))
+
+
 def option(default: Any, about: str, **limits: Any) -> Any:
     """A setting of a config: `lr: float = option(1e-5, "peak learning rate", gt=0)`.
 
@@ -407,15 +424,17 @@ class StrictConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_group_defaults(cls, data: Any) -> Any:
-        """Half a group in a file is put on top of what this class has for that group by default."""
+    def _from_plain_values(cls, data: Any) -> Any:
+        """Half a group in a file is put on top of the class's default for that group; lists become tuples where tuples are declared."""
         if not isinstance(data, Mapping):
             return data
         out = dict(data)
         for name in out.keys() & cls.model_fields.keys():
-            default = cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
+            info = cls.model_fields[name]
+            default = info.get_default(call_default_factory=True, validated_data={})
             if isinstance(default, BaseModel) and isinstance(out[name], Mapping):
                 out[name] = merge(default.model_dump(exclude_unset=True), out[name])
+            out[name] = _with_tuples(out[name], info.annotation)
         return out
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub, which reads it once
 SHIFTED = str(Path(__file__).resolve().parent / "shifted")
 
 if os.environ.get("RLHF_NB_TEST_SEED", "0") not in ("", "0"):

@@ -1,7 +1,7 @@
 """Mutated files for everything that reads files: errors of the package, in time, or it is a fault. `python tests/fuzz.py --n 20000`.
 
 Each target takes a good file, damages it in a random but repeatable way, and reads it as a run, a view or a command would. A fault is
-any exception that isn't one of the package's own, more than five seconds, or a good checkpoint that isn't found beside a damaged one.
+any exception that isn't one of the package's own, more than five CPU seconds, or a good checkpoint that isn't found beside a damaged one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable, json_value
-from rlhf_nb.widgets.labels import LabelStore, Pair, agreement, tally, to_preferences
+from rlhf_nb.widgets.labels import LabelStore, Pair, annotator_agreement, tally, to_preferences
 from rlhf_nb.widgets.reader import open_runs
-from rlhf_nb.widgets.report import prometheus, report, screen
+from rlhf_nb.widgets.report import metrics_text, report, screen
 from rlhf_nb.widgets.samples import read_samples, sample_table, select_samples, token_measures, tokens_html
 
 SECONDS = 5
@@ -224,7 +224,7 @@ def metrics(folder: Path, data: bytes) -> None:
     readers = open_runs(folder)
     readers[0].poll()
     Console(file=io.StringIO(), width=100, force_terminal=True).print(screen(readers))
-    prometheus(readers)
+    metrics_text(readers)
     if readers[0].status.state != "waiting":
         report(readers, folder / "report.html", pngs=False)
     EventLog(folder / "metrics.jsonl").truncate_after(5)
@@ -289,7 +289,7 @@ def labels(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     store = LabelStore(path, "ann")
     found = store.labels()
-    to_preferences(found, "both"), agreement(found), tally(found)
+    to_preferences(found, "both"), annotator_agreement(found), tally(found)
     store.add(Pair("q", "one", "two", ("x", "y")), "first")
     assert any(x.pair.first == "one" for x in LabelStore(path).labels()), "a label was lost"
 
@@ -428,19 +428,25 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise inside when the time is over."""
+def limited(seconds: float, wall: float = 120) -> Iterator[None]:
+    """Raise inside when the CPU time is used up, which other work on the machine doesn't use; or when a case waits without computing."""
+    timers = {
+        signal.SIGPROF: (signal.ITIMER_PROF, seconds, f"more than {seconds} s of CPU time"),
+        signal.SIGALRM: (signal.ITIMER_REAL, wall, f"it waits: more than {wall} s"),
+    }
 
     def over(number: int, frame: Any) -> None:
-        raise TooLong(f"more than {seconds} s")
+        raise TooLong(timers[signal.Signals(number)][2])
 
-    before = signal.signal(signal.SIGALRM, over)
-    signal.alarm(seconds)
+    before = {number: signal.signal(number, over) for number in timers}
+    for timer, limit, _ in timers.values():
+        signal.setitimer(timer, limit)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, *_) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def case(name: str, number: int, seed: int = 0) -> str:

@@ -54,7 +54,7 @@ def test_help_without_torch_names_every_decoder_and_format() -> None:
     from rlhf_nb.export import formats
 
     assert ask.DECODERS.split(", ") == list(KINDS)
-    assert models.FORMATS == {name: form.bound for name, form in formats.FORMATS.items()}
+    assert models.EXPORT_BOUNDS == {name: form.bound for name, form in formats.FORMATS.items()}
 
 
 def test_the_watch_on_torch_can_see_it() -> None:

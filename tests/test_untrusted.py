@@ -103,6 +103,16 @@ def test_fuzzing_can_find_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fuzz.campaign(40, only="control")[1]) > 5
 
 
+def test_the_limit_of_a_case_is_cpu_time_and_a_case_that_waits_ends_too() -> None:
+    with fuzz.limited(0.2):
+        time.sleep(0.5)  # another process has the core: no fault
+    with pytest.raises(fuzz.TooLong, match="CPU time"), fuzz.limited(0.2):
+        while True:
+            sum(range(1000))
+    with pytest.raises(fuzz.TooLong, match="waits"), fuzz.limited(0.2, wall=0.5):
+        time.sleep(20)
+
+
 @pytest.mark.slow
 def test_thousands_of_damaged_files() -> None:
     assert not fuzz.campaign(4000, seed=8)[1]
