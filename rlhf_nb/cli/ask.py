@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Overrides, SettingsFile, show, told, typed_words
+from .options import Debug, Overrides, SettingsFile, print_rich, told, typed_words
 from ..console import me, tell
 from ..errors import ConfigError
 
@@ -176,7 +176,7 @@ def eval_command(
             return
         settings = EvalConfig.load(config, overrides or [])
         results, folder = evaluate_suite(model, load_suite(suite, file, limit), settings, overwrite=overwrite, say=tell)
-        show(results_table(results))
+        print_rich(results_table(results))
         for note in results.notes:
             tell(f"Note: {note}", err=False)
         tell(f"All numbers: {folder / 'results.json'}", err=False)
@@ -191,7 +191,7 @@ def compare_command(results: list[str] = _Places, config: str = SettingsFile, de
         places = [word for word in results if not _is_setting(word)]
         settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
         compared, pairs, folder = compare_folders(places, settings, tell)
-        show(*comparison_tables(compared, pairs))
+        print_rich(*comparison_tables(compared, pairs))
         for note in compared.notes:
             tell(note, err=False)
         tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)
@@ -217,7 +217,7 @@ def attack_command(
 
         config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, swaps=swaps, output_dir=out))
         result, folder = attack(model, config)
-        show(attack_table(result))
+        print_rich(attack_table(result))
         if config.gold is None and gold_of(config.data.path) is None:
             tell("No gold was asked: the changes are trusted to make nothing better. Read the examples.", err=False)
         for line in filter(None, [examples_of(result), *result.notes]):
@@ -249,7 +249,7 @@ def lm_eval_command(
         results, numbers = run_harness(
             model, names, limit=limit, few_shot=few_shot, include=include, chat=chat, out=out
         )
-        show(harness_table(results))
+        print_rich(harness_table(results))
         tell(f"Numbers: {numbers}", err=False)
 
 

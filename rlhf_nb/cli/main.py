@@ -15,7 +15,7 @@ import typer.core
 from rich.console import Console
 
 from . import ask, models, traffic, trials
-from .options import ConfigFile, Debug, Kind, Overrides, Overwrite, Resume, Toy, show, told
+from .options import ConfigFile, Debug, MethodName, Overrides, Overwrite, Resume, Toy, print_rich, told
 from rlhf_nb.cli.settings import (
     EXAMPLES,
     asks_registry,
@@ -24,7 +24,7 @@ from rlhf_nb.cli.settings import (
     find_config,
     known_methods,
     load_config,
-    place_of,
+    place_of_command,
     recipe_kind,
     recipes,
     say_what_to_train,
@@ -43,10 +43,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'WELCOME', 'NEXT', 'STORY', 'Runs', 'Commands', 'ConfigCommands',
-           'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command',
-           'watch', 'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
-           'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods',
+           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config',
+           'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -55,7 +55,7 @@ class Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """All of them, in the order of their groups."""
         try:
-            return sorted({*known_methods(), *super().list_commands(ctx)}, key=lambda name: place_of(name)[1])
+            return sorted({*known_methods(), *super().list_commands(ctx)}, key=lambda name: place_of_command(name)[1])
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
             raise
@@ -67,7 +67,7 @@ class Commands(typer.core.TyperGroup):
         if made is None and not name.startswith("-"):
             made = self._method(ctx, name)
         if made is not None:
-            made.rich_help_panel = place_of(name)[0]
+            made.rich_help_panel = place_of_command(name)[0]
             if name in EXAMPLES:
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
@@ -255,11 +255,11 @@ def demo(
                 f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another --output-dir."
             )
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
-        _tell(WELCOME, err=False)
+        _tell(_WELCOME, err=False)
         pipeline = RLHFPipeline(values, say=_story)
         results = pipeline.run(overwrite=True)
         show_results(results, pipeline.path)
-        _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
+        _tell(_NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422
 def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
@@ -274,17 +274,17 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         check_folder_is_ours(Path(output_dir))
         given = any(word.startswith("model.name_or_path=") for word in overrides)
         model = [] if given else [f"model.name_or_path={fetch_model(say)}"]
-        real_demo(settings(output_dir, [*model, *overrides]), say, show, _me())
+        real_demo(settings(output_dir, [*model, *overrides]), say, print_rich, _me())
 
 
-WELCOME = """\
+_WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
   1. SFT      Pip imitates guides of all sorts: kind, plain, chatty, rude and confused ones.
   2. Reward   A second model learns from 3,200 comparisons which of two answers people like better.
   3. PPO      Pip answers, the reward model scores, and Pip learns to do better than before.
 """
-NEXT = """\
+_NEXT = """\
 What to open next
   {path}/figures/      training.png and before_after.png
   {path}/results.json  all numbers
@@ -311,7 +311,11 @@ def _story(event: str) -> None:
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = MethodName,
+    overrides: list[str] = Overrides,
+    config: str = ConfigFile,
+    toy: bool = Toy,
+    debug: bool = Debug,
 ) -> None:
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
@@ -319,7 +323,7 @@ def config_show(
 
 
 @config_app.command("init")
-def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
+def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
         fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
@@ -329,7 +333,11 @@ def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, deb
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = MethodName,
+    overrides: list[str] = Overrides,
+    config: str = ConfigFile,
+    toy: bool = Toy,
+    debug: bool = Debug,
 ) -> None:
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
@@ -338,7 +346,7 @@ def doctor_command(
         found = load_config(kind, config, overrides, toy)
         say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
         findings = doctor(found)
-        show(findings_table(findings))
+        print_rich(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
 
@@ -359,7 +367,7 @@ def data_command(
     with told(debug):
         import warnings
 
-        from rlhf_nb.pipeline.data_look import LookConfig, look_at, show
+        from rlhf_nb.pipeline.data_look import LookConfig, look_at, print_look
         from rlhf_nb.models.load import load_tokenizer
 
         with warnings.catch_warnings():
@@ -369,7 +377,7 @@ def data_command(
             look = look_at(config.data, method, config.seed)
             other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
             tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
-            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+            ready = print_look(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
         if not ready:
             raise typer.Exit(1)
 
@@ -447,7 +455,7 @@ def rollback(
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")
 def plan_command(
-    kind: str = Kind,
+    kind: str = MethodName,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -467,8 +475,8 @@ def plan_command(
         from rlhf_nb.data.worlds import model_world
         from rlhf_nb.models.load import pretrained
         from rlhf_nb.models.places import resolve
-        from rlhf_nb.scale.plan import table
-        from rlhf_nb.scale.topology import job_of, shape_of
+        from rlhf_nb.scale.plan import plan_table
+        from rlhf_nb.scale.topology import job_of, decoder_shape
 
         if kind == "run":
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
@@ -485,7 +493,7 @@ def plan_command(
         place = named if world else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
         made = world.model().config if world and world.model else None
         model = made or (pretrained(AutoConfig, place) if place.endswith(".gguf") else place)
-        _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        _tell(plan_table(decoder_shape(model), job, gpus, memory, host, shlex.join(given)), err=False)
         from rlhf_nb.pipeline.doctor import cost_here
 
         here = cost_here(cfg)
@@ -509,7 +517,7 @@ def config_accelerate(
 # %% ../../nbs/cli/main.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = Kind,
+    kind: str = MethodName,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,

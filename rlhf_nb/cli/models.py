@@ -12,20 +12,20 @@ from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['FORMATS', 'export_command', 'merge_command', 'push_command']
+__all__ = ['EXPORT_BOUNDS', 'export_command', 'merge_command', 'push_command']
 
 # %% ../../nbs/cli/models.ipynb #c1530a05
-FORMATS = {  # of export.formats, with the largest KL that each may cost; a test compares them
+EXPORT_BOUNDS = {  # of export.formats, with the largest KL that each may cost; a test compares them
     "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1, "onnx": 1e-5, "onnx-int8": 0.02,
     "program": 1e-5,
 }  # fmt: skip
-_BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in FORMATS.items())
+_BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in EXPORT_BOUNDS.items())
 _Out = typer.Option(..., "--out", "-o", help="folder of the export")
 
 
 def export_command(
     model: str = typer.Argument(..., help="directory of a model or adapter, or short name (smollm2, ...)"),
-    to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(FORMATS)),
+    to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(EXPORT_BOUNDS)),
     out: Path = _Out,
     on: str = typer.Option(None, "--on", metavar="FILE", help="held-out prompts that the price is measured on; default: a few that come with the package"),
     limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
@@ -42,7 +42,7 @@ def export_command(
     """Write a model for other programs, and say what that costs: KL, top-1 agreement, size, speed, reward."""
     with told(debug):
         from rlhf_nb.export.command import export_named
-        from rlhf_nb.export.formats import RECORD
+        from rlhf_nb.export.formats import EXPORT_RECORD
 
         done = export_named(
             model, to, out, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl, max_lost=max_lost, force=force,
@@ -52,7 +52,9 @@ def export_command(
             tell(f"Note: {note}.")
         size = f"{done.bytes / 1e6:,.1f} MB (weights of the model: {done.source_bytes / 1e6:,.1f} MB)"
         tell(f"{done.folder}: {model} as {done.format}, {size}.\n{done.price}.", err=False)
-        tell(f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / RECORD} has all numbers.")
+        tell(
+            f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
+        )
 
 
 _Models = typer.Argument(
@@ -86,9 +88,9 @@ def merge_command(
 ) -> None:  # fmt: skip
     """Merge fine-tuned models into one, tensor by tensor: soups, SLERP, task arithmetic, TIES, DARE, WARP."""
     with told(debug):
-        from rlhf_nb.hub.merging import merge, merged_told
+        from rlhf_nb.hub.merging import merge_named, merged_told
 
-        done, recipe = merge(
+        done, recipe = merge_named(
             models, out, method=method, base=base, weights=weights, density=density, t=t, scale=scale, normalize=normalize, rescale=rescale,
             dtype=dtype, adapter=adapter, seed=seed, shard_size=shard_size, suite=suite, file=file, limit=limit, overwrite=overwrite,
         )  # fmt: skip

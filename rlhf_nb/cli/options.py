@@ -17,8 +17,8 @@ from ..console import note, rank, tell
 from ..errors import RlhfError
 
 # %% auto #0
-__all__ = ['Debug', 'Kind', 'Overrides', 'ConfigFile', 'SettingsFile', 'Toy', 'Resume', 'Overwrite', 'told', 'show',
-           'typed_words']
+__all__ = ['Debug', 'MethodName', 'Overrides', 'ConfigFile', 'SettingsFile', 'Toy', 'Resume', 'Overwrite', 'told',
+           'print_rich', 'typed_words']
 
 # %% ../../nbs/cli/options.ipynb #c1500a05
 @contextmanager
@@ -60,7 +60,7 @@ def _sentence(error: BaseException) -> str:
     return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
 
 
-def show(*shown: Any) -> None:
+def print_rich(*shown: Any) -> None:
     """Print tables and texts of `rich` on standard output."""
     screen = Console(highlight=False, force_jupyter=False)
     for each in shown:
@@ -68,7 +68,7 @@ def show(*shown: Any) -> None:
 
 # %% ../../nbs/cli/options.ipynb #c1500a08
 Debug = typer.Option(False, "--debug", help="show tracebacks")
-Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
+MethodName = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 SettingsFile = typer.Option(None, "--config", "-c", help="YAML or JSON file with settings")

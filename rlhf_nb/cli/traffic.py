@@ -95,7 +95,7 @@ def monitor_command(
     feedback: Path = _Feedback,
     config: str = SettingsFile,
     every: float = typer.Option(60.0, "--every", min=1.0, help="seconds between two readings"),
-    once: bool = typer.Option(False, "--once", help="read, tell and end; exit code 3 if an alert stands"),
+    once: bool = typer.Option(False, "--once", help="read, tell and end; exit code 3 if there is an alert"),
     json_file: Path = _Json,
     prom_file: Path = _Prometheus,
     page: Path = _Page,
@@ -161,7 +161,7 @@ def cycle_command(
     """Close the circle: learn from what users said, and promote the new version if it passes; or go back. Exit code 3: it was refused, or taken back."""
     event = ""
     with told(debug):
-        from rlhf_nb.feedback.versions import Versions, promote, roll_back
+        from rlhf_nb.feedback.versions import Versions, promote_version, roll_back_version
         from rlhf_nb.pipeline.cycle import CycleConfig, history_lines, run_cycle
 
         if store is not None and "=" in store and not Path(store).exists():
@@ -172,9 +172,9 @@ def cycle_command(
         if sum((promoted is not None, back, history)) > 1:
             raise ConfigError("--promote, --roll-back and --history: one at a time.")
         if promoted is not None:
-            promote(versions, promoted, reason)
+            promote_version(versions, promoted, reason)
         elif back:
-            roll_back(versions, reason)
+            roll_back_version(versions, reason)
         elif history:
             for line in history_lines(versions):
                 tell(line, err=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from .options import Debug, ConfigFile, Toy, show, told
+from .options import Debug, ConfigFile, Toy, print_rich, told
 from .settings import load_config, say_what_to_train
 from ..console import again, me, tell
 from ..errors import RunError, printable
@@ -61,7 +61,7 @@ def sweep_command(
         say_what_to_train("sweep", method.command or method.name, base)
         folder = to or Path(request.output_dir or Path("runs/sweep") / method.name)
         made = sweep(base, request.tried(), folder, overwrite=overwrite, say=tell, **request.how())
-        show(sweep_table(made))
+        print_rich(sweep_table(made))
         tell(winners_lines(made, me()), err=False)
 
 

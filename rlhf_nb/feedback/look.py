@@ -17,7 +17,7 @@ from ..console import me, tell
 from ..core import ConfigError, check_choice, printable, suggest
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate
-from .governance import KINDS, export_rows, exports_of, models_that_saw, rows_as
+from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
 from .scrub import Scrubber, presidio
 from .store import Feedback, FeedbackStore, forget
 
@@ -208,7 +208,7 @@ def look_at_feedback(
     Raises:
         ConfigError: no such store, or options that don't go together.
     """
-    check_choice("--as", kind, KINDS)
+    check_choice("--as", kind, EXPORT_KINDS)
     if forget_user is not None and export is not None:
         raise ConfigError("--forget and --export: do one after the other, so that what is exported is what is left.")
     if scrub and export is None:

@@ -23,7 +23,7 @@ from ..models.recipe import METHODS, NEEDS_BASE, Recipe, from_mergekit, is_merge
 from ..models.shards import SHARD_BYTES
 
 # %% auto #0
-__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge', 'merged_told']
+__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge_named', 'merged_told']
 
 # %% ../../nbs/hub/merging.ipynb #a919007
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -166,7 +166,7 @@ def write_card(out: Path) -> None:
     (out / "README.md").write_text(card(read_run(out), out.name), encoding="utf-8")
 
 
-def merge(
+def merge_named(
     models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None, density: str | None = None,
     t: str | None = None, scale: str | None = None, normalize: bool | None = None, rescale: str | None = None, dtype: str = "auto",
     adapter: bool = False, seed: int = 0, shard_size: str = "5GB", suite: str | None = None, file: str | None = None, limit: int | None = None,
