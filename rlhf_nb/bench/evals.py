@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-import typer
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .talk import _load, manner_of
 from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
@@ -50,7 +49,7 @@ from ..untrusted import json_value
 # %% auto #0
 __all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
            'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
-           'comparison_tables', 'eval_command', 'compare_command']
+           'comparison_tables', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class _Judging(StrictConfig):
@@ -597,74 +596,11 @@ def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Ta
     return [first, second]
 
 # %% ../../nbs/bench/evals.ipynb #b4a716ab
-_Places = typer.Argument(..., metavar="RESULTS...", help="folders of results of one suite, and settings KEY=VALUE")
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example max_new_tokens=64 samples=4")
-
-
-def _is_setting(word: str) -> bool:
-    """Whether a word on the command line is KEY=VALUE rather than a folder."""
-    return bool(re.match(r"[a-z_][\w.]*=", word)) and not Path(word).exists()
-
-
-def _list_suites() -> None:
-    """The suites in the box."""
-    tell("Suites:", err=False)
+def suites_told() -> str:
+    """The suites in the box, a line for each."""
+    lines = ["Suites:"]
     for name, path in suites().items():
         said = read_config_file(path)
         needs = "" if said.get("rows") else f" --file: {said.get('file')}."
-        tell(f"  {name:14s}{said.get('about', '')}{needs}", err=False)
-    tell(f"Or a YAML file of yours. {me()} eval MODEL --suite NAME", err=False)
-
-
-def eval_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
-    overrides: list[str] = _Words,
-    suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
-    schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
-    debug: bool = Debug,
-) -> None:
-    """Ask a model a suite of prompts and score its answers, with intervals; the same line goes on after an interruption."""
-    with told(debug):
-        if schema:
-            tell(json.dumps(Results.model_json_schema(), indent=1), err=False)
-            return
-        if suite is None or model is None:
-            if model is not None and suites().get(model):
-                raise ConfigError(f"{model} is a suite. Type: {me()} eval MODEL --suite {model}")
-            _list_suites()
-            if model is not None:
-                raise ConfigError("no suite is named: add --suite NAME.")
-            return
-        settings = EvalConfig.load(config, overrides or [])
-        asked = load_suite(suite, file, limit)
-        results, folder = evaluate_suite(model, asked, settings, overwrite=overwrite, say=tell)
-        console = Console(highlight=False, force_jupyter=False)
-        console.print(results_table(results))
-        for note in results.notes:
-            tell(f"Note: {note}", err=False)
-        tell(f"All numbers: {folder / 'results.json'}", err=False)
-        tell(f"Compare: {me()} compare {folder} OTHER_FOLDER")
-
-
-def compare_command(
-    results: list[str] = _Places,
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    debug: bool = Debug,
-) -> None:
-    """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=..., judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
-    with told(debug):
-        places = [word for word in results if not _is_setting(word)]
-        settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
-        compared, pairs, folder = compare_folders(places, settings, tell)
-        console = Console(highlight=False, force_jupyter=False)
-        for table in comparison_tables(compared, pairs):
-            console.print(table)
-        for note in compared.notes:
-            tell(note, err=False)
-        tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)
+        lines.append(f"  {name:14s}{said.get('about', '')}{needs}")
+    return "\n".join([*lines, f"Or a YAML file of yours. {me()} eval MODEL --suite NAME"])
