@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-import typer
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .talk import _load, manner_of
-from ..decode.decoder import Cost
+from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
@@ -29,9 +28,9 @@ from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
-from .results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
+from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work, results_of
 from rlhf_nb.bench.suites import (
-    Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
+    ScoringRule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
     refusal_rule, run_rows, same_scoring, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
@@ -50,7 +49,7 @@ from ..untrusted import json_value
 # %% auto #0
 __all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
            'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
-           'comparison_tables', 'eval_command', 'compare_command']
+           'comparison_tables', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class _Judging(StrictConfig):
@@ -90,7 +89,7 @@ class CompareConfig(_Judging):
     output_dir: PathText | None = option(None, "folder of pictures and numbers; null: runs/eval/SUITE/compare")
 
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
-_OURS: dict[str, Rule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
+_OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
 _RULES = (*_OURS, "judge", "choice")
 
 
@@ -145,7 +144,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return columns
 
 
-def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Rule:
+def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> ScoringRule:
     """An entry of `rewards` as a suite's rule; the last turn is scored. A verifier of numbers also tells them, for votes."""
     score = scorer([entry], tokenizer, "rule", device)
 
@@ -164,7 +163,7 @@ def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Rule:
     return rule
 
 
-def _with_measures(rule: Rule, entries: Sequence[RewardEntry], tokenizer: Any, device: Any) -> Rule:
+def _with_measures(rule: ScoringRule, entries: Sequence[RewardEntry], tokenizer: Any, device: Any) -> ScoringRule:
     """A rule that also tells what further rewards say of the last turn."""
     if not entries:
         return rule
@@ -214,7 +213,7 @@ def _judge_said(config: _Judging) -> Any:
     return said
 
 
-def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> Rule:
+def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> ScoringRule:
     """How a suite's answers are scored.
 
     Args:
@@ -269,7 +268,7 @@ def _answering(
 ) -> tuple[Work, dict[str, Any], list[str]]:
     """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
-    paid = None if decoder is None else list[Cost]()
+    paid = None if decoder is None else list[DecodeCost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
     how = manner_of(
         tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
@@ -360,7 +359,7 @@ def evaluate_suite(
         )  # first: a column that isn't there is said before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
-        results = sum_up(
+        results = results_of(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
         results = results.replace(notes=[*notes, *results.notes])
@@ -458,7 +457,7 @@ def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
 
 def compare_folders(
     places: Sequence[str], config: CompareConfig, say: Callable[[str], None] | None = None
-) -> tuple[Compared, list[Pair], Path]:
+) -> tuple[Compared, list[ModelPair], Path]:
     """Compare results of the same suite, write `compare.json`, `compare.svg` and `compare.png`.
 
     Args:
@@ -525,7 +524,7 @@ def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, flo
     }
 
 
-def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None]], pairs: Sequence[Pair]) -> Any:
+def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None]], pairs: Sequence[ModelPair]) -> Any:
     """A figure: scores with intervals, and differences with intervals; real ones, after Holm's correction, are filled.
 
     Args:
@@ -568,7 +567,7 @@ def _paid_shown(cost: Mapping[str, Any] | None) -> tuple[str, str, str]:
     return f"{cost['tokens'] / n:.0f}", kl, f"{cost['seconds'] / n:.2f}"
 
 
-def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
+def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Table]:
     """Models, and pairs, for a terminal."""
     first = Table(title=printable(f"{compared.suite}: scores"), title_justify="left", title_style="bold")
     paid = any("cost" in m for m in compared.models.values())
@@ -597,74 +596,11 @@ def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
     return [first, second]
 
 # %% ../../nbs/bench/evals.ipynb #b4a716ab
-_Places = typer.Argument(..., metavar="RESULTS...", help="folders of results of one suite, and settings KEY=VALUE")
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example max_new_tokens=64 samples=4")
-
-
-def _is_setting(word: str) -> bool:
-    """Whether a word on the command line is KEY=VALUE rather than a folder."""
-    return bool(re.match(r"[a-z_][\w.]*=", word)) and not Path(word).exists()
-
-
-def _list_suites() -> None:
-    """The suites in the box."""
-    tell("Suites:", err=False)
+def suites_told() -> str:
+    """The suites in the box, a line for each."""
+    lines = ["Suites:"]
     for name, path in suites().items():
         said = read_config_file(path)
         needs = "" if said.get("rows") else f" --file: {said.get('file')}."
-        tell(f"  {name:14s}{said.get('about', '')}{needs}", err=False)
-    tell(f"Or a YAML file of yours. {me()} eval MODEL --suite NAME", err=False)
-
-
-def eval_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
-    overrides: list[str] = _Words,
-    suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
-    schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
-    debug: bool = Debug,
-) -> None:
-    """Ask a model a suite of prompts and score its answers, with intervals; the same line goes on after an interruption."""
-    with told(debug):
-        if schema:
-            tell(json.dumps(Results.model_json_schema(), indent=1), err=False)
-            return
-        if suite is None or model is None:
-            if model is not None and suites().get(model):
-                raise ConfigError(f"{model} is a suite. Type: {me()} eval MODEL --suite {model}")
-            _list_suites()
-            if model is not None:
-                raise ConfigError("no suite is named: add --suite NAME.")
-            return
-        settings = EvalConfig.load(config, overrides or [])
-        asked = load_suite(suite, file, limit)
-        results, folder = evaluate_suite(model, asked, settings, overwrite=overwrite, say=tell)
-        console = Console(highlight=False, force_jupyter=False)
-        console.print(results_table(results))
-        for note in results.notes:
-            tell(f"Note: {note}", err=False)
-        tell(f"All numbers: {folder / 'results.json'}", err=False)
-        tell(f"Compare: {me()} compare {folder} OTHER_FOLDER")
-
-
-def compare_command(
-    results: list[str] = _Places,
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    debug: bool = Debug,
-) -> None:
-    """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=..., judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
-    with told(debug):
-        places = [word for word in results if not _is_setting(word)]
-        settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
-        compared, pairs, folder = compare_folders(places, settings, tell)
-        console = Console(highlight=False, force_jupyter=False)
-        for table in comparison_tables(compared, pairs):
-            console.print(table)
-        for note in compared.notes:
-            tell(note, err=False)
-        tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)
+        lines.append(f"  {name:14s}{said.get('about', '')}{needs}")
+    return "\n".join([*lines, f"Or a YAML file of yours. {me()} eval MODEL --suite NAME"])

@@ -12,6 +12,7 @@ import torch
 
 from ..config import SamplingConfig
 from ..core import ConfigError
+from ..data.foreign import render_chats
 from ..rollout.sampler import eval_mode, pad_id, sample
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
@@ -86,14 +87,11 @@ class _Ours:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        text = render_chats(self.tokenizer, [chat_history], add_generation_prompt)[0]
+        if add_generation_prompt:
+            return text
+        begun = chat_history[-1]["content"].strip()  # an answer that goes on: what closes it is left out
+        return text[: text.rindex(begun) + len(begun)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
-from .verdict import _codec, _judge, _program, translate
+from .verdict import _codec, _judge, _program, translate_tests
 
 # %% auto #0
 __all__ = ['FENCES', 'SandboxResult', 'Sandbox']
@@ -191,8 +191,7 @@ def _audit(folder: str, readable: Sequence[str]) -> None:
     files = (*lists, "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.truncate", "os.link", "os.symlink")
     never = tuple(
         "subprocess. os.exec os.spawn os.posix_spawn os.fork os.system os.kill pty. os.ch os.utime os.setxattr "
-        "os.removexattr "
-        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec "
+        "os.removexattr resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec "
         "cpython.PyInterpreterState_New".split()
     )
 
@@ -477,7 +476,7 @@ class Sandbox:
         Args:
             code: the program. Without tests it runs as `__main__`.
             tests: Python with assertions; each passes if it ends without an exception. They run outside the program and
-                ask it for what they don't define (see `translate`).
+                ask it for what they don't define (see `translate_tests`).
             stdin: what the program reads.
             setup: Python that runs before the tests, with what they need.
             entry_point: the name that the tests ask the program for; "": every name that they don't define.
@@ -490,16 +489,15 @@ class Sandbox:
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
-                "files, and a "
-                "program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run "
-                "the training on such "
-                "a machine; or, in a container that has nothing to lose, say programs_may_escape=True."
+                "files, and a program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and "
+                "seccomp. Run the training on such a machine; or, in a container that has nothing to lose, say "
+                "programs_may_escape=True."
             )
         return result
 
     def _run(self, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
         """`run`, and where the fences don't hold a result of a program that wasn't run."""
-        questions, prepared = translate(tests, setup, entry_point)
+        questions, prepared = translate_tests(tests, setup, entry_point)
         todo = marshal.dumps(
             {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
         )
