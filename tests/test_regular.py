@@ -27,7 +27,7 @@ from rlhf_nb.run.state import roll_back
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable
 from rlhf_nb.widgets.reader import open_runs
-from rlhf_nb.widgets.report import prometheus, report, screen
+from rlhf_nb.widgets.report import metrics_text, report, screen
 from rlhf_nb.widgets.samples import read_samples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +131,7 @@ def looks(folder: Path) -> Iterator[Callable[[], object]]:
         readers[0].poll()
         out = io.StringIO()
         Console(file=out, width=100).print(screen(readers))
-        return out.getvalue() + prometheus(readers)
+        return out.getvalue() + metrics_text(readers)
 
     def page() -> str:
         report(open_runs(folder), folder.parent / "report.html", pngs=False)
