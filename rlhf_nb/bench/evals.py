@@ -31,8 +31,8 @@ from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
 from .results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
 from rlhf_nb.bench.suites import (
-    Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
-    refusal_rule, run_rows, same_scoring, suites,
+    RULES, Rule, Scores, Suite, Work, against_rule, answer_work, checks_rule, choice_work, criteria_of, dialogue,
+    flip_rule, judge_rule, load_suite, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
 from ..models.adapters import Reference
@@ -49,8 +49,8 @@ from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
-           'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
-           'comparison_tables', 'eval_command', 'compare_command']
+           'versions_of', 'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores',
+           'draw_comparison', 'comparison_tables', 'eval_command', 'compare_command']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class _Judging(StrictConfig):
@@ -180,7 +180,7 @@ def _with_measures(rule: Rule, entries: Sequence[RewardEntry], tokenizer: Any, d
 
     return more
 
-
+# %% ../../nbs/bench/evals.ipynb #5b2c7dag
 def named_judge(config: _Judging, folder: str, tokenizer: Any) -> Judge | None:
     """The judge that the settings name; None: nobody.
 
@@ -252,7 +252,13 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
                 f"suite {suite.config.name} is rated by a judge, and none is named. Add one of\n  judge.model=FOLDER or hub name\n"
                 "  judge.endpoint.url=http://HOST:PORT/v1 judge.endpoint.model=NAME\n  'judge_rule={file: rules.py, fn: NAME}'"
             )
-        rule = judge_rule(judge)
+        lacking = [row for row in suite.rows if said.get("against", "id") not in row]
+        if lacking:
+            raise DataError(
+                f"row {lacking[0]['id']!r}: the rule judge needs the column {said['against']!r}, the answer to beat. It "
+                f"has: {', '.join(lacking[0])}. To rate answers by themselves, write a suite with rule: {{judge: true}}."
+            )
+        rule = against_rule(judge, said["against"]) if "against" in said else judge_rule(judge)
     else:
         rule = _OURS[kind]
     return _with_measures(rule, config.measures, tokenizer, device)
@@ -286,23 +292,30 @@ def _answering(
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
     rule = make_rule(suite, config, tokenizer, str(folder))
-    said = suite.config.rule
-    own = (
-        config.judge_rule
-        if said.get("judge")
-        else None
-        if set(said) & set(_RULES)
-        else RewardEntry.model_validate(said)
-    )
-    settings |= _scoring([own, *config.measures], folder)
+    settings |= {"rules": versions_of(suite, config)}
     return answer_work(ask, rule, samples, paid), settings, notes
 
 
-def _scoring(entries: Sequence[RewardEntry | None], folder: Path) -> dict[str, int]:
-    """The mark of how token ids are scored, where anything that scores reads them: a reward model, or a length in tokens."""
-    given = [e for e in entries if e is not None]
-    lengths = [e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in given]
-    return same_scoring(folder) if any(lengths) or any(e.model or e.process for e in given) else {}
+def versions_of(suite: Suite, config: _Judging, pairs: bool = False) -> dict[str, int]:
+    """The version of each rule that scores a suite, by name; `run_rows` keeps them with the answers.
+
+    Args:
+        suite: with its rule.
+        config: with the judge, and further measures.
+        pairs: a judge compares answers, whatever the suite's own rule is.
+    """
+    rule, entries = suite.config.rule, list(getattr(config, "measures", ()))
+    own = next((k for k in rule if k in _RULES), None)
+    names = [] if own is None or pairs else [own]
+    if pairs or own == "judge":
+        entries += [config.judge_rule] if config.judge_rule is not None else []
+        names += ["reference"] if any(row.get("reference") for row in suite.rows) else []
+    elif own is None:
+        entries.append(RewardEntry.model_validate(rule))
+    for entry in entries:
+        tokens = entry.verify == "length" and entry.options.get("unit", "tokens") == "tokens"
+        names += ["token ids"] if tokens or entry.model or entry.process else [entry.verify] if entry.verify else []
+    return {name: RULES.get(name, 1) for name in names}
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -319,7 +332,7 @@ def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> li
         raise ConfigError(f"slice={config.slice}: row {lacking[0]['id']!r} has no such column. {hint}")
     return [str(row[config.slice]) for row in suite.rows]
 
-
+# %% ../../nbs/bench/evals.ipynb #e59784a1
 def evaluate_suite(
     model: str, suite: Suite, config: EvalConfig, *, overwrite: bool = False, say: Callable[[str], None] | None = None,
     loaded: tuple[Any, Any, dict[str, Any]] | None = None,
@@ -438,7 +451,7 @@ def _judge_sides(sides: Sequence[_Side], config: CompareConfig, folder: Path, sa
         for j in range(i + 1, len(sides)):
             place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
             asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
-            asked |= _scoring([config.judge_rule], place)
+            asked |= {"rules": versions_of(suite, config, pairs=True)}
             work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
             out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
     return out
@@ -455,7 +468,7 @@ def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
         return None
     return load_tokenizer(ModelConfig(name_or_path=str(side.results.settings.get("model") or side.results.model)))
 
-
+# %% ../../nbs/bench/evals.ipynb #f288845g
 def compare_folders(
     places: Sequence[str], config: CompareConfig, say: Callable[[str], None] | None = None
 ) -> tuple[Compared, list[Pair], Path]:
@@ -515,7 +528,7 @@ def compare_folders(
         figure.savefig(folder / f"compare.{kind}", **({"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}))
     return compared, pairs, folder
 
-
+# %% ../../nbs/bench/evals.ipynb #f288845h
 def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, float | None]]:
     """Score and interval of each model."""
     return {
