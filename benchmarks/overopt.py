@@ -53,7 +53,7 @@ def train(seed: int, steps: int) -> dict[str, Any]:
     from rlhf_nb.data.sources import tokenize_prompts
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.ppo import PPOTrainer
-    from rlhf_nb.train.stage import watch
+    from rlhf_nb.train.stage import watch_reward
 
     torch.set_num_threads(1)
     begin = time.process_time()
@@ -67,7 +67,7 @@ def train(seed: int, steps: int) -> dict[str, Any]:
         asked = trainer.method.collate(tokenize_prompts(toy.test_prompts(512, 7), trainer.method.tokenizer, 64))
         first = trainer.method.answers(asked)
         spread = float(np.std(toy.gold_reward(first.prompts, first.texts)))  # of the SFT model's answers
-        watch(trainer, "gold", toy.gold_reward)
+        watch_reward(trainer, "gold", toy.gold_reward)
         trainer.method.held_out = []
         history = trainer.fit()
     names = {"kl": "objective/kl", "gold": "rewards/gold", "proxy": "objective/scores"}

@@ -21,7 +21,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.export import llama_cpp
 from rlhf_nb.export.formats import EXPORT_RECORD, FORMATS
 from rlhf_nb.export.price import PROBE_PROMPTS
-from rlhf_nb.export.source import Source
+from rlhf_nb.export.source import ExportSource
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.places import find_copy
@@ -66,7 +66,7 @@ def test_an_adapter_is_exported_merged(models: Path, tmp_path: Path) -> None:
     price = json_value((tmp_path / "out" / EXPORT_RECORD).read_bytes())["price"]
     assert price["kl"] < 1e-9 and price["prompts"] == 2 and price["rewards"]["gold"]["lost"] == 0
     tuned = load_model(tmp_path / "out")[0].state_dict()
-    wanted = merged_weights(Source(str(models / "adapter")).model)
+    wanted = merged_weights(ExportSource(str(models / "adapter")).model)
     assert all((tuned[k] - wanted[k]).abs().max() < 1e-6 for k in wanted)
     assert (
         call("export", models / "adapter", "--to", "safetensors", "-o", tmp_path / "out", code=1).count("--overwrite")

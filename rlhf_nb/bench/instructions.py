@@ -13,10 +13,10 @@ from ..rewards.answers import after_thinking
 from ..rewards.formats import parse_json
 
 # %% auto #0
-__all__ = ['INSTRUCTION_CHECKS', 'words_of', 'sentences_of', 'followed']
+__all__ = ['INSTRUCTION_CHECKS', 'words_in', 'sentences_of', 'followed']
 
 # %% ../../nbs/bench/instructions.ipynb #9364d20a
-def words_of(text: str) -> list[str]:
+def words_in(text: str) -> list[str]:
     """Words: letters and digits, with apostrophes and hyphens inside."""
     return re.findall(r"\w+(?:['’-]\w+)*", text)
 
@@ -24,7 +24,7 @@ def words_of(text: str) -> list[str]:
 def sentences_of(text: str) -> list[str]:
     """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside numbers don't end one."""
     pieces = re.split(r"(?<=[.!?])[\"'”’)\]]*(?:\s+|$)", text.strip())
-    return [p for p in pieces if words_of(p)]
+    return [p for p in pieces if words_in(p)]
 
 
 def _lines(text: str, mark: str) -> list[str]:
@@ -137,7 +137,7 @@ def _table(text: str) -> bool:
 
 
 INSTRUCTION_CHECKS: dict[str, _Check] = {
-    "words": _counting(lambda t: len(words_of(t))),
+    "words": _counting(lambda t: len(words_in(t))),
     "sentences": _counting(lambda t: len(sentences_of(t))),
     "paragraphs": _counting(lambda t: len([p for p in re.split(r"\n\s*\n", t.strip()) if p.strip()])),
     "lines": _counting(lambda t: len([line for line in t.splitlines() if line.strip()])),

@@ -18,8 +18,8 @@ from ..errors import ConfigError, suggest
 
 # %% auto #0
 __all__ = ['GROUPS', 'ELSEWHERE', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'settings_help', 'place_of', 'facts', 'asks_registry', 'known_methods', 'fact_of',
-           'written_facts', 'function_at', 'sweep_with_settings', 'setting_of']
+           'say_what_to_train', 'settings_help', 'place_of_command', 'facts', 'asks_registry', 'known_methods',
+           'fact_of', 'written_facts', 'function_at', 'sweep_with_settings', 'setting_of']
 
 # %% ../../nbs/cli/settings.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -165,7 +165,7 @@ EXAMPLES = {  # the line that is typed most
 }  # fmt: skip
 
 
-def place_of(name: str) -> tuple[str, int]:
+def place_of_command(name: str) -> tuple[str, int]:
     """The group of a command, and where it stands in the list."""
     for i, (group, names) in enumerate(GROUPS.items()):
         if name in names:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core import DataError, check_choice, suggest
 from rlhf_nb.data.shapes import (
-    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
+    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..untrusted import json_value, mend
 
@@ -628,7 +628,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                 continue
             if shape is not None and shape.name not in told:
                 told.add(shape.name)
-                note(shape, row)
+                note_shape(shape, row)
             kept += 1
             begun += shape is not None and shape.name == "sharegpt" and _begins_with_answer(row)
             yield found

@@ -20,9 +20,9 @@ from ..core import DataError, ModelError, check_choice, derive_seed, suggest
 __all__ = ['FACTS', 'ANIMALS', 'ASK', 'QUESTION_KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS',
            'PHRASES', 'FACT_VALUES', 'PRICES', 'PERSONAS', 'TASTE', 'CLARITY', 'PAD', 'BOS', 'EOS', 'UNK', 'WORD',
            'SIZES', 'Animal', 'number_word', 'Question', 'group_words', 'all_questions', 'read_question',
-           'train_prompts', 'test_prompts', 'Claim', 'sentence', 'say', 'read_sentence', 'Reading', 'judge_claim',
-           'read_answer', 'Prices', 'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows', 'taste',
-           'label_probability', 'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer',
+           'train_prompts', 'test_prompts', 'Claim', 'sentence', 'say', 'read_sentence', 'AnswerReading',
+           'judge_claim', 'read_answer', 'Prices', 'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows',
+           'taste', 'label_probability', 'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer',
            'build_tokenizer', 'toy_model_config', 'build_model']
 
 # %% ../../nbs/data/toy.ipynb #85d92670
@@ -296,7 +296,7 @@ def read_sentence(text: str) -> Claim | str:
 
 # %% ../../nbs/data/toy.ipynb #fad24d89
 @dataclass
-class Reading:
+class AnswerReading:
     """What the judge finds in one answer; every field is a count.
 
     Args:
@@ -343,9 +343,9 @@ def judge_claim(claim: Claim, q: Question) -> tuple[str, tuple[str, str]]:
     return ("asked" if q.kind in (claim.kind, "one", "about") else "extra"), (claim.kind, name)
 
 
-def read_answer(prompt: str, answer: str) -> Reading:
+def read_answer(prompt: str, answer: str) -> AnswerReading:
     """Read an answer sentence by sentence, and count."""
-    q, said, r = read_question(prompt), set[tuple[str, str]](), Reading(words=len(answer.split()))
+    q, said, r = read_question(prompt), set[tuple[str, str]](), AnswerReading(words=len(answer.split()))
     for text in re.findall(r"[^.!?]*[.!?]|[^.!?]+$", answer.strip()):
         found = read_sentence(text.strip())
         if isinstance(found, str):

@@ -13,10 +13,10 @@ from . import legs, sums, toy
 from .convert import to_unpaired
 
 Row = dict[str, Any]
-Kind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
+RowKind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
-__all__ = ['Row', 'Kind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of',
+__all__ = ['Row', 'RowKind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of',
            'model_world', 'world_for', 'gold_of', 'made_rows', 'toy_presets']
 
 # %% ../../nbs/data/worlds.ipynb #6bee5312
@@ -27,8 +27,8 @@ class World:
     name: str  # in `data.path` and `model.name_or_path`
     about: str  # for a model card
     question: str  # one to try
-    rows: Callable[[Kind, int], tuple[list[Row], list[Row]]]  # of a kind, by seed: to train on, and held out
-    kinds: tuple[Kind, ...]  # of rows that there are
+    rows: Callable[[RowKind, int], tuple[list[Row], list[Row]]]  # of a kind, by seed: to train on, and held out
+    kinds: tuple[RowKind, ...]  # of rows that there are
     prompts: Callable[[int, int], list[Row]]  # so many held-out ones, by seed
     pairs: Callable[[int, int], list[Row]]  # so many held-out ones with the better answer as `chosen`, by seed
     check: (
@@ -50,7 +50,7 @@ ROW_COUNTS = {"sft": 8000, "preference": 6400, "unpaired": 6400, "prompt": 4096}
 _ROWS = 4000  # of the others
 
 
-def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+def _toy_rows(kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
     """Rows of the toy world."""
     n, here, there = ROW_COUNTS[kind], derive_seed(seed, kind), derive_seed(seed, kind, "held out")
     if kind == "preference":
@@ -64,10 +64,10 @@ def _toy_rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
     return rows, toy.sft_rows(HELD_OUT, there, test=True)
 
 
-def _made(make: Mapping[str, Callable[..., list[Row]]], sizes: Mapping[str, int]) -> Callable[[Kind, int], Any]:
+def _made(make: Mapping[str, Callable[..., list[Row]]], sizes: Mapping[str, int]) -> Callable[[RowKind, int], Any]:
     """Rows of a world whose held-out ones are the same whatever the seed: by kind, a function of number, seed and test."""
 
-    def rows(kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+    def rows(kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
         source = make["preference" if kind == "unpaired" else kind]
         out = source(sizes.get(kind, _ROWS), derive_seed(seed, kind)), source(HELD_OUT, 0, True)
         return (list(to_unpaired(out[0])), list(to_unpaired(out[1]))) if kind == "unpaired" else out
@@ -143,7 +143,7 @@ def model_world(name: str | None) -> World | None:
     return None if world is None or world.model is None else world
 
 
-def world_for(kind: Kind = "prompt") -> World:
+def world_for(kind: RowKind = "prompt") -> World:
     """The first world with rows of a kind: that of presets and examples.
 
     Args:
@@ -158,7 +158,7 @@ def gold_of(name: str | None) -> Callable[..., list[float]] | None:
     return None if world is None else world.gold
 
 
-def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[Row]] | None:
+def made_rows(name: str | None, kind: RowKind, seed: int) -> tuple[list[Row], list[Row]] | None:
     """Rows to train on and held-out rows of a world; None where a name stands for none.
 
     Args:
@@ -178,7 +178,7 @@ def made_rows(name: str | None, kind: Kind, seed: int) -> tuple[list[Row], list[
 
 # %% ../../nbs/data/worlds.ipynb #18ad32f7
 def toy_presets(
-    folder: str, optimizer: dict[str, Any], kind: Kind = "prompt", **more: Any
+    folder: str, optimizer: dict[str, Any], kind: RowKind = "prompt", **more: Any
 ) -> dict[str, dict[str, Any]]:
     """The presets of a method: its defaults, and what is good in a world that is made here.
 

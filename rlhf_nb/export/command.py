@@ -14,15 +14,15 @@ from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
 from ..data.worlds import FIRST_WORLD
 from .formats import FORMATS, EXPORT_RECORD, USE, export_model, name_of_format
-from .price import Score
-from .source import Source
+from .price import AnswerScorer
+from .source import ExportSource
 from ..train.entries import RewardEntry
 
 # %% auto #0
 __all__ = ['named_reward', 'export_command']
 
 # %% ../../nbs/export/command.ipynb #a931007
-def named_reward(said: str | None, source: Source) -> Score | None:
+def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
     """The reward that a command line names; None: nobody named one.
 
     Args:
@@ -85,7 +85,7 @@ def export_command(
             )
         if max_lost is not None and reward is None:
             raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
-        source = Source(model)
+        source = ExportSource(model)
         done = export_model(
             source, name, out, on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
             max_kl=max_kl, max_lost=max_lost,

@@ -16,8 +16,17 @@ from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
 from . import gguf, int8, llama_cpp, onnx, program
-from .price import HeldOut, Price, Score, built_in, forward_of, held_out, measure, too_dear
-from .source import Opened, Source, opened_folder, write_safetensors
+from rlhf_nb.export.price import (
+    HeldOut,
+    Price,
+    AnswerScorer,
+    probe_prompts,
+    forward_of,
+    held_out,
+    measure_copy,
+    too_dear,
+)
+from .source import Opened, ExportSource, opened_folder, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES, write_beside
@@ -36,31 +45,31 @@ class Format(NamedTuple):
     about: str
     bound: float  # largest KL(full ‖ copy) that is kept without being forced, nats a token
     bits: float  # about so many on disk for each weight
-    write: Callable[[Source, Path], list[str]]  # into a folder; returns what a reader should know
-    open: Callable[[Path, Source], Opened]
+    write: Callable[[ExportSource, Path], list[str]]  # into a folder; returns what a reader should know
+    open: Callable[[Path, ExportSource], Opened]
 
 
-def _gguf(kind: str) -> Callable[[Source, Path], list[str]]:
+def _gguf(kind: str) -> Callable[[ExportSource, Path], list[str]]:
     """Writes one kind of GGUF file."""
     return lambda source, folder: gguf.write_gguf(source, folder / f"model-{kind}.gguf", kind)
 
 
-def _opened_gguf(folder: Path, source: Source) -> Opened:
+def _opened_gguf(folder: Path, source: ExportSource) -> Opened:
     """The GGUF file in a folder."""
     return gguf.open_gguf(next(folder.glob("*.gguf")))
 
 
-def _opened_onnx(folder: Path, source: Source) -> Opened:
+def _opened_onnx(folder: Path, source: ExportSource) -> Opened:
     """The ONNX file in a folder."""
     return onnx.open_onnx(folder, source.model.config)
 
 
-def _opened_program(folder: Path, source: Source) -> Opened:
+def _opened_program(folder: Path, source: ExportSource) -> Opened:
     """The program in a folder."""
     return program.open_program(folder, source.model.config)
 
 
-def _write_q4_k_m(source: Source, folder: Path) -> list[str]:
+def _write_q4_k_m(source: ExportSource, folder: Path) -> list[str]:
     """In 16 bits first, which llama.cpp then rounds."""
     if not llama_cpp.is_installed():
         llama_cpp.quantize(folder, folder)  # says what is missing, before anything is written
@@ -163,7 +172,7 @@ def earlier_files(out: Path) -> list[str]:
     return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
 
 
-def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> None:
+def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:
     """Refuse a folder that can't take the export.
 
     Args:
@@ -223,8 +232,8 @@ def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
 
 
 def export_model(
-    source: Source, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
-    score: Score | None = None,
+    source: ExportSource, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
+    score: AnswerScorer | None = None,
     max_kl: float | None = None, max_lost: float | None = None, force: bool = False, overwrite: bool = False,
     dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Exported:  # fmt: skip
@@ -254,7 +263,7 @@ def export_model(
         else form.bits
     )
     check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
-    held = built_in(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
+    held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
     for left in out.glob(".saving-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -264,7 +273,7 @@ def export_model(
         else:
             notes = form.write(source, folder)
         copy = form.open(folder, source)
-        price = measure(
+        price = measure_copy(
             forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
             score=score,
             measured_by=copy.by, timed=copy.timed,
@@ -293,7 +302,7 @@ USE = {
 }
 
 
-def _describe(done: Exported, source: Source, files: dict[str, Path], folder: Path) -> None:
+def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
     """Write export.json and README.md."""
     record = {
         "schema": 1,
@@ -313,7 +322,7 @@ def _describe(done: Exported, source: Source, files: dict[str, Path], folder: Pa
     (folder / "README.md").write_text(readme(done, source, sorted(files)), encoding="utf-8")
 
 
-def readme(done: Exported, source: Source, files: list[str]) -> str:
+def readme(done: Exported, source: ExportSource, files: list[str]) -> str:
     """What an export is, for who finds the folder.
 
     Args:

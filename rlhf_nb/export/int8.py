@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .onnx import write_graph
-from .source import Source
+from .source import ExportSource
 from ..models.shards import write_beside
 
 # %% auto #0
@@ -19,7 +19,7 @@ __all__ = ['INT8_BLOCK', 'write_int8']
 INT8_BLOCK = 32  # neighbours in a column of a weight that share a scale
 
 
-def write_int8(source: Source, folder: Path) -> list[str]:
+def write_int8(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model-int8.onnx: the weights of its linear layers in 8 bits.
 
     Args:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from ..core import ModelError
 from .price import Forward
-from .source import Opened, Source
+from .source import Opened, ExportSource
 from ..models.shards import write_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program', 'forward_of_cached',
+__all__ = ['Cached', 'past_shape', 'example', 'as_program', 'logit_gap', 'write_program', 'forward_of_cached',
            'open_program']
 
 # %% ../../nbs/export/program.ipynb #a865007
@@ -117,11 +117,11 @@ def as_program(model: Any) -> Any:
             f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: "
             f"{reason}). Export to safetensors or GGUF instead."
         ) from e
-    check_same(model, program.module(), "the program")
+    logit_gap(model, program.module(), "the program")
     return program
 
 
-def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 1e-3) -> float:
+def logit_gap(model: Any, other: Callable[..., Any], what: str, bound: float = 1e-3) -> float:
     """The largest difference of logits between a model and its copy, over prompts and cached steps.
 
     Args:
@@ -147,7 +147,7 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
     return worst
 
 
-def write_program(source: Source, folder: Path) -> list[str]:
+def write_program(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model.pt2, with its tokenizer beside it.
 
     Args:

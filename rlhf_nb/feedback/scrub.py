@@ -10,11 +10,11 @@ from typing import Any
 from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['Place', 'Finder', 'SCRUBBED_FIELDS', 'ENTITY_KINDS', 'Scrubber', 'presidio']
+__all__ = ['Finder', 'SCRUBBED_FIELDS', 'ENTITY_KINDS', 'Scrubber', 'presidio']
 
 # %% ../../nbs/feedback/scrub.ipynb #f8730006
-Place = tuple[int, int, str]  # from, to, kind
-Finder = Callable[[str], Sequence[Place]]
+_Place = tuple[int, int, str]  # from, to, kind
+Finder = Callable[[str], Sequence[_Place]]
 SCRUBBED_FIELDS = ("prompt", "chosen", "rejected", "completion", "answer", "first", "second", "reason", "content")
 
 
@@ -30,7 +30,7 @@ class Scrubber:
 
     def text(self, text: str) -> str:
         """A text without what was found."""
-        taken: list[Place] = []
+        taken: list[_Place] = []
         for start, end, kind in sorted(self.find(text), key=lambda p: p[0] - p[1]):
             if all(end <= a or start >= b for a, b, _ in taken):
                 taken.append((start, end, kind))
@@ -92,7 +92,7 @@ def presidio(
     engine.nlp = {language: spacy.load(models[0]) if models else spacy.blank(language)}
     analyzer = AnalyzerEngine(nlp_engine=engine, supported_languages=[language])
 
-    def find(text: str) -> list[Place]:
+    def find(text: str) -> list[_Place]:
         found = analyzer.analyze(text, language=language, entities=list(kinds), score_threshold=least)
         return [(r.start, r.end, r.entity_type) for r in found]
 

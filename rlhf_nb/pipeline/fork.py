@@ -14,7 +14,7 @@ from ..core import CheckpointError, RunError
 from ..models.starts import START_FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
-from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
+from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
 from ..train.stage import StageResult, make_trainer, read_json, run_stage, write_json
@@ -73,7 +73,11 @@ def _check_changes(old: Any, new: Any) -> list[str]:
     Raises:
         RunError: it changes what parent and fork must share.
     """
-    changes = [c for c in config_changes(plain(old.to_dict()), plain(new.to_dict())) if not c.startswith("output_dir")]
+    changes = [
+        c
+        for c in config_changes(plain_json(old.to_dict()), plain_json(new.to_dict()))
+        if not c.startswith("output_dir")
+    ]
     for change in changes:
         group = change.partition(":")[0].partition(".")[0]
         if group in SHARED:

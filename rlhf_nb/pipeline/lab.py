@@ -17,7 +17,7 @@ from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
 from .fork import FORK_METRICS, family, family_told, prepare_fork, run_fork
 from ..untrusted import json_lines
-from ..widgets.charts import Line, Mark, Panel
+from ..widgets.charts import Curve, Mark, Panel
 from ..widgets.plots import Picture, curve, picture_png, plot
 
 # %% auto #0
@@ -218,7 +218,7 @@ def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
     )
     if not any(series):
         raise RunError(f"neither {members[0].folder} nor its forks have the metric {name!r}.")
-    lines, apart = list[Line](), list[Line]()
+    lines, apart = list[Curve](), list[Curve]()
     for i, (run, values) in enumerate(zip(members, series, strict=True)):
         shown = [s for s in sorted(values) if run.at is None or s >= run.at]
         lines.append(curve(run.folder.name, shown, [values[s] for s in shown], i))

@@ -27,7 +27,7 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'problems', 'ask', 'Score', 'score_of', 'Story',
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story',
            'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
@@ -55,7 +55,7 @@ def fetch_model(say: Say, name: str = MODEL) -> str:
 QUESTIONS = 128
 
 
-def problems(config: GRPOConfig) -> World:
+def demo_world(config: GRPOConfig) -> World:
     """The world that the demo's questions come from.
 
     Raises:
@@ -78,7 +78,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     """
     method, config = trainer.method, trainer.method.config
     rows = tokenize_prompts(
-        problems(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
+        demo_world(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
     )
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():
@@ -88,7 +88,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
         )  # fmt: skip
 
 
-class Score(NamedTuple):
+class DemoScore(NamedTuple):
     """Right answers, and the 95 % interval of their share."""
 
     right: int
@@ -101,11 +101,11 @@ class Score(NamedTuple):
         return f"{self.right} of {self.asked} right: {self.share:.0%} [{self.low:.0%}, {self.high:.0%}]"
 
 
-def score_of(answers: PolicyEval) -> Score:
+def score_of(answers: PolicyEval) -> DemoScore:
     """How many of a policy's answers are right."""
     marks = answers.scores["right"]
     right, asked = int(marks.sum()), len(marks)
-    return Score(right, asked, right / asked, *wilson_interval(right / asked, asked))
+    return DemoScore(right, asked, right / asked, *wilson_interval(right / asked, asked))
 
 # %% ../../nbs/pipeline/real.ipynb #d73dd611
 class Story(Callback):
@@ -190,8 +190,8 @@ The same with settings of your own, or as PPO, DPO or SFT:
 class Shown(NamedTuple):
     """What the demo found."""
 
-    before: Score
-    after: Score
+    before: DemoScore
+    after: DemoScore
     seconds: float  # from the first question to the last answer
     peak_gb: float  # of memory, as far as the steps show
     samples: list[dict[str, Any]]
@@ -237,7 +237,7 @@ def real_demo(
     Raises:
         RunError: the folder holds another run.
     """
-    path, example = Path(config.output_dir), str(problems(config).prompts(1, 0)[0]["prompt"][0]["content"])
+    path, example = Path(config.output_dir), str(demo_world(config).prompts(1, 0)[0]["prompt"][0]["content"])
     check_folder_is_ours(path)
     began = time.perf_counter()
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])

@@ -43,7 +43,7 @@ from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
 from ..run.state import clean_saves
-from ..scale.launch import check_request, launch
+from ..scale.launch import check_launch, launch
 from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
@@ -302,7 +302,7 @@ class RLHFPipeline:
                 f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
             )
         if config.processes > 1:
-            check_request(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
+            check_launch(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (name == "base" or name in methods()):

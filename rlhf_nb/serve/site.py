@@ -25,7 +25,7 @@ from ..models.files import base_of_adapter, find_model, load_or_explain
 from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
-from ..scale.topology import shape_of
+from ..scale.topology import decoder_shape
 from .batcher import Batcher, Lane
 from .memory import most_tokens
 from .protocol import Refused
@@ -348,7 +348,7 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
     size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
     for name, place in config.models.items():
         made = model_world(place)
-        shape = shape_of(
+        shape = decoder_shape(
             load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
         )
         token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size

@@ -39,7 +39,7 @@ from ..data.worlds import Row
 from .method import TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .watched import EvalConfig, held_out_rewards, with_watched
+from .watched import HeldOutConfig, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
@@ -78,8 +78,9 @@ class OnlineConfig(TrainConfig):
     watch: list[RewardEntry] = Field(
         default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
     )
-    eval: EvalConfig = Field(
-        default_factory=EvalConfig, description="who looks at the answers to held-out prompts, beside rewards and watch"
+    eval: HeldOutConfig = Field(
+        default_factory=HeldOutConfig,
+        description="who looks at the answers to held-out prompts, beside rewards and watch",
     )
     reward_timeout: float | None = Field(
         default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"

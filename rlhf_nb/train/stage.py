@@ -21,7 +21,7 @@ from .replay import replay
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['make_trainer', 'watch', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
+__all__ = ['make_trainer', 'watch_reward', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
 # %% ../../nbs/train/stage.ipynb #d1077854
 def make_trainer(config: Any) -> Any:
@@ -34,11 +34,11 @@ def make_trainer(config: Any) -> Any:
     trainer = method.trainer(config)
     gold = gold_of(config.data.path)
     if method.online and gold is not None and config.reward != "gold":
-        watch(trainer, "gold", gold)
+        watch_reward(trainer, "gold", gold)
     return trainer
 
 
-def watch(trainer: Any, name: str, fn: Any) -> None:
+def watch_reward(trainer: Any, name: str, fn: Any) -> None:
     """Log a reward function of weight 0 at every step: nothing is learnt from it, and we see what it would have said.
 
     Args:

@@ -19,7 +19,7 @@ from .entries import RewardEntry, from_entries
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'Against', 'entries_by_name', 'held_out_rewards']
+__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'Against', 'entries_by_name', 'held_out_rewards']
 
 # %% ../../nbs/train/watched.ipynb #b0bc1254
 def with_watched(rewards: Rewards, config: Any) -> Rewards:
@@ -59,7 +59,7 @@ class EvalJudge(JudgeConfig):
         return self
 
 
-class EvalConfig(StrictConfig):
+class HeldOutConfig(StrictConfig):
     """Who looks at the answers to held-out prompts, beside the rewards."""
 
     metrics: list[RewardEntry] = Field(default_factory=list, description="entries as in rewards, each as eval/NAME")

@@ -25,10 +25,10 @@ from ..rewards.base import RewardModelFn
 from .registry import config_of
 
 # %% auto #0
-__all__ = ['rows_of', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
+__all__ = ['dataset_rows', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
 
 # %% ../../nbs/train/words.ipynb #a5461fe6
-def rows_of(data: Any, what: str) -> Any:
+def dataset_rows(data: Any, what: str) -> Any:
     """A dataset as a list of rows.
 
     Args:
@@ -161,7 +161,7 @@ def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: di
             continue
         if ours in out:
             raise ConfigError(f"{trainer}: {ours} is given twice ({name} is TRL's name for it): leave one of them out.")
-        out[ours] = rows_of(value, name) if ours in ("rows", "eval_rows") else value
+        out[ours] = dataset_rows(value, name) if ours in ("rows", "eval_rows") else value
     return out
 
 
