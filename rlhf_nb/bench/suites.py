@@ -26,7 +26,7 @@ from .instructions import followed
 from ..evaluate.metrics import is_refusal
 from ..judges.judge import Judge, verdicts_of
 from ..rewards.answers import extract_choice
-from ..decode.decoder import Cost, Decoder, Plain, total
+from ..decode.decoder import DecodeCost, Decoder, Plain, total
 from ..rollout.sampler import eval_mode
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
@@ -36,9 +36,9 @@ from ..untrusted import Unreadable, json_lines, json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'RULES', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
-           'checks_rule', 'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue', 'Said',
-           'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows', 'replace_file']
+__all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'RULES', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
+           'checks_rule', 'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue',
+           'ModelAnswers', 'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows', 'replace_file']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -176,7 +176,7 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
 
 # %% ../../nbs/bench/suites.ipynb #2f21ab27
 Scores = dict[str, Any]  # numbers or None by name; `score` counts. "read" and "wanted": texts, for votes
-Rule = Callable[[Sequence[Row], Sequence[Sequence[str]]], list[Scores]]
+ScoringRule = Callable[[Sequence[Row], Sequence[Sequence[str]]], list[Scores]]
 
 
 def _column(row: Row, name: str, rule: str) -> Any:
@@ -238,7 +238,7 @@ def criteria_of(places: Sequence[tuple[Row, int]]) -> list[str] | None:
     return out if any(out) else None
 
 
-def judge_rule(judge: Judge) -> Rule:
+def judge_rule(judge: Judge) -> ScoringRule:
     """score: the mean rating of a row's turns by a judge; turn_1, turn_2, ... (MT-Bench's single-answer grading).
 
     Args:
@@ -266,7 +266,7 @@ def judge_rule(judge: Judge) -> Rule:
     return rule
 
 
-def against_rule(judge: Judge, column: str) -> Rule:
+def against_rule(judge: Judge, column: str) -> ScoringRule:
     """score: the probability, in both orders, that an answer beats the row's own (AlpacaEval's win rate).
 
     Args:
@@ -301,7 +301,7 @@ def dialogue(turns: Sequence[Any], said: Sequence[str]) -> Any:
     return messages
 
 # %% ../../nbs/bench/suites.ipynb #afc21cad
-class Said(NamedTuple):
+class ModelAnswers(NamedTuple):
     """Answers, those to a prompt next to each other."""
 
     texts: list[str]
@@ -309,14 +309,14 @@ class Said(NamedTuple):
     finished: list[bool]
 
 
-Ask = Callable[[Sequence[Any], int], Said]  # prompts, answers to each
+AskModel = Callable[[Sequence[Any], int], ModelAnswers]  # prompts, answers to each
 
 
 def model_asker(
     model: Any, tokenizer: Any, sampling: SamplingConfig, *, seed: int = 0, greedy: bool = True,
     eos: list[int] | None = None, system: str | None = None, raw: bool = False, decoder: Decoder | None = None,
-    paid: list[Cost] | None = None,
-) -> Ask:  # fmt: skip
+    paid: list[DecodeCost] | None = None,
+) -> AskModel:  # fmt: skip
     """A model that answers prompts.
 
     Args:
@@ -331,14 +331,14 @@ def model_asker(
     """
     maker = decoder or Plain()
 
-    def ask(prompts: Sequence[Any], samples: int) -> Said:
+    def ask(prompts: Sequence[Any], samples: int) -> ModelAnswers:
         batch = prompt_batch(tokenizer, list(prompts), system, raw).to(model.get_input_embeddings().weight.device)
         r = maker.generate(
             model, batch, sampling, tokenizer=tokenizer, seed=seed, num_samples=samples, greedy=greedy, eos=eos
         )
         if paid is not None and maker.cost is not None:
             paid.append(maker.cost)
-        return Said([t.strip() for t in r.texts], r.completion_lens.tolist(), r.finished.tolist())
+        return ModelAnswers([t.strip() for t in r.texts], r.completion_lens.tolist(), r.finished.tolist())
 
     return ask
 
@@ -346,7 +346,7 @@ def model_asker(
 Work = Callable[[Sequence[Row]], list[list[dict[str, Any]]]]  # rows to their lines, one for each sample
 
 
-def answer_work(ask: Ask, rule: Rule, samples: int = 1, paid: list[Cost] | None = None) -> Work:
+def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[DecodeCost] | None = None) -> Work:
     """Rows answered turn by turn, and scored.
 
     Args:
