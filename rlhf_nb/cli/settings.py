@@ -147,7 +147,7 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere stands unde
 ELSEWHERE = {  # commands whose module is read when they are called
     "sample": "bench.talk:sample_command", "chat": "bench.talk:chat_command", "get": "bench.talk:get_command", "push": "hub.push:push_command",
     "merge": "hub.merging:merge_command", "monitor": "feedback.follow:monitor_command", "eval": "bench.evals:eval_command",
-    "compare": "bench.evals:compare_command", "overopt": "pipeline.lab:overopt_command", "fork": "pipeline.lab:fork_command",
+    "compare": "bench.compare:compare_command", "overopt": "pipeline.lab:overopt_command", "fork": "pipeline.lab:fork_command",
     "attack": "bench.attacking:attack_command", "feedback": "feedback.look:feedback_command", "cycle": "pipeline.cycle:cycle_command",
     "serve": "serve.start:serve_command", "label-steps": "bench.label_steps:label_steps_command", "lm-eval": "bench.lm_eval:lm_eval_command",
     "export": "export.command:export_command", "sweep": "pipeline.stage_sweep:sweep_command",
