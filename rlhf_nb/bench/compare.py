@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
-import typer
 from pydantic import Field
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import DataError, printable
 from ..evaluate.intervals import several_note
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['CompareConfig', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables',
-           'compare_command']
+__all__ = ['CompareConfig', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables']
 
 # %% ../../nbs/bench/compare.ipynb #c0e0ab07
 class CompareConfig(Judging):
@@ -250,30 +246,3 @@ def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Ta
             style="bold" if p.p_holm < 1 - d.level else None,
         )  # fmt: skip
     return [first, second]
-
-# %% ../../nbs/bench/compare.ipynb #c0e0ab11
-_Places = typer.Argument(..., metavar="RESULTS...", help="folders of results of one suite, and settings KEY=VALUE")
-
-
-def _is_setting(word: str) -> bool:
-    """Whether a word on the command line is KEY=VALUE rather than a folder."""
-    return bool(re.match(r"[a-z_][\w.]*=", word)) and not Path(word).exists()
-
-
-def compare_command(
-    results: list[str] = _Places,
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    debug: bool = Debug,
-) -> None:
-    """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
-    judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
-    with told(debug):
-        places = [word for word in results if not _is_setting(word)]
-        settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
-        compared, pairs, folder = compare_folders(places, settings, tell)
-        console = Console(highlight=False, force_jupyter=False)
-        for table in comparison_tables(compared, pairs):
-            console.print(table)
-        for note in compared.notes:
-            tell(note, err=False)
-        tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)

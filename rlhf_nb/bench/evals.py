@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import typer
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .talk import _load, manner_of
 from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
@@ -45,7 +44,7 @@ from ..types import Completions, Rollout
 
 # %% auto #0
 __all__ = ['Judging', 'EvalConfig', 'scorer', 'entry_rule', 'named_judge', 'judge_settings', 'make_rule', 'short_name',
-           'versions_of', 'evaluate_suite', 'results_table', 'eval_command']
+           'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class Judging(StrictConfig):
@@ -394,51 +393,11 @@ def results_table(results: Results) -> Table:
     return table
 
 # %% ../../nbs/bench/evals.ipynb #b4a716ab
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example max_new_tokens=64 samples=4")
-
-
-def _list_suites() -> None:
-    """The suites in the box."""
-    tell("Suites:", err=False)
+def suites_told() -> str:
+    """The suites in the box, a line for each."""
+    lines = ["Suites:"]
     for name, path in suites().items():
         said = read_config_file(path)
         needs = "" if said.get("rows") else f" --file: {said.get('file')}."
-        tell(f"  {name:14s}{said.get('about', '')}{needs}", err=False)
-    tell(f"Or a YAML file of yours. {me()} eval MODEL --suite NAME", err=False)
-
-
-def eval_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
-    overrides: list[str] = _Words,
-    suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
-    schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
-    debug: bool = Debug,
-) -> None:
-    """Ask a model a suite of prompts and score its answers, with intervals; the same line goes on after an
-    interruption."""
-    with told(debug):
-        if schema:
-            tell(json.dumps(Results.model_json_schema(), indent=1), err=False)
-            return
-        if suite is None or model is None:
-            if model is not None and suites().get(model):
-                raise ConfigError(f"{model} is a suite. Type: {me()} eval MODEL --suite {model}")
-            _list_suites()
-            if model is not None:
-                raise ConfigError("no suite is named: add --suite NAME.")
-            return
-        settings = EvalConfig.load(config, overrides or [])
-        asked = load_suite(suite, file, limit)
-        results, folder = evaluate_suite(model, asked, settings, overwrite=overwrite, say=tell)
-        console = Console(highlight=False, force_jupyter=False)
-        console.print(results_table(results))
-        for note in results.notes:
-            tell(f"Note: {note}", err=False)
-        tell(f"All numbers: {folder / 'results.json'}", err=False)
-        tell(f"Compare: {me()} compare {folder} OTHER_FOLDER")
+        lines.append(f"  {name:14s}{said.get('about', '')}{needs}")
+    return "\n".join([*lines, f"Or a YAML file of yours. {me()} eval MODEL --suite NAME"])
