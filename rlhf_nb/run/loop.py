@@ -248,6 +248,7 @@ class Trainer:
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
         _check_shares(config, self.engine.world_size, method.group)
+        self.rows_per_step = config.rollout_batch_size // method.group  # of the source
         self.total_steps = _planned_steps(source, config, method.group)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
@@ -299,8 +300,7 @@ class Trainer:
     def next_batch(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
-            world, n = self.engine.world_size, self.config.rollout_batch_size // self.method.group
-            rows = self.source.next_batch(n)
+            rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
             batch: Any = self.method.collate(mine) if mine else None

@@ -647,9 +647,8 @@ class OnlineTrainer(TextTrainer[_O]):
 
     def prompts(self, n: int | None = None) -> PromptBatch:
         """The prompts of the next n answers (default: a rollout batch)."""
-        return self.method.collate(
-            self.source.next_batch((n or self.config.rollout_batch_size) // self.method.group)
-        ).to(self.engine.device)
+        rows = self.source.next_batch(self.rows_per_step if n is None else n // self.method.group)
+        return self.method.collate(rows).to(self.engine.device)
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """Answers with log-probs; see `OnlineMethod.rollout`."""
