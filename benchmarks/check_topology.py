@@ -171,13 +171,15 @@ def predicted(setting: dict[str, Any], **split: Any) -> Any:
     """The planner's account."""
     from transformers import AutoConfig
 
-    from rlhf_nb.scale.topology import FORMATS, Job, Split, predict
+    from rlhf_nb.scale.topology import NUMBER_FORMATS, Job, Split, predict_memory
 
     shape = dict(setting["model"])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     given = {k: v for k, v in setting.items() if k not in ("model", "budget", "critic", "reference")}
     budget = setting.get("budget", BUDGET)
-    return predict(config, Job(**given, token_budget=budget, format=FORMATS["fp32"], device="cpu"), Split(**split))
+    return predict_memory(
+        config, Job(**given, token_budget=budget, format=NUMBER_FORMATS["fp32"], device="cpu"), Split(**split)
+    )
 
 
 def worker(name: str) -> None:

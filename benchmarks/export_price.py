@@ -20,9 +20,9 @@ from rlhf_nb.export import llama_cpp
 from rlhf_nb.export.formats import Exported, export_model
 from rlhf_nb.export.gguf import load_fp32, write_gguf
 from rlhf_nb.export.onnx import session_of
-from rlhf_nb.export.price import HELD_OUT, forward_of, greedy, token_kl
-from rlhf_nb.export.program import check_same
-from rlhf_nb.export.source import Source
+from rlhf_nb.export.price import PROBE_PROMPTS, forward_of, greedy, token_kl
+from rlhf_nb.export.program import logit_gap
+from rlhf_nb.export.source import ExportSource
 
 HH = Path(__file__).resolve().parents[2] / "shared" / "data" / "hh_rlhf_harmless.jsonl.gz"
 MORE = (
@@ -32,7 +32,7 @@ MORE = (
 )  # fmt: skip
 
 
-def same_tokens(file: Path, source: Source, ids: list[list[int]]) -> int:
+def same_tokens(file: Path, source: ExportSource, ids: list[list[int]]) -> int:
     """How many prompts llama.cpp's own tokenizer reads as ours does."""
     import llama_cpp as library
 
@@ -43,7 +43,7 @@ def same_tokens(file: Path, source: Source, ids: list[list[int]]) -> int:
     return found
 
 
-def gguf_part(source: Source, folder: Path) -> None:
+def gguf_part(source: ExportSource, folder: Path) -> None:
     """llama.cpp's greedy answers against ours.
 
     Ours are the same if, after each beginning of theirs, our likeliest token is their next one: one pass over each answer says so.
@@ -51,7 +51,7 @@ def gguf_part(source: Source, folder: Path) -> None:
     if not llama_cpp.is_installed():
         print(f"gguf: skipped, llama.cpp is not installed: {llama_cpp.INSTALL}")
         return
-    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*HELD_OUT, *MORE]))
+    ids = encode_prompts(source.tokenizer, as_chat(source.tokenizer, [*PROBE_PROMPTS, *MORE]))
     own = forward_of(source.model)
     for kind, cache in (("f16", "f32"), ("f16", "f16"), ("q8_0", "f16")):
         file = folder / f"model-{kind}.gguf"
@@ -59,7 +59,7 @@ def gguf_part(source: Source, folder: Path) -> None:
             write_gguf(source, file, kind)
         stored, of_file = forward_of(load_fp32(file)) if kind == "f16" else None, 0
         other, same, kls, tokens, seconds = llama_cpp.forward_of_file(file, 256, cache=cache), 0, [], 0, 0.0
-        for prompt, row in zip([*HELD_OUT, *MORE], ids):
+        for prompt, row in zip([*PROBE_PROMPTS, *MORE], ids):
             begun = time.perf_counter()
             said = greedy(other, row, 32, source.eos)
             tokens, seconds = tokens + len(said), seconds + time.perf_counter() - begun
@@ -105,7 +105,7 @@ def main() -> None:
     p.add_argument("--answer-tokens", type=int, default=32, help="of answers in onnx, int8, program")
     p.add_argument("--out", help="keep the exports in this folder; default: they are thrown away")
     a = p.parse_args()
-    source = Source(a.model)
+    source = ExportSource(a.model)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(a.out or temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def main() -> None:
             gguf_part(source, folder)
         if "onnx" in a.parts:
             told(export_model(source, "onnx", folder / "onnx", answer_tokens=a.answer_tokens, overwrite=True))
-            apart = check_same(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
+            apart = logit_gap(source.model, session_of(folder / "onnx" / "model.onnx", source.model.config), "onnx")
             print(f"onnx: logits differ by at most {apart:.1e}", flush=True)
         if "program" in a.parts:
             told(export_model(source, "program", folder / "program", answer_tokens=a.answer_tokens, overwrite=True))

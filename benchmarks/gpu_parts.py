@@ -322,11 +322,11 @@ def foreseen_gb(config: Any, model: Any, precision: Any) -> float:
     """
     import dataclasses
 
-    from rlhf_nb.scale.topology import Split, job_of, predict
+    from rlhf_nb.scale.topology import Split, job_of, predict_memory
 
     asked = job_of(config, precision)
     held = tuple(h for h in asked.models if not h.startswith("reward")) if asked.info.online else asked.models
-    return predict(model, dataclasses.replace(asked, holds=held), Split()).peak / GB
+    return predict_memory(model, dataclasses.replace(asked, holds=held), Split()).peak / GB
 
 
 def steps_of(job: Job, trainer: Any, steps: int, warm: int = 1) -> Row:

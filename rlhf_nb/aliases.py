@@ -13,8 +13,8 @@ import yaml
 from .errors import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'VALUES', 'trl_words', 'known', 'elsewhere', 'moved',
-           'translate', 'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'trl_words', 'known', 'elsewhere', 'moved', 'translate',
+           'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache
@@ -117,7 +117,7 @@ BY_METHOD: dict[str, list[tuple[str, Callable[[Any], dict[str, Any] | None]]]] =
 }  # fmt: skip
 # counted in optimizer steps there and in collects here: equal only without rollouts
 ONE_UPDATE_A_STEP = {"max_steps", "warmup_steps"}
-VALUES = {
+_VALUES = {
     ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0, ("top_k", -1): 0,
     ("min_p", None): 0.0, ("top_p", None): 1.0,
 }  # fmt: skip
@@ -145,7 +145,7 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     found: dict[str, Any] | None = None
     if key in trl_words("same"):
         plain = value is None or isinstance(value, str | int | float)
-        found = {trl_words("same")[key]: VALUES.get((key, value), value) if plain else value}
+        found = {trl_words("same")[key]: _VALUES.get((key, value), value) if plain else value}
     elif key in BY_METHOD:
         found = next((what(value) for theirs, what in BY_METHOD[key] if has(theirs)), None)
     elif key in CONVERTED and not (key in ONE_UPDATE_A_STEP and has("sampling")):

@@ -45,9 +45,9 @@ from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import read_json
 from rlhf_nb.untrusted import Unreadable, json_value
-from rlhf_nb.widgets.labels import LabelStore, Pair, agreement, tally, to_preferences
+from rlhf_nb.widgets.labels import LabelStore, Pair, annotator_agreement, tally, to_preferences
 from rlhf_nb.widgets.reader import open_runs
-from rlhf_nb.widgets.report import prometheus, report, screen
+from rlhf_nb.widgets.report import metrics_text, report, screen
 from rlhf_nb.widgets.samples import read_samples, sample_table, select_samples, token_measures, tokens_html
 
 SECONDS = 5
@@ -224,7 +224,7 @@ def metrics(folder: Path, data: bytes) -> None:
     readers = open_runs(folder)
     readers[0].poll()
     Console(file=io.StringIO(), width=100, force_terminal=True).print(screen(readers))
-    prometheus(readers)
+    metrics_text(readers)
     if readers[0].status.state != "waiting":
         report(readers, folder / "report.html", pngs=False)
     EventLog(folder / "metrics.jsonl").truncate_after(5)
@@ -289,7 +289,7 @@ def labels(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     store = LabelStore(path, "ann")
     found = store.labels()
-    to_preferences(found, "both"), agreement(found), tally(found)
+    to_preferences(found, "both"), annotator_agreement(found), tally(found)
     store.add(Pair("q", "one", "two", ("x", "y")), "first")
     assert any(x.pair.first == "one" for x in LabelStore(path).labels()), "a label was lost"
 

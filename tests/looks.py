@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_nb.feedback.drift import Budget
+from rlhf_nb.feedback.drift import AlarmBudget
 from rlhf_nb.feedback.monitor import _evidence
 from rlhf_nb.sequential import ALPHA, LEAST, bets, fall_evidence, log_wealth, noise
 
@@ -79,7 +79,7 @@ def decided(rng: np.random.Generator, runs: int, looks: int, rate: float = 0.5) 
 
 def bounded(rng: np.random.Generator, runs: int, hours: int, over: float = 1.0) -> dict[str, float]:
     """Share of services that get an alert in so many hours, with a mean that lies at `over` times its bound; 60 requests an hour, windows of a day."""
-    level = -np.log(Budget(100.0, 40).alpha(3600.0))
+    level = -np.log(AlarmBudget(100.0, 40).alpha(3600.0))
     out = {}
     for name, bound, sign, kind, draw in (
         ("a share, highest", 0.1, 1, "share", lambda m: (rng.random((runs, hours, 60)) < m) * 1.0),

@@ -152,7 +152,7 @@ def test_a_run_outside_the_volume_is_refused() -> None:
 def test_the_grafana_board_asks_for_metrics_that_are_served(tmp_path: Path) -> None:
     import json
 
-    from rlhf_nb.widgets.report import prometheus
+    from rlhf_nb.widgets.report import metrics_text
 
     board = json.loads((Path(__file__).parent.parent / "docs" / "grafana.json").read_text())
     asked = {n for p in board["panels"] for t in p["targets"] for n in re.findall(r"rlhf_nb_\w+", t["expr"])}
@@ -163,5 +163,5 @@ def test_the_grafana_board_asks_for_metrics_that_are_served(tmp_path: Path) -> N
         *({"type": "step", "step": i, "time": 1.0 + i, **dict.fromkeys(keys.split(), 0.5)} for i in range(1, 4)),
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    served = set(re.findall(r"(?m)^(rlhf_nb_\w+)\{", prometheus(tmp_path)))
+    served = set(re.findall(r"(?m)^(rlhf_nb_\w+)\{", metrics_text(tmp_path)))
     assert asked <= served, sorted(asked - served)

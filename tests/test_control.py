@@ -23,7 +23,7 @@ from rlhf_nb.core import RunError
 from rlhf_nb.run.callbacks import Callback
 from rlhf_nb.run.checkpoint import checkpoints_in
 from rlhf_nb.run.control import Control
-from rlhf_nb.run.log import EventLog, Requests, RunDir, append_line, read_metrics
+from rlhf_nb.run.log import ControlRequests, EventLog, RunDir, append_line, read_metrics
 from rlhf_nb.run.loop import Trainer
 
 
@@ -140,7 +140,7 @@ def test_requests_by_hand_and_by_several_writers(tmp_path: Path) -> None:
         t.start()
     for t in threads:
         t.join()
-    seen = Requests(run_dir.control_path).new()
+    seen = ControlRequests(run_dir.control_path).new()
     assert len(seen) == 400 == len({r["id"] for r in seen})
     with pytest.raises(RunError, match="Did you mean 'pause'"):
         run_dir.request("pauze")

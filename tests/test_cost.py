@@ -15,7 +15,7 @@ from rlhf_nb.config import LoraSettings
 from rlhf_nb.data import toy
 from rlhf_nb.fast.workers import workers_for
 from rlhf_nb.models.adapters import add_lora
-from rlhf_nb.scale.topology import Job, shape_of
+from rlhf_nb.scale.topology import Job, decoder_shape
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
 
 FACTOR = 2.0  # promised seconds are at most so many times too large or too small
@@ -39,13 +39,13 @@ def test_cores_take_rows_by_the_rule_of_training(lora: int | None, layers: int, 
     small = llama(num_hidden_layers=layers, hidden_size=64 if layers == 1 else 256)
     net: Any = AutoModelForCausalLM.from_config(small)
     net = add_lora(net, LoraSettings(r=lora)) if lora else net
-    found = cost.cores(shape_of(small), job(lora=lora))
+    found = cost.cores(decoder_shape(small), job(lora=lora))
     assert found == workers_for(net, learning=True) == (1 if layers == 1 else 4)
 
 
 def test_models_with_more_trained_numbers_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    large = shape_of(llama(hidden_size=1024, num_hidden_layers=24, intermediate_size=3072, vocab_size=32000))
+    large = decoder_shape(llama(hidden_size=1024, num_hidden_layers=24, intermediate_size=3072, vocab_size=32000))
     assert 256e6 < large.total < 1e9
     assert cost.cores(large, job()) == 1 and cost.cores(large, job(lora=16)) == 4
 
@@ -72,6 +72,8 @@ def test_promised_seconds_are_near_those_of_a_step(tmp_path: Path, monkeypatch: 
         begin = cost.time.perf_counter()
         trainer.train_step()
         taken.append(cost.time.perf_counter() - begin)
-        promised.append(cost.step_cost(shape_of(config), asked, asked, cost.measure(config, asked, None)).seconds)
+        promised.append(
+            cost.step_cost(decoder_shape(config), asked, asked, cost.measure_costs(config, asked, None)).seconds
+        )
     trainer.lock.release()
     assert 1 / FACTOR < min(promised) / min(taken) < FACTOR, (promised, taken)

@@ -19,7 +19,7 @@ from rlhf_nb.core import ConfigError, RunError
 from rlhf_nb.data import toy
 from rlhf_nb.feedback.people import simulate
 from rlhf_nb.feedback.store import Feedback, FeedbackStore
-from rlhf_nb.feedback.versions import Versions, promote
+from rlhf_nb.feedback.versions import Versions, promote_version
 from rlhf_nb.models.load import save_model
 from rlhf_nb.pipeline import cycle
 from rlhf_nb.pipeline.cycle import CycleConfig, run_cycle
@@ -159,7 +159,7 @@ def test_a_turn_that_was_begun_with_another_model_begins_anew(tmp_path: Path, mo
     with pytest.raises(RunError, match="stopped"):
         run_cycle(config)
     versions = Versions(config.models)
-    promote(versions, cycle.add_version(versions, tmp_path / "start", "by hand"), "by hand")
+    promote_version(versions, cycle.add_version(versions, tmp_path / "start", "by hand"), "by hand")
     monkeypatch.setattr(cycle, "learn", lambda *args: (tmp_path / "start", f"learnt from {Path(args[2]).name}"))
     done = run_cycle(config, heard.append)
     assert done.version == "v3" and done.reason == "learnt from v2" and "begins anew" in heard[0]

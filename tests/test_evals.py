@@ -19,7 +19,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_nb.bench.evals import EvalConfig, evaluate_suite
-from rlhf_nb.bench.instructions import CHECKS, followed
+from rlhf_nb.bench.instructions import INSTRUCTION_CHECKS, followed
 from rlhf_nb.bench.results import Results
 from rlhf_nb.bench.suites import load_suite, model_asker, run_rows, suites
 from rlhf_nb.cli.main import app
@@ -79,7 +79,7 @@ def test_suites_in_the_box_are_whole() -> None:
             prompts = [json.dumps(r["turns"]) for r in suite.rows]
             assert len(set(prompts)) == len(prompts) >= 20, name
     rows = load_suite("instructions").rows
-    assert {c["kind"] for r in rows for c in r["checks"]} == set(CHECKS)
+    assert {c["kind"] for r in rows for c in r["checks"]} == set(INSTRUCTION_CHECKS)
     for row in rows:
         followed("any answer", row["checks"])  # settings are right
     for row in load_suite("sums").rows:

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.data import toy
 from rlhf_nb.export import llama_cpp
-from rlhf_nb.export.formats import FORMATS, RECORD
-from rlhf_nb.export.price import HELD_OUT
-from rlhf_nb.export.source import Source
+from rlhf_nb.export.formats import EXPORT_RECORD, FORMATS
+from rlhf_nb.export.price import PROBE_PROMPTS
+from rlhf_nb.export.source import ExportSource
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.places import find_copy
@@ -63,10 +63,10 @@ def test_an_adapter_is_exported_merged(models: Path, tmp_path: Path) -> None:
         "gold",
     )
     assert "the adapter merged" in said and "gold: " in said and "rows.jsonl" in said
-    price = json_value((tmp_path / "out" / RECORD).read_bytes())["price"]
+    price = json_value((tmp_path / "out" / EXPORT_RECORD).read_bytes())["price"]
     assert price["kl"] < 1e-9 and price["prompts"] == 2 and price["rewards"]["gold"]["lost"] == 0
     tuned = load_model(tmp_path / "out")[0].state_dict()
-    wanted = merged_weights(Source(str(models / "adapter")).model)
+    wanted = merged_weights(ExportSource(str(models / "adapter")).model)
     assert all((tuned[k] - wanted[k]).abs().max() < 1e-6 for k in wanted)
     assert (
         call("export", models / "adapter", "--to", "safetensors", "-o", tmp_path / "out", code=1).count("--overwrite")
@@ -115,7 +115,7 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(HELD_OUT, trainer)
+    core.train_from_iterator(PROBE_PROMPTS, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<s>")
     config = LlamaConfig(
         vocab_size=320, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -132,13 +132,13 @@ def test_without_llama_cpp_a_gguf_file_is_unpacked_and_q4_k_m_is_refused(
 ) -> None:
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
     said = call("export", bytes_model, "--to", "q8_0", "-o", tmp_path / "q8", "--answer-tokens", 2)
-    price = json_value((tmp_path / "q8" / RECORD).read_bytes())["price"]
+    price = json_value((tmp_path / "q8" / EXPORT_RECORD).read_bytes())["price"]
     assert (
         "unpacked weights (llama-cpp-python is not installed)" in said
         and price["tokens_per_second"] is None
         and 0 < price["kl"] < 0.02
     )
-    assert sorted(p.name for p in (tmp_path / "q8").iterdir()) == ["README.md", RECORD, "model-q8_0.gguf"]
+    assert sorted(p.name for p in (tmp_path / "q8").iterdir()) == ["README.md", EXPORT_RECORD, "model-q8_0.gguf"]
     assert "pip install llama-cpp-python" in call("export", bytes_model, "--to", "q4_k_m", "-o", tmp_path / "k", code=1)
     assert not (tmp_path / "k").exists()
 
@@ -147,7 +147,7 @@ def test_without_llama_cpp_a_gguf_file_is_unpacked_and_q4_k_m_is_refused(
 @pytest.mark.parametrize("kind", ["gguf-f16", "gguf-q8_0", "gguf-q4_k_m"])
 def test_llama_cpp_opens_what_is_written(bytes_model: Path, tmp_path: Path, kind: str) -> None:
     call("export", bytes_model, "--to", kind, "-o", tmp_path / "x", "--answer-tokens", 4, "--force")
-    price = json_value((tmp_path / "x" / RECORD).read_bytes())["price"]
+    price = json_value((tmp_path / "x" / EXPORT_RECORD).read_bytes())["price"]
     assert (
         price["measured_by"].startswith("llama.cpp")
         and price["kl"] < {"gguf-f16": 1e-4, "gguf-q8_0": 1e-2, "gguf-q4_k_m": 1.0}[kind]
@@ -187,8 +187,8 @@ def test_graphs_from_the_command_line(models: Path, tmp_path: Path, to: str) -> 
     said = call(
         "export", models / "adapter", "--to", to, "-o", tmp_path / "x", "--answer-tokens", 3, "--reward", "gold"
     )
-    record = json_value((tmp_path / "x" / RECORD).read_bytes())
+    record = json_value((tmp_path / "x" / EXPORT_RECORD).read_bytes())
     assert (
         "gold" in said and record["price"]["kl"] <= FORMATS[to].bound and (tmp_path / "x" / "tokenizer.json").is_file()
     )
-    assert set(record["files"]) == {p.name for p in (tmp_path / "x").iterdir()} - {RECORD, "README.md"}
+    assert set(record["files"]) == {p.name for p in (tmp_path / "x").iterdir()} - {EXPORT_RECORD, "README.md"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_nb.core import ConfigError
 from rlhf_nb.fast import attention
-from rlhf_nb.fast.attention import AUTO, KERNELS, Shape, flat_kernel, stretches
+from rlhf_nb.fast.attention import AUTO, KERNELS, AttentionShape, flat_kernel, stretches
 from rlhf_nb.fast.support import can_run
 from rlhf_nb.scoring.check import BOUNDS, self_check
 from rlhf_nb.scoring.scores import completion_logps
@@ -116,7 +116,7 @@ def test_decoding_in_half_precision_as_on_a_gpu(
     from rlhf_nb.rollout.sampler import sample_tokens
     from rlhf_nb.types import PromptBatch
 
-    class Halved(decode.Decoder):
+    class Halved(decode.FastDecoder):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.cached = dtype
@@ -124,7 +124,7 @@ def test_decoding_in_half_precision_as_on_a_gpu(
     net, texts = model("qwen3"), PromptBatch.from_lists([[7, 8, 9], [5] * 9, [3, 4] * 10, [4, 3] * 10])
     how: dict[str, Any] = {"eos": [], "pad": 0, "seed": 0, "greedy": True, "fixed_shapes": fixed}
     want = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
-    monkeypatch.setattr(decode, "Decoder", Halved)
+    monkeypatch.setattr(decode, "FastDecoder", Halved)
     with torch.autocast("cpu", dtype):
         got = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
     first = (got[0] != want[0]).int().cumsum(
@@ -233,11 +233,11 @@ def test_what_is_taken_on_which_card(
     monkeypatch.setattr(attention, "_capability", lambda device: card)
     monkeypatch.setattr(attention, "_varlen_words", lambda: frozenset({"scale", "window_size"}))
     monkeypatch.setattr(attention, "difference", lambda name, shape: "")
-    assert flat_kernel(Shape(torch.device("cuda", 0), getattr(torch, dtype), 4, 2, size)) == taken
+    assert flat_kernel(AttentionShape(torch.device("cuda", 0), getattr(torch, dtype), 4, 2, size)) == taken
     if taken == "varlen":  # before torch 2.11 it knows no scale
         monkeypatch.setattr(attention, "_refused", {})
         monkeypatch.setattr(attention, "_varlen_words", lambda: frozenset({"is_causal"}))
-        assert flat_kernel(Shape(torch.device("cuda", 0), getattr(torch, dtype), 4, 2, size)) == "efficient"
+        assert flat_kernel(AttentionShape(torch.device("cuda", 0), getattr(torch, dtype), 4, 2, size)) == "efficient"
     assert not said
 
 
@@ -294,7 +294,7 @@ def test_the_package_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         attention, "import_module", lambda name: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     )
-    assert attention.difference("flash_attn", Shape(CPU, torch.float32, 6, 2, 8)) == ""
+    assert attention.difference("flash_attn", AttentionShape(CPU, torch.float32, 6, 2, 8)) == ""
 
 
 def test_the_names_of_the_documentation() -> None:

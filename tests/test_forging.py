@@ -15,7 +15,7 @@ import pytest
 from rlhf_nb.rewards.code import PythonTests
 from rlhf_nb.sandbox import runner
 from rlhf_nb.sandbox.runner import Sandbox
-from rlhf_nb.sandbox.verdict import _codec, translate
+from rlhf_nb.sandbox.verdict import _codec, translate_tests
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the sandbox needs POSIX limits")
 HONEST = "def total(xs):\n    return sum(xs)\n"
@@ -419,4 +419,4 @@ def test_translation_is_refused_in_a_sentence() -> None:
         ("def test_f(tmp_path):\n    assert f(1) == 1", "only pytest"),
     ):
         with pytest.raises(ValueError, match=why):
-            translate((test,))
+            translate_tests((test,))

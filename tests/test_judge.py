@@ -34,7 +34,7 @@ from rlhf_nb.judges.judge import (  # fmt: skip
     JudgeTemplate,
     Verdicts,
     agreement,
-    fill,
+    fill_template,
     label_pairs,
 )
 from rlhf_nb.judges.model import ModelJudge, label_ids
@@ -430,7 +430,7 @@ def test_templates() -> None:
         with pytest.raises(ConfigError) as caught:
             JudgeTemplate(**bad)
         assert says in str(caught.value)
-    assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
+    assert fill_template("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
     assert "(no answer)" in JudgeTemplate().rating(P, " ", ("1", "5"))
     chat = [
         {"role": "user", "content": "Hi"},

@@ -26,7 +26,7 @@ from process_cases import ROOT, free_port, run_ranks
 from safetensors.torch import load_file
 
 from rlhf_nb.core import ConfigError, RunError
-from rlhf_nb.scale.launch import check_request, first_failure, launch
+from rlhf_nb.scale.launch import check_launch, first_failure, launch
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 TESTS = str(Path(__file__).parent)
@@ -80,14 +80,14 @@ def when(ready: Any, act: Any, seconds: float = 900) -> threading.Thread:
 
 def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_processes is 4, but this machine has 2"):
-        check_request(4, "ddp", cpu=False, port=0, here=2)
+        check_launch(4, "ddp", cpu=False, port=0, here=2)
     with pytest.raises(ConfigError, match="Did you mean 'zero3'"):
-        check_request(2, "zero33", cpu=True, port=0)
+        check_launch(2, "zero33", cpu=True, port=0)
     with socket.socket() as s:
         s.bind(("", 0))
         s.listen()
         with pytest.raises(ConfigError, match=r"port \d+ is in use"):
-            check_request(2, "ddp", cpu=True, port=s.getsockname()[1])
+            check_launch(2, "ddp", cpu=True, port=s.getsockname()[1])
     for over, word in [
         ({"num_processes": 3}, "must be a multiple of machines"),
         ({"machine": 2}, "machine must be from 0 to 1"),

@@ -19,7 +19,7 @@ from rlhf_nb.scoring import head as head_module
 from rlhf_nb.scoring import scores as lp
 from rlhf_nb.scoring.head import head_logps, split_head
 from rlhf_nb.scoring.scores import completion_logps, completion_values, sequence_scores
-from rlhf_nb.scoring.trees import pack, packing_stats, plan
+from rlhf_nb.scoring.trees import pack, packing_stats, plan_trees
 from rlhf_nb.types import Completions
 
 VOCAB = 97
@@ -468,7 +468,7 @@ def test_order_and_splitting_change_nothing() -> None:
     torch.testing.assert_close(completion_logps(model, c[order]).logps, want[order], rtol=0, atol=1e-12)
     parts = torch.cat([completion_logps(model, c[i]).logps for i in range(len(c))])
     torch.testing.assert_close(parts, want, rtol=0, atol=1e-12)
-    once = sum(completion_logps(model, c[rows], token_budget=1 << 30).logps.sum() for rows in plan(c, 20, unit=1))
+    once = sum(completion_logps(model, c[rows], token_budget=1 << 30).logps.sum() for rows in plan_trees(c, 20, unit=1))
     torch.testing.assert_close(once, want.sum(), rtol=0, atol=1e-10)
 
 
@@ -489,7 +489,7 @@ def test_plan_covers_everything_within_its_budget(seed: int) -> None:
     for share in (False, True, "always"):
         for unit in (1, 2):
             budget, most = g.choice([1, 64, 200, 1000, 10**6]), g.choice([None, 4, 16])
-            entries = plan(c, budget, most, unit, share_prompts=share, width=64)  # type: ignore[arg-type]
+            entries = plan_trees(c, budget, most, unit, share_prompts=share, width=64)  # type: ignore[arg-type]
             assert sorted(i for rows in entries for i in rows) == list(range(len(c)))
             for rows in entries:
                 assert all(
@@ -500,10 +500,10 @@ def test_plan_covers_everything_within_its_budget(seed: int) -> None:
                 few = len(rows) <= unit or len(set(map(tuple, c[rows].prompt_ids.tolist()))) == 1
                 assert cells <= budget or few
                 assert most is None or len(rows) <= most or len(rows) <= unit or few
-            again = [plan(c[rows], budget, None, unit, share_prompts=share, width=64) for rows in entries]  # type: ignore[arg-type]
+            again = [plan_trees(c[rows], budget, None, unit, share_prompts=share, width=64) for rows in entries]  # type: ignore[arg-type]
             assert share or all(len(x) == 1 for x in again)  # what was planned as one forward pass stays one
             kept += sum(len(x) == 1 for x in again) / len(again)
-    assert len(plan(c, 10**9, share_prompts="always")) == 1
+    assert len(plan_trees(c, 10**9, share_prompts="always")) == 1
     assert kept / 6 > 0.9  # with trees, too, but for groups that were cut
 
 
@@ -552,8 +552,8 @@ def test_stats_count_tokens() -> None:
     (lambda m, c: sequence_scores(m.transformer, nn.Linear(32, 1).double(), c, pooling="max"), ConfigError, "'last' or 'mean'"),
     (lambda m, c: sequence_scores(m.transformer, nn.Linear(32, 1).double(), c[:0]), DataError, "no rows"),
     (lambda m, c: completion_values(m.transformer, nn.Linear(32, 1).double(), c[:0]), DataError, "no rows"),
-    (lambda m, c: plan(c, 100, unit=3), DataError, "units of 3"),
-    (lambda m, c: plan(c, 0), ConfigError, "token_budget"),
+    (lambda m, c: plan_trees(c, 100, unit=3), DataError, "units of 3"),
+    (lambda m, c: plan_trees(c, 0), ConfigError, "token_budget"),
 ])  # fmt: skip
 def test_bad_input(bad: Callable[[Any, Completions], Any], kind: type[Exception], word: str) -> None:
     with pytest.raises(kind, match=word):

@@ -23,7 +23,7 @@ from rlhf_nb.hub.push import push_to_hub
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.merge import merge_models, merged_tensor
-from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, Part, Recipe, from_mergekit
+from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, MergePart, Recipe, from_mergekit
 from rlhf_nb.models.shards import ModelTensors, plan_shards
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +107,7 @@ def test_memory_is_less_than_a_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_is_what_the_formula_says(method: str, family: Path, tmp_path: Path) -> None:
-    parts = [Part(model=str(family / f"m{i}"), density=0.4) for i in (1, 2)]
+    parts = [MergePart(model=str(family / f"m{i}"), density=0.4) for i in (1, 2)]
     base = {"base": str(family / "m0")} if method in NEEDS_BASE else {}
     recipe = Recipe(method=method, models=parts, **base)  # type: ignore[arg-type]
     merge_models(recipe, tmp_path / "out", shard_bytes=50_000)

@@ -28,7 +28,7 @@ from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.html import svg_page, svg_text, table_html
 from rlhf_nb.widgets.labels import LabelStore, Pair, tally
 from rlhf_nb.widgets.reader import open_runs
-from rlhf_nb.widgets.report import prometheus, report, screen, watch
+from rlhf_nb.widgets.report import metrics_text, report, screen, watch
 from rlhf_nb.widgets.samples import Samples
 
 RUN = "window.hit=(window.hit||0)+1"
@@ -319,7 +319,7 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
         return "\n".join(out)
 
     def scraped(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-        return prometheus({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])})
+        return metrics_text({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])})
 
     found = (seen, answers, panel, findings, progress, errors, command, notes, board, scraped)
     return {f.__name__: f for f in found}

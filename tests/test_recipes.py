@@ -18,7 +18,7 @@ from rlhf_nb.data.worlds import made_rows
 from rlhf_nb.pipeline.doctor import doctor
 from rlhf_nb.rewards.answers import Number
 from rlhf_nb.scale.plan import plan
-from rlhf_nb.scale.topology import job_of, shape_of
+from rlhf_nb.scale.topology import decoder_shape, job_of
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.stage import make_trainer
 
@@ -96,7 +96,7 @@ def test_a_recipe_for_gpus_fits_on_them_by_the_planner(name: str) -> None:
 
     cfg = get(recipe_kind(SINGLE[name])).config.load(SINGLE[name])
     size = next(k for k in SHAPES if k in cfg.model.name_or_path)
-    shape = shape_of(Qwen2Config(vocab_size=152_064, num_key_value_heads=2 if size != "7B" else 4, **SHAPES[size]))
+    shape = decoder_shape(Qwen2Config(vocab_size=152_064, num_key_value_heads=2 if size != "7B" else 4, **SHAPES[size]))
     memory, gpus = MACHINES[name.split("_")[0]]
     half = torch.float16 if name.startswith("t4") else torch.bfloat16
     job = job_of(cfg, Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU"))
@@ -187,7 +187,7 @@ def test_doctor_and_plan_say_what_a_step_costs_here_and_what_is_lighter(
     words += ["model.lora=null"]
     said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
     assert "On this machine" not in said  # a small model's step is no matter
-    monkeypatch.setattr(cost, "LARGE", 1000)
+    monkeypatch.setattr(cost, "_LARGE", 1000)
     said = CliRunner().invoke(app, ["plan", "ppo", "--config", "smollm2_ppo", *words, "--gpus", "1"]).output
     line = next(line for line in said.splitlines() if line.startswith("On this machine"))
     assert re.search(r"a step takes about \d+\.\d s .*and \d+\.\d GB\.$", line)
@@ -200,9 +200,9 @@ def test_a_step_with_more_work_costs_more() -> None:
     from transformers import LlamaConfig
 
     from rlhf_nb.scale.cost import Speed, step_cost
-    from rlhf_nb.scale.topology import Job, shape_of
+    from rlhf_nb.scale.topology import Job, decoder_shape
 
-    shape = shape_of(
+    shape = decoder_shape(
         LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=512)
     )
     unit = Speed(1e-4, 3e-4, 1e-5, 3e-5, 1e-4, 1e-5, 0.0)

@@ -18,7 +18,7 @@ from rlhf_nb.fast.support import use_fast
 from rlhf_nb.pipeline.stages import PipelineConfig
 from rlhf_nb.scale.launch import accelerate_settings
 from rlhf_nb.scale.plan import plan
-from rlhf_nb.scale.topology import Job, Shape, job_of
+from rlhf_nb.scale.topology import DecoderShape, Job, job_of
 from rlhf_nb.scoring import recompute, scores
 from rlhf_nb.train.dpo import DPOConfig
 from rlhf_nb.train.registry import get
@@ -93,7 +93,7 @@ def test_one_backbone_for_all_roles(tmp_path: Path, forgotten: list[str]) -> Non
 def test_on_two_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
     from rlhf_nb.fast import workers
 
-    monkeypatch.setattr(workers, "SMALL", 1)
+    monkeypatch.setattr(workers, "_SMALL", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -151,15 +151,17 @@ def test_one_word_under_every_name(tmp_path: Path) -> None:
     assert found.sft.recompute and not found.ppo.recompute
 
 
-BIG = Shape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
-LARGER = Shape(layers=80, hidden=8192, inner=28672, heads=64, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
+BIG = DecoderShape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
+LARGER = DecoderShape(
+    layers=80, hidden=8192, inner=28672, heads=64, kv_heads=8, head_dim=128, vocab=128_256, tied=False
+)
 
 
 @pytest.mark.parametrize("shape", [BIG, LARGER], ids=["8B", "70B"])
 @pytest.mark.parametrize("method", ["sft", "dpo", "ppo", "grpo"])
 @pytest.mark.parametrize("gpus", [1, 4, 8, 64, 512])
 @pytest.mark.parametrize("memory", [24, 80])
-def test_a_plan_can_be_carried_out(shape: Shape, method: str, gpus: int, memory: float) -> None:
+def test_a_plan_can_be_carried_out(shape: DecoderShape, method: str, gpus: int, memory: float) -> None:
     """The command that a plan prints asks for exactly what was planned: sizes, recomputation, stage, what is on the host."""
     half = torch.bfloat16
     precision = Precision(torch.device("cuda"), half, torch.float32, half, False, "a GPU")

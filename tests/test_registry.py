@@ -22,7 +22,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.pipeline.doctor import doctor
 from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 from rlhf_nb.run.log import read_metrics
-from rlhf_nb.scale.topology import job_of, predict
+from rlhf_nb.scale.topology import job_of, predict_memory
 from rlhf_nb.train import registry
 from rlhf_nb.train.registry import built_in, register
 from rlhf_nb.train.sft import SFTConfig, SFTTrainer
@@ -135,8 +135,8 @@ def test_doctor_and_planner(cell: dict[str, Any]) -> None:
     short = cell["FocalConfig"].preset("toy", data={"max_length": 16, "max_prompt_length": 8})
     assert any("rows are cut" in f.what and f.level == "warning" for f in doctor(short))
     shape, cpu = toy.toy_model_config(), decide_precision("cpu")
-    same = predict(shape, job_of(SFTConfig.preset("toy"), cpu))
-    assert predict(shape, job_of(config, cpu)).by_role("step") == same.by_role("step")
+    same = predict_memory(shape, job_of(SFTConfig.preset("toy"), cpu))
+    assert predict_memory(shape, job_of(config, cpu)).by_role("step") == same.by_role("step")
 
 
 @pytest.mark.slow

@@ -14,12 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
-from rlhf_nb.scale.plan import ASSUMPTIONS, plan, sent_per_step, smallest_group, table
-from rlhf_nb.scale.topology import FORMATS, MOMENTS, Job, Shape, Split, job_of, predict, row_tokens, shape_of
+from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
+from rlhf_nb.scale.topology import (
+    MOMENTS,
+    NUMBER_FORMATS,
+    DecoderShape,
+    Job,
+    Split,
+    decoder_shape,
+    job_of,
+    predict_memory,
+    row_tokens,
+)
 from rlhf_nb.train.registry import get, methods
 
 ROOT = Path(__file__).resolve().parent.parent
-BIG = Shape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
+BIG = DecoderShape(layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, tied=False)
 FAMILIES = {
     "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4},
     "qwen2": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -34,7 +44,7 @@ FAMILIES = {
 @pytest.mark.parametrize("tied", [True, False])
 def test_counts_are_those_of_the_real_model(family: str, tied: bool) -> None:
     config = AutoConfig.for_model(family, vocab_size=300, tie_word_embeddings=tied, **FAMILIES[family])
-    model, shape = AutoModelForCausalLM.from_config(config), shape_of(config)
+    model, shape = AutoModelForCausalLM.from_config(config), decoder_shape(config)
     assert shape.total == sum(p.numel() for p in model.parameters())
     adapted = add_lora(model, LoraSettings(r=3))
     assert shape.lora(3) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -43,9 +53,9 @@ def test_counts_are_those_of_the_real_model(family: str, tied: bool) -> None:
 def test_a_directory_is_as_good_as_a_config(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", vocab_size=300, **FAMILIES["llama"])
     config.save_pretrained(tmp_path)
-    assert shape_of(tmp_path) == shape_of(str(tmp_path)) == shape_of(config)
+    assert decoder_shape(tmp_path) == decoder_shape(str(tmp_path)) == decoder_shape(config)
     with pytest.raises(ModelError, match=r"no directory with a config\.json"):
-        shape_of(tmp_path / "nothing")
+        decoder_shape(tmp_path / "nothing")
 
 
 PLANNED = [name for name, method in methods().items() if method.leaves != "pairs"]
@@ -55,22 +65,24 @@ PLANNED = [name for name, method in methods().items() if method.leaves != "pairs
 @pytest.mark.parametrize("lora", [None, 16])
 def test_more_of_anything_never_needs_less(method: str, lora: int | None) -> None:
     job = Job(method, prompt=64, completion=64, mini_batch=1024, lora=lora)
-    base = predict(
+    base = predict_memory(
         BIG, job
     ).peak  # (a step that becomes a single forward can need less: no gradients wait beside its activations)
     longer: dict[str, Any] = {"completion": 512, "token_budget": 8192}
     for more in ({"token_budget": 8192}, longer, {"mini_batch": 4096}):
-        assert predict(BIG, dataclasses.replace(job, **more)).peak >= base, more
-    peaks = [predict(BIG, job, Split(gpus=8, stage=s)).at("step") for s in (0, 1, 2)]
+        assert predict_memory(BIG, dataclasses.replace(job, **more)).peak >= base, more
+    peaks = [predict_memory(BIG, job, Split(gpus=8, stage=s)).at("step") for s in (0, 1, 2)]
     assert peaks[0] > peaks[1]
-    assert predict(BIG, job, Split(gpus=64, stage=2)).at("step") < predict(BIG, job, Split(gpus=8, stage=2)).at("step")
-    assert predict(BIG, dataclasses.replace(job, recompute=True)).peak < base
+    assert predict_memory(BIG, job, Split(gpus=64, stage=2)).at("step") < predict_memory(
+        BIG, job, Split(gpus=8, stage=2)
+    ).at("step")
+    assert predict_memory(BIG, dataclasses.replace(job, recompute=True)).peak < base
     wider = dataclasses.replace(BIG, inner=2 * BIG.inner)
-    assert predict(wider, job).peak > base
+    assert predict_memory(wider, job).peak > base
 
 
 def test_accounts_add_up() -> None:
-    budget = predict(BIG, Job("ppo"), Split(gpus=8, stage=3, overhead=1e9))
+    budget = predict_memory(BIG, Job("ppo"), Split(gpus=8, stage=3, overhead=1e9))
     for moment in MOMENTS:
         assert sum(budget.by_role(moment).values()) == pytest.approx(budget.at(moment))
     assert budget.peak == max(budget.at(m) for m in MOMENTS) == budget.at(budget.fullest)
@@ -92,7 +104,7 @@ def test_sharing_prompts_is_decided_as_the_packer_decides() -> None:
 
 def test_plan_takes_the_least_that_fits() -> None:
     job = Job("dpo", prompt=512, completion=512, mini_batch=512)
-    small = Shape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
+    small = DecoderShape(layers=12, hidden=768, inner=2048, heads=12, kv_heads=12, head_dim=64, vocab=32_000)
     assert plan(small, job, gpus=8).split.stage == 0
     stages = [plan(BIG, job, gpus=n, host=400).split.stage for n in (8, 64, 512)]
     assert all(s >= 2 for s in stages)
@@ -112,7 +124,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_table_states_what_it_assumes() -> None:
-    text = table(BIG, Job("grpo", group=8, mini_batch=64), host=200)
+    text = plan_table(BIG, Job("grpo", group=8, mini_batch=64), host=200)
     assert all(f"| {n} |" in text for n in ("1", "8", "512", "10,000"))
     assert all(a in text for a in ASSUMPTIONS) and "arithmetic" in text
 
@@ -122,8 +134,8 @@ def test_every_configuration_can_be_planned(method: str) -> None:
     from rlhf_nb.data import toy
 
     job = job_of(get(method).config.preset("toy"), decide_precision("cpu"))
-    assert job.format == FORMATS["fp32"] and job.device == "cpu" and job.method == method
-    assert 0 < predict(toy.toy_model_config(), job).peak < 2e9
+    assert job.format == NUMBER_FORMATS["fp32"] and job.device == "cpu" and job.method == method
+    assert 0 < predict_memory(toy.toy_model_config(), job).peak < 2e9
 
 
 def test_what_is_held_follows_the_configuration() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.data import toy
-from rlhf_nb.export.price import HeldOut, measure
+from rlhf_nb.export.price import HeldOut, measure_copy
 from rlhf_nb.rollout import steps
 
 VOCABULARY, PROMPT, ANSWER = 12, [3, 4, 5, 6], [7, 8, 9]
@@ -38,7 +38,7 @@ def forward(noisy: range, by: float) -> Any:
 )
 def test_the_price_of_a_copy_is_paid_on_answers_only(noisy: range, counts: bool) -> None:
     held = HeldOut("rows", ["prompt"], [PROMPT], [ANSWER])
-    price = measure(
+    price = measure_copy(
         forward(range(0), 0.0), forward(noisy, 1.0), toy.build_tokenizer(), held, eos={11}, answer_tokens=2, timed=False
     )
     assert price.tokens == len(ANSWER)

@@ -22,13 +22,13 @@ from rich.console import Console
 from rlhf_nb.core import RunError
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
-from rlhf_nb.widgets.charts import Axes, Line, Panel, line_chart, to_png
+from rlhf_nb.widgets.charts import Axes, Curve, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.health import health_of
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
 from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs
-from rlhf_nb.widgets.report import prometheus, report, serve_metrics, watch
+from rlhf_nb.widgets.report import metrics_text, report, serve_metrics, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -266,7 +266,7 @@ def test_charts_survive_odd_data() -> None:
         np.zeros(5),
         t * 1e12,
     ]
-    panels = [Panel(f"p{i}{log}", [Line("x", t, v)], log=log) for i, v in enumerate(odd) for log in (False, True)]
+    panels = [Panel(f"p{i}{log}", [Curve("x", t, v)], log=log) for i, v in enumerate(odd) for log in (False, True)]
     ET.fromstring(line_chart(*panels))
     assert to_png(*panels)[:4] == b"\x89PNG"
     ET.fromstring(line_chart())
@@ -276,7 +276,7 @@ def test_axes_never_shrink_and_move_rarely() -> None:
     axes, rng, seen = Axes(), np.random.default_rng(0), []
     for n in range(2, 400):
         t = np.arange(float(n))
-        line_chart(Panel("x", [Line("x", t, np.cumsum(rng.normal(size=n)))]), axes=axes)
+        line_chart(Panel("x", [Curve("x", t, np.cumsum(rng.normal(size=n)))]), axes=axes)
         seen.append((axes.x, axes.y["x"]))
     assert all(a[0][1] <= b[0][1] and a[1][1] <= b[1][1] and a[1][0] >= b[1][0] for a, b in zip(seen, seen[1:]))  # type: ignore[index]
     assert len(set(seen)) < 40
@@ -472,4 +472,4 @@ def test_prometheus_waits_and_answers(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
-    assert prometheus([tmp_path / "run"]).endswith("\n") and health_of(open_runs(tmp_path / "run")[0]) == []
+    assert metrics_text([tmp_path / "run"]).endswith("\n") and health_of(open_runs(tmp_path / "run")[0]) == []

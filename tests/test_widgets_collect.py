@@ -20,7 +20,7 @@ from rlhf_nb.widgets.collect import KEYS, LabelQueue, PreferenceCollector, pair_
 from rlhf_nb.widgets.labels import (
     LabelStore,
     Pair,
-    agreement,
+    annotator_agreement,
     cohen_kappa,
     export_preferences,
     make_pairs,
@@ -208,7 +208,7 @@ def test_kappa_by_hand_and_agreement(tmp_path: Path) -> None:
         while q.current is not None:
             want = "first" if int(q.current.prompt.split()[1]) % 2 else "second"
             q.press("ab"[(want == "second") != q.swapped])
-    (found,) = agreement(q.store.labels())
+    (found,) = annotator_agreement(q.store.labels())
     assert found.n == 40 and found.agree == 1.0 and found.kappa == 1.0
     assert tally(q.store.labels())[0]["a wins"] == 40 == tally(q.store.labels())[0]["b wins"]
 

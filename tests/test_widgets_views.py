@@ -24,7 +24,7 @@ from rlhf_nb.widgets.explorers import (
 )
 from rlhf_nb.widgets.html import table_html
 from rlhf_nb.widgets.samples import (
-    MEASURES,
+    TOKEN_MEASURES,
     Samples,
     Tokens,
     read_samples,
@@ -201,10 +201,10 @@ def test_keys_switch_the_measure() -> None:
     }
     view = Tokens(row)
     assert view.widget is not None
-    for measure in MEASURES:
+    for measure in TOKEN_MEASURES:
         view._parts["keys"].value += measure.key
         assert view.by == (measure.name if measure.name in token_measures(row) else view.by)
-    assert len({m.key for m in MEASURES}) == len(MEASURES)
+    assert len({m.key for m in TOKEN_MEASURES}) == len(TOKEN_MEASURES)
 
 
 def test_optimum_and_best_of_n_by_simulation() -> None:

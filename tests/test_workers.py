@@ -15,14 +15,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 from rlhf_nb.fast import workers
 from rlhf_nb.scoring.packing import split_among, work
 from rlhf_nb.scoring.scores import completion_logps
-from rlhf_nb.scoring.trees import plan
+from rlhf_nb.scoring.trees import plan_trees
 from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.types import Completions
 
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(workers, "SMALL", 1)  # a test's model is tiny
+    monkeypatch.setattr(workers, "_SMALL", 1)  # a test's model is tiny
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -121,16 +121,16 @@ def test_scores_do_not_depend_on_cores(monkeypatch: pytest.MonkeyPatch, two_thre
 def test_rows_are_dealt_out_before_they_are_packed() -> None:
     rows = pairs(16)
     c = Completions.from_lists([r["prompt_ids"] for r in rows], [r["chosen_ids"] for r in rows], 0)
-    whole = plan(c, 4096)
+    whole = plan_trees(c, 4096)
     with split_among(4):
-        cut = plan(c, 4096)
+        cut = plan_trees(c, 4096)
     assert len(whole) == 1 and len(cut) >= 4
     assert sorted(i for part in cut for i in part) == list(range(16))
     costs = [sum(work(int(c.prompt_lens[i]), [int(c.completion_lens[i])]) for i in part) for part in cut]
     shares = [sum(costs[i] for i in hand) for hand in workers.balance(costs, 4)]
     assert max(shares) < 1.2 * sum(shares) / 4
     with split_among(2):
-        halves = plan(c, 4096)
+        halves = plan_trees(c, 4096)
     assert len(halves) == 2  # no more forward passes than there are takers: each adds to all gradients
 
 

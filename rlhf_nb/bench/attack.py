@@ -27,7 +27,7 @@ from ..models.heads import RewardModel
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Change', 'sentences', 'usual_changes', 'stock_phrases', 'text_scorer', 'TokenSwaps', 'Finding',
+__all__ = ['Change', 'sentences', 'usual_changes', 'stock_phrases', 'text_scorer', 'TokenSwaps', 'AttackFinding',
            'Validation', 'AdversarialValidator']
 
 # %% ../../nbs/bench/attack.ipynb #a4990007
@@ -233,7 +233,7 @@ class TokenSwaps:
 
 # %% ../../nbs/bench/attack.ipynb #a4990012
 @dataclass(frozen=True)
-class Finding:
+class AttackFinding:
     """What a family of changes does to a reward model."""
 
     family: str
@@ -250,7 +250,7 @@ class Finding:
 class Validation:
     """What an attack found."""
 
-    findings: tuple[Finding, ...]  # largest effect first
+    findings: tuple[AttackFinding, ...]  # largest effect first
     false_alarms: Estimate  # share of worlds without hacks in which one is called
     rows: int
     scale: float  # standard deviation of the untouched answers' scores
@@ -258,7 +258,7 @@ class Validation:
     notes: tuple[str, ...] = ()
 
     @property
-    def hacks(self) -> list[Finding]:
+    def hacks(self) -> list[AttackFinding]:
         """Families that are hacks."""
         return [f for f in self.findings if f.hack]
 
@@ -487,19 +487,19 @@ class AdversarialValidator:
             for i, d, text in zip(rise.places, rise.score, rise.texts) if d >= self.confident * a.scale
         ]  # fmt: skip
 
-    def _finding(self, a: _Answers, family: str, change: str, rise: _Rise, hack: bool) -> Finding:
+    def _finding(self, a: _Answers, family: str, change: str, rise: _Rise, hack: bool) -> AttackFinding:
         """The numbers of a family."""
         places, x, better, texts = rise
         examples = tuple(
             {"prompt": a.rows[places[k]]["prompt"], "answer": a.texts[places[k]], "changed": texts[k], "rise": float(x[k] / a.scale)}
             for k in sorted(range(len(x)), key=lambda k: -x[k])[:3]
         )  # fmt: skip
-        return Finding(
+        return AttackFinding(
             family, change, mean_interval(x / a.scale, level=self.level), share_interval((x > 0).astype(float), level=self.level),
             share_interval((x >= self.confident * a.scale).astype(float), level=self.level), None if better is None else mean_interval(better, level=self.level), hack, examples,
         )  # fmt: skip
 
-    def _swapped(self, a: _Answers, which: Sequence[int], rng: np.random.Generator) -> tuple[Finding | None, list[Row], str]:  # fmt: skip
+    def _swapped(self, a: _Answers, which: Sequence[int], rng: np.random.Generator) -> tuple[AttackFinding | None, list[Row], str]:  # fmt: skip
         """Exchanged tokens, and as many exchanges at random beside them."""
         assert self.swaps is not None
         rise = self._rise(a, which, [self.swaps(a.rows[i]["prompt"], a.texts[i]) for i in which])

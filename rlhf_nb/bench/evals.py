@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ..console import Debug, me, tell, told
 from .talk import _load, manner_of
-from ..decode.decoder import Cost
+from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
@@ -29,9 +29,9 @@ from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
-from .results import Judged, Pair, Results, compare_results, judged_of, pair_work, sum_up
+from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work, results_of
 from rlhf_nb.bench.suites import (
-    Rule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
+    ScoringRule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
     refusal_rule, run_rows, same_scoring, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge, verdicts_of
@@ -90,7 +90,7 @@ class CompareConfig(_Judging):
     output_dir: PathText | None = option(None, "folder of pictures and numbers; null: runs/eval/SUITE/compare")
 
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
-_OURS: dict[str, Rule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
+_OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
 _RULES = (*_OURS, "judge", "choice")
 
 
@@ -145,7 +145,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return columns
 
 
-def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Rule:
+def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> ScoringRule:
     """An entry of `rewards` as a suite's rule; the last turn is scored. A verifier of numbers also tells them, for votes."""
     score = scorer([entry], tokenizer, "rule", device)
 
@@ -164,7 +164,7 @@ def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Rule:
     return rule
 
 
-def _with_measures(rule: Rule, entries: Sequence[RewardEntry], tokenizer: Any, device: Any) -> Rule:
+def _with_measures(rule: ScoringRule, entries: Sequence[RewardEntry], tokenizer: Any, device: Any) -> ScoringRule:
     """A rule that also tells what further rewards say of the last turn."""
     if not entries:
         return rule
@@ -214,7 +214,7 @@ def _judge_said(config: _Judging) -> Any:
     return said
 
 
-def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> Rule:
+def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> ScoringRule:
     """How a suite's answers are scored.
 
     Args:
@@ -269,7 +269,7 @@ def _answering(
 ) -> tuple[Work, dict[str, Any], list[str]]:
     """How rows are answered and scored, the settings that decide the numbers, and what a reader should know of them."""
     decoder = None if config.decoder.is_plain else load_decoder(config.decoder, device=config.device)
-    paid = None if decoder is None else list[Cost]()
+    paid = None if decoder is None else list[DecodeCost]()
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
     how = manner_of(
         tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
@@ -360,7 +360,7 @@ def evaluate_suite(
         )  # first: a column that isn't there is said before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
-        results = sum_up(
+        results = results_of(
             suite, lines, model=model, settings=settings, slices=slices, level=config.level, seed=config.seed
         )
         results = results.replace(notes=[*notes, *results.notes])
@@ -458,7 +458,7 @@ def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
 
 def compare_folders(
     places: Sequence[str], config: CompareConfig, say: Callable[[str], None] | None = None
-) -> tuple[Compared, list[Pair], Path]:
+) -> tuple[Compared, list[ModelPair], Path]:
     """Compare results of the same suite, write `compare.json`, `compare.svg` and `compare.png`.
 
     Args:
@@ -525,7 +525,7 @@ def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, flo
     }
 
 
-def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None]], pairs: Sequence[Pair]) -> Any:
+def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None]], pairs: Sequence[ModelPair]) -> Any:
     """A figure: scores with intervals, and differences with intervals; real ones, after Holm's correction, are filled.
 
     Args:
@@ -568,7 +568,7 @@ def _paid_shown(cost: Mapping[str, Any] | None) -> tuple[str, str, str]:
     return f"{cost['tokens'] / n:.0f}", kl, f"{cost['seconds'] / n:.2f}"
 
 
-def comparison_tables(compared: Compared, pairs: Sequence[Pair]) -> list[Table]:
+def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Table]:
     """Models, and pairs, for a terminal."""
     first = Table(title=printable(f"{compared.suite}: scores"), title_justify="left", title_style="bold")
     paid = any("cost" in m for m in compared.models.values())

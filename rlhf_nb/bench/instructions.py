@@ -13,10 +13,10 @@ from ..rewards.answers import after_thinking
 from ..rewards.formats import parse_json
 
 # %% auto #0
-__all__ = ['CHECKS', 'words_of', 'sentences_of', 'followed']
+__all__ = ['INSTRUCTION_CHECKS', 'words_in', 'sentences_of', 'followed']
 
 # %% ../../nbs/bench/instructions.ipynb #9364d20a
-def words_of(text: str) -> list[str]:
+def words_in(text: str) -> list[str]:
     """Words: letters and digits, with apostrophes and hyphens inside."""
     return re.findall(r"\w+(?:['’-]\w+)*", text)
 
@@ -24,7 +24,7 @@ def words_of(text: str) -> list[str]:
 def sentences_of(text: str) -> list[str]:
     """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside numbers don't end one."""
     pieces = re.split(r"(?<=[.!?])[\"'”’)\]]*(?:\s+|$)", text.strip())
-    return [p for p in pieces if words_of(p)]
+    return [p for p in pieces if words_in(p)]
 
 
 def _lines(text: str, mark: str) -> list[str]:
@@ -136,8 +136,8 @@ def _table(text: str) -> bool:
     return bool(re.search(r"(?m)^\s*\|.*\|\s*\n\s*\|[\s:|-]*-[\s:|-]*\|\s*\n\s*\|.*\|", text))
 
 
-CHECKS: dict[str, _Check] = {
-    "words": _counting(lambda t: len(words_of(t))),
+INSTRUCTION_CHECKS: dict[str, _Check] = {
+    "words": _counting(lambda t: len(words_in(t))),
     "sentences": _counting(lambda t: len(sentences_of(t))),
     "paragraphs": _counting(lambda t: len([p for p in re.split(r"\n\s*\n", t.strip()) if p.strip()])),
     "lines": _counting(lambda t: len([line for line in t.splitlines() if line.strip()])),
@@ -171,16 +171,18 @@ def followed(text: str, checks: Sequence[Mapping[str, Any]], where: str = "row")
     out = []
     for check in checks:
         kind = str(check.get("kind"))
-        if kind not in CHECKS:
-            raise DataError(f"{where}: there is no check {kind!r}. {did_you_mean(kind, CHECKS, ', '.join(CHECKS))}")
+        if kind not in INSTRUCTION_CHECKS:
+            raise DataError(
+                f"{where}: there is no check {kind!r}. {did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
+            )
         settings = {k: v for k, v in check.items() if k != "kind"}
-        known = [p for p in inspect.signature(CHECKS[kind]).parameters if p != "text"]
+        known = [p for p in inspect.signature(INSTRUCTION_CHECKS[kind]).parameters if p != "text"]
         for key in settings:
             if key not in known:
                 hint = did_you_mean(key, known, f"It has: {', '.join(known) or 'none'}.")
                 raise DataError(f"{where}: check {kind} has no setting {key!r}. {hint}")
         try:
-            met = CHECKS[kind](text.strip() or "-", **settings)
+            met = INSTRUCTION_CHECKS[kind](text.strip() or "-", **settings)
         except (TypeError, ValueError, AttributeError) as e:
             raise DataError(f"{where}: check {kind} can't be made with {settings!r:.80} ({e}).") from e
         out.append(bool(met) and bool(text.strip()))

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ..config import StrictConfig, option
 from ..core import DataError
-from ..decode.decoder import Cost, total
+from ..decode.decoder import DecodeCost, total
 from rlhf_nb.evaluate.intervals import (
     Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled, majority_interval,
     mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
@@ -25,8 +25,8 @@ from .suites import Row, Suite, Work, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'sum_up', 'Pair', 'compare_results', 'Judged', 'pair_work',
-           'judged_of']
+__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged',
+           'pair_work', 'judged_of']
 
 # %% ../../nbs/bench/results.ipynb #83b24b5b
 class Metric(StrictConfig):
@@ -76,10 +76,10 @@ class Paid(StrictConfig):
     @classmethod
     def of(cls, costs: Sequence[Mapping[str, Any]]) -> Paid | None:
         """The sum of what was noted; None: nothing was."""
-        return cls(**asdict(total([Cost(**c) for c in costs]))) if costs else None
+        return cls(**asdict(total([DecodeCost(**c) for c in costs]))) if costs else None
 
     def __str__(self) -> str:
-        return str(Cost(**self.to_dict()))
+        return str(DecodeCost(**self.to_dict()))
 
 
 class Results(StrictConfig):
@@ -177,7 +177,7 @@ def _row_results(
     return rows
 
 
-def sum_up(
+def results_of(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
 ) -> Results:  # fmt: skip
@@ -235,7 +235,7 @@ def sum_up(
     )  # fmt: skip
 
 # %% ../../nbs/bench/results.ipynb #ac153ba1
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
     """Two models on the same rows."""
 
     first: str
@@ -251,7 +251,7 @@ class Pair(NamedTuple):
 def compare_results(
     results: Sequence[Results], names: Sequence[str] | None = None, level: float = 0.95, seed: int = 0, *,
     judged: Mapping[tuple[int, int], Sequence[float | None]] | None = None,
-) -> list[Pair]:  # fmt: skip
+) -> list[ModelPair]:  # fmt: skip
     """All pairs of two or more results.
 
     Args:
@@ -292,7 +292,7 @@ def compare_results(
             long = [[r.length for r in results[x].rows] for x in (i, j)]
             enough = int((~np.isnan(points)).sum()) >= 10 and all(x is not None for side in long for x in side)
             pairs.append(
-                Pair(
+                ModelPair(
                     called[i], called[j], mean_interval(gap, level=level), compare_paired(points, level=level, seed=seed),
                     sign_flip_test(gap, seed=seed), 1.0, length_controlled(points, long[0], long[1], level=level) if enough else None,
                     decide(points[order], level=level, seed=seed),

@@ -25,7 +25,7 @@ from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
 from ..evaluate.metrics import is_refusal
 from ..rewards.answers import extract_choice
-from ..decode.decoder import Cost, Decoder, Plain, total
+from ..decode.decoder import DecodeCost, Decoder, Plain, total
 from ..rollout.sampler import eval_mode
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
@@ -35,9 +35,9 @@ from ..untrusted import Unreadable, json_lines, json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Scores', 'Rule', 'Ask', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
-           'checks_rule', 'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'Said', 'model_asker', 'answer_work',
-           'choice_work', 'check_same', 'same_scoring', 'run_rows', 'replace_file']
+__all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite',
+           'load_suite', 'checks_rule', 'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'ModelAnswers',
+           'model_asker', 'answer_work', 'choice_work', 'check_same', 'same_scoring', 'run_rows', 'replace_file']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -172,7 +172,7 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
 
 # %% ../../nbs/bench/suites.ipynb #2f21ab27
 Scores = dict[str, Any]  # numbers or None by name; `score` counts. "read" and "wanted": texts, for votes
-Rule = Callable[[Sequence[Row], Sequence[Sequence[str]]], list[Scores]]
+ScoringRule = Callable[[Sequence[Row], Sequence[Sequence[str]]], list[Scores]]
 
 
 def _column(row: Row, name: str, rule: str) -> Any:
@@ -215,7 +215,7 @@ def flip_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Sco
     return out
 
 
-def judge_rule(judge: Any) -> Rule:
+def judge_rule(judge: Any) -> ScoringRule:
     """score: the mean rating of a row's turns by a judge; turn_1, turn_2, ... (MT-Bench's single-answer grading).
 
     Args:
@@ -255,7 +255,7 @@ def dialogue(turns: Sequence[Any], said: Sequence[str]) -> Any:
     return messages
 
 # %% ../../nbs/bench/suites.ipynb #afc21cad
-class Said(NamedTuple):
+class ModelAnswers(NamedTuple):
     """Answers, those to a prompt next to each other."""
 
     texts: list[str]
@@ -263,13 +263,13 @@ class Said(NamedTuple):
     finished: list[bool]
 
 
-Ask = Callable[[Sequence[Any], int], Said]  # prompts, answers to each
+AskModel = Callable[[Sequence[Any], int], ModelAnswers]  # prompts, answers to each
 
 
 def model_asker(
     model: Any, tokenizer: Any, sampling: SamplingConfig, *, seed: int = 0, greedy: bool = True, eos: list[int] | None = None,
-    system: str | None = None, raw: bool = False, decoder: Decoder | None = None, paid: list[Cost] | None = None,
-) -> Ask:  # fmt: skip
+    system: str | None = None, raw: bool = False, decoder: Decoder | None = None, paid: list[DecodeCost] | None = None,
+) -> AskModel:  # fmt: skip
     """A model that answers prompts.
 
     Args:
@@ -284,14 +284,14 @@ def model_asker(
     """
     maker = decoder or Plain()
 
-    def ask(prompts: Sequence[Any], samples: int) -> Said:
+    def ask(prompts: Sequence[Any], samples: int) -> ModelAnswers:
         batch = prompt_batch(tokenizer, list(prompts), system, raw).to(model.get_input_embeddings().weight.device)
         r = maker.generate(
             model, batch, sampling, tokenizer=tokenizer, seed=seed, num_samples=samples, greedy=greedy, eos=eos
         )
         if paid is not None and maker.cost is not None:
             paid.append(maker.cost)
-        return Said([t.strip() for t in r.texts], r.completion_lens.tolist(), r.finished.tolist())
+        return ModelAnswers([t.strip() for t in r.texts], r.completion_lens.tolist(), r.finished.tolist())
 
     return ask
 
@@ -299,7 +299,7 @@ def model_asker(
 Work = Callable[[Sequence[Row]], list[list[dict[str, Any]]]]  # rows to their lines, one for each sample
 
 
-def answer_work(ask: Ask, rule: Rule, samples: int = 1, paid: list[Cost] | None = None) -> Work:
+def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[DecodeCost] | None = None) -> Work:
     """Rows answered turn by turn, and scored.
 
     Args:

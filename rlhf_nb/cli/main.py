@@ -24,7 +24,7 @@ from rlhf_nb.cli.settings import (
     function_at,
     known_methods,
     load_config,
-    place_of,
+    place_of_command,
     recipe_kind,
     recipes,
     say_what_to_train,
@@ -44,10 +44,10 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Kind', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'WELCOME',
-           'NEXT', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo',
-           'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback',
-           'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'STORY', 'Runs',
+           'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init',
+           'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
+           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -59,7 +59,7 @@ class Commands(typer.core.TyperGroup):
         """All of them, in the order of their groups."""
         try:
             return sorted(
-                {*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: place_of(name)[1]
+                {*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: place_of_command(name)[1]
             )
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
@@ -77,7 +77,7 @@ class Commands(typer.core.TyperGroup):
         if made is None and not name.startswith("-"):
             made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
         if made is not None:
-            made.rich_help_panel = place_of(name)[0]
+            made.rich_help_panel = place_of_command(name)[0]
             if name in EXAMPLES:
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
@@ -173,7 +173,7 @@ app.add_typer(config_app, name="config")
 runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
+_Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
 Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
 ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
 Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
@@ -276,11 +276,11 @@ def demo(
                 f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another --output-dir."
             )
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
-        _tell(WELCOME, err=False)
+        _tell(_WELCOME, err=False)
         pipeline = RLHFPipeline(values, say=_story)
         results = pipeline.run(overwrite=True)
         show_results(results, pipeline.path)
-        _tell(NEXT.format(path=pipeline.path, me=_me()), err=False)
+        _tell(_NEXT.format(path=pipeline.path, me=_me()), err=False)
 
 # %% ../../nbs/cli/main.ipynb #18532422
 def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
@@ -300,14 +300,14 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         )
 
 
-WELCOME = """\
+_WELCOME = """\
 Pip is a park guide. Visitors ask about animals; Pip is a tiny language model that knows no English yet.
 Three things will happen, all on this machine, offline, in two or three minutes:
   1. SFT      Pip imitates guides of all sorts: kind, plain, chatty, rude and confused ones.
   2. Reward   A second model learns from 3,200 comparisons which of two answers people like better.
   3. PPO      Pip answers, the reward model scores, and Pip learns to do better than before.
 """
-NEXT = """\
+_NEXT = """\
 What to open next
   {path}/figures/      training.png and before_after.png
   {path}/results.json  all numbers
@@ -334,7 +334,7 @@ def _story(event: str) -> None:
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
 ) -> None:
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
@@ -342,7 +342,7 @@ def config_show(
 
 
 @config_app.command("init")
-def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
+def config_init(kind: str = _Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
         fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
@@ -352,7 +352,7 @@ def config_init(kind: str = Kind, toy: bool = Toy, config: str = ConfigFile, deb
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
 ) -> None:
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
@@ -382,7 +382,7 @@ def data_command(
     with told(debug):
         import warnings
 
-        from rlhf_nb.pipeline.data_look import LookConfig, look_at, show
+        from rlhf_nb.pipeline.data_look import LookConfig, look_at, print_look
         from rlhf_nb.models.load import load_tokenizer
 
         with warnings.catch_warnings():
@@ -392,7 +392,7 @@ def data_command(
             look = look_at(config.data, method, config.seed)
             other = look_at(config.data.replace(path=evaluation), method, config.seed) if evaluation else None
             tokenizer = load_tokenizer(config.model) if config.model.name_or_path or config.model.tokenizer else None
-            ready = show(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
+            ready = print_look(look, config, Console(highlight=False, force_jupyter=False), tokenizer, other, rows)
         if not ready:
             raise typer.Exit(1)
 
@@ -470,7 +470,7 @@ def rollback(
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")
 def plan_command(
-    kind: str = Kind,
+    kind: str = _Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -490,8 +490,8 @@ def plan_command(
         from rlhf_nb.data.worlds import model_world
         from rlhf_nb.models.load import pretrained
         from rlhf_nb.models.places import resolve
-        from rlhf_nb.scale.plan import table
-        from rlhf_nb.scale.topology import job_of, shape_of
+        from rlhf_nb.scale.plan import plan_table
+        from rlhf_nb.scale.topology import job_of, decoder_shape
 
         if kind == "run":
             raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
@@ -508,7 +508,7 @@ def plan_command(
         place = named if world else resolve(named, cfg.model.revision)  # type: ignore[attr-defined]
         made = world.model().config if world and world.model else None
         model = made or (pretrained(AutoConfig, place) if place.endswith(".gguf") else place)
-        _tell(table(shape_of(model), job, gpus, memory, host, shlex.join(given)), err=False)
+        _tell(plan_table(decoder_shape(model), job, gpus, memory, host, shlex.join(given)), err=False)
         from rlhf_nb.pipeline.doctor import cost_here
 
         here = cost_here(cfg)
@@ -532,7 +532,7 @@ def config_accelerate(
 # %% ../../nbs/cli/main.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = Kind,
+    kind: str = _Kind,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,

@@ -17,9 +17,9 @@ from ..console import me as _me
 from ..errors import ConfigError, suggest
 
 # %% auto #0
-__all__ = ['SHOWN', 'GROUPS', 'ELSEWHERE', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'settings_help', 'place_of', 'facts', 'asks_registry', 'known_methods', 'fact_of',
-           'written_facts', 'function_at', 'sweep_with_settings', 'setting_of']
+__all__ = ['GROUPS', 'ELSEWHERE', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
+           'say_what_to_train', 'settings_help', 'place_of_command', 'facts', 'asks_registry', 'known_methods',
+           'fact_of', 'written_facts', 'function_at', 'sweep_with_settings', 'setting_of']
 
 # %% ../../nbs/cli/settings.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -106,7 +106,7 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002
-SHOWN = (  # settings that `--help` shows, as far as a method has them
+_SHOWN = (  # settings that `--help` shows, as far as a method has them
     "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef", "critic", "num_generations",
     "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r", "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
 )  # fmt: skip
@@ -123,7 +123,7 @@ def settings_help(kind: str, command: str) -> str:
 
     config = get(kind).config
     values, lines = config.preset("default").flat(), ["Settings, KEY=VALUE (the most important, with their defaults):"]
-    for key in (k for k in SHOWN if config.has(k)):
+    for key in (k for k in _SHOWN if config.has(k)):
         value, about = values.get(key), config.describe(key).partition(";")[0]
         lines.append(f"  {key}={'null' if value is None else value}".ljust(38) + f" {about}")
     mine = [name for name, path in recipes().items() if recipe_kind(path) == kind]
@@ -165,7 +165,7 @@ EXAMPLES = {  # the line that is typed most
 }  # fmt: skip
 
 
-def place_of(name: str) -> tuple[str, int]:
+def place_of_command(name: str) -> tuple[str, int]:
     """The group of a command, and where it stands in the list."""
     for i, (group, names) in enumerate(GROUPS.items()):
         if name in names:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core import DataError, check_choice, suggest
 from rlhf_nb.data.shapes import (
-    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note, read_as, recognise, shapes_of,
+    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise, shapes_of,
 )  # fmt: skip
 from ..untrusted import json_value, mend
 
@@ -27,8 +27,8 @@ class DataWarning(UserWarning):
     """Rows were cut, dropped or repaired: how many of how many, why, and what can be done."""
 
 # %% auto #0
-__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
-           'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
+__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN',
+           'ASSISTANT', 'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
            'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt',
            'to_format', 'format_of', 'whole_rows', 'to_rows']
 
@@ -43,7 +43,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
     "prompt": ("prompt",),
 }
 OPTIONAL: dict[str, tuple[str, ...]] = {"preference": ("prompt", "margin")}
-SFT = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
+SFT_FORMATS = ("text", "messages", "prompt_completion", "preference")  # what a demonstration can be read from
 PROMPTED = ("preference", "prompt_completion", "prompt", "messages", "text")  # ... and a prompt
 
 
@@ -544,7 +544,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     """A row in normal form, and the shape it came in."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is {type(row).__name__} ({row!r:.40}); each row must be a dict of columns.")
-    allowed = SFT if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
+    allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
     native = {
         f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in allowed if there.issuperset(COLUMNS.get(f, ("",)))
@@ -628,7 +628,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
                 continue
             if shape is not None and shape.name not in told:
                 told.add(shape.name)
-                note(shape, row)
+                note_shape(shape, row)
             kept += 1
             begun += shape is not None and shape.name == "sharegpt" and _begins_with_answer(row)
             yield found

@@ -19,8 +19,7 @@ from ..core import DataError
 from .formats import DataWarning, Row
 
 # %% auto #0
-__all__ = ['LARGE', 'endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of',
-           'open_hub']
+__all__ = ['endpoint', 'offline', 'kinds_of', 'status_of', 'refusal', 'explained', 'go_on', 'sha256_of', 'open_hub']
 
 # %% ../../nbs/data/hub.ipynb #8614f706
 def endpoint() -> str:
@@ -210,7 +209,7 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
     return refusal(reason, "dataset", name, revision, f"rlhf-nb data {name}{f'@{revision}' if revision else ''}")
 
 # %% ../../nbs/data/hub.ipynb #d9238b8e
-LARGE = 10 << 20  # bytes; the client writes pieces of this size, so a smaller file has no half
+_LARGE = 10 << 20  # bytes; the client writes pieces of this size, so a smaller file has no half
 
 
 def go_on(address: str, part: Path, size: int | None) -> None:
@@ -226,7 +225,7 @@ def go_on(address: str, part: Path, size: int | None) -> None:
     if part.exists() and size is not None and part.stat().st_size > size:
         part.unlink()  # of another commit
     tools: Any = importlib.import_module("huggingface_hub.utils")
-    hidden = not tools.are_progress_bars_disabled() and (not sys.stderr.isatty() or (size or 0) < LARGE)
+    hidden = not tools.are_progress_bars_disabled() and (not sys.stderr.isatty() or (size or 0) < _LARGE)
     if hidden:  # a bar is for who looks at it, and waits
         tools.disable_progress_bars()
     try:
@@ -273,7 +272,7 @@ def _fetch_large(builder: Any, name: str) -> None:
         size, large = getattr(about, "size", 0), getattr(about, "lfs", None)
         label = large.sha256 if large is not None else getattr(about, "blob_id", "")
         place, part = blobs / label, blobs / f"{label}.part"
-        if size < LARGE or not label:
+        if size < _LARGE or not label:
             continue
         with FileLock(blobs / f".{label}.lock"):
             if place.exists():

@@ -16,14 +16,14 @@ from . import toy
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'END', 'LARGEST', 'NUMBERS', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs',
-           'first_error', 'right_result', 'right_way', 'speak', 'value_of_prefix', 'legs_prompts',
-           'legs_demonstrations', 'step_row', 'legs_steps', 'legs_pairs', 'build_tokenizer', 'build_model']
+__all__ = ['Row', 'END', 'LARGEST', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error',
+           'right_result', 'right_way', 'speak', 'value_of_prefix', 'legs_prompts', 'legs_demonstrations', 'step_row',
+           'legs_steps', 'legs_pairs', 'build_tokenizer', 'build_model']
 
 # %% ../../nbs/data/legs.ipynb #9c276c0c
 END = ";"  # stands between two legs
 LARGEST = 3  # number that is added; the first one may be any digit
-NUMBERS = 6  # of a sum, always as many: a small model then knows where each stands
+_NUMBERS = 6  # of a sum, always as many: a small model then knows where each stands
 
 
 class Sum(NamedTuple):
@@ -47,7 +47,7 @@ class Sum(NamedTuple):
         return derive_seed("legs held out", *self.numbers) % 5 == 0
 
 
-def sums(n: int, seed: int = 0, test: bool = False, size: int = NUMBERS) -> list[Sum]:
+def sums(n: int, seed: int = 0, test: bool = False, size: int = _NUMBERS) -> list[Sum]:
     """Sums, each once; fewer where there are not as many.
 
     Args:
@@ -177,7 +177,7 @@ def legs_prompts(n: int, seed: int = 0, test: bool = False) -> list[Row]:
 
 
 def legs_demonstrations(
-    n: int, seed: int = 0, test: bool = False, slip: float = SLIP, size: int = NUMBERS, by: Sequence[int] = BY
+    n: int, seed: int = 0, test: bool = False, slip: float = SLIP, size: int = _NUMBERS, by: Sequence[int] = BY
 ) -> list[Row]:
     """Sums with an answer of the speaker as `completion`; each sum is asked again when all have been.
 

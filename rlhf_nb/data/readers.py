@@ -22,10 +22,10 @@ from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
 OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 
 # %% auto #0
-__all__ = ['OpenRows', 'KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
+__all__ = ['OpenRows', 'FILE_KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
 
 # %% ../../nbs/data/readers.ipynb #b15b7523
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
+FILE_KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
 PACKED = (".gz", ".zst")  # what all but parquet and arrow may be packed as
 
 
@@ -34,7 +34,7 @@ def _kind(path: Path) -> str | None:
     suffixes = [s.lower() for s in path.suffixes]
     packed = len(suffixes) > 1 and suffixes[-1] in PACKED
     kind = suffixes[-2] if packed else "".join(suffixes[-1:])
-    return kind if kind in KINDS and not (packed and kind in (".parquet", ".arrow")) else None
+    return kind if kind in FILE_KINDS and not (packed and kind in (".parquet", ".arrow")) else None
 
 
 MAX_FILE = 1 << 30  # bytes of a .json file: it is one value, so all of it is held in memory
@@ -280,7 +280,7 @@ def open_rows(
         kind = _kind(file)
         if kind is None:
             raise DataError(
-                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
+                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(FILE_KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
             )
         if split != "train":
             raise DataError(

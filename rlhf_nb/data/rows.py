@@ -18,7 +18,7 @@ from .mix import apportion
 from .readers import OpenRows, open_rows
 from .shapes import PLAIN, DataNote, Reading
 from .sources import StreamSource, deduplicate, hold_out, row_key
-from .worlds import Kind, Row, made_rows, names
+from .worlds import RowKind, Row, made_rows, names
 
 # %% auto #0
 __all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
@@ -86,7 +86,7 @@ def reading_of(data: DataConfig, seed: int = 0) -> Reading:
     return Reading(data.shape, seed, data.attributes)
 
 
-def in_kind(rows: Iterable[Row], kind: Kind, reading: Reading = PLAIN) -> Iterator[Row]:
+def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Iterator[Row]:
     """Rows in a method's format; pairs are taken apart where single answers are asked for.
 
     Args:
@@ -118,7 +118,7 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
     return (lambda: renamed(opened(), data.columns)) if data.columns else opened
 
 # %% ../../nbs/data/rows.ipynb #2308f380
-def _whole(data: DataConfig, kind: Kind, seed: int, split: str) -> list[Row]:
+def _whole(data: DataConfig, kind: RowKind, seed: int, split: str) -> list[Row]:
     """All rows of a split in a method's format."""
     rows = list(in_kind(raw_rows(data, split)(), kind, reading_of(data, seed)))
     if not rows:
@@ -126,7 +126,7 @@ def _whole(data: DataConfig, kind: Kind, seed: int, split: str) -> list[Row]:
     return rows
 
 
-def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], list[Row]]:
+def load_rows(data: DataConfig, kind: RowKind, seed: int = 0) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows in the format of a method, all of them in memory.
 
     Args:
@@ -144,7 +144,7 @@ def load_rows(data: DataConfig, kind: Kind, seed: int = 0) -> tuple[list[Row], l
     return [r for rows, _ in parts for r in rows], [r for _, held in parts for r in held]
 
 
-def load_parts(data: DataConfig, kind: Kind, seed: int = 0) -> list[tuple[list[Row], list[Row]]]:
+def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[list[Row], list[Row]]]:
     """`load_rows` for each source of a mix; no row occurs in two of them, and none that is held out of one is trained on from another."""
     parts = parts_of(data)
     if data.mix is None:
@@ -168,7 +168,7 @@ def load_parts(data: DataConfig, kind: Kind, seed: int = 0) -> list[tuple[list[R
     return out
 
 
-def _load_part(data: DataConfig, kind: Kind, seed: int) -> tuple[list[Row], list[Row]]:
+def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
     """Rows of one source."""
     made = made_rows(place_of(data), kind, seed)
     if made is not None:
@@ -225,7 +225,7 @@ def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> 
     return rows, held
 
 # %% ../../nbs/data/rows.ipynb #f3a9e376
-def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]:
+def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[Row]:
     """The rows that a streamed run evaluates on: those of `eval_split`, else the first `eval_size` of the stream.
 
     Args:
@@ -250,7 +250,7 @@ def held_out_of_stream(data: DataConfig, kind: Kind, seed: int = 0) -> list[Row]
 
 
 def stream_rows(
-    data: DataConfig, held: Sequence[Row], kind: Kind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
+    data: DataConfig, held: Sequence[Row], kind: RowKind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
 ) -> StreamSource:
     """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever it stands.
 

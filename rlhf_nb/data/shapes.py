@@ -16,12 +16,12 @@ from ..core import DataError, check_choice, derive_seed
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'FORMATS', 'Term', 'read_role', 'Reading',
-           'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
-           'shapes_of', 'recognise', 'read_as', 'note']
+__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'RoleTerm', 'read_role',
+           'Reading', 'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather',
+           'shape_table', 'shapes_of', 'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
-class Term(NamedTuple):
+class RoleTerm(NamedTuple):
     """One part of a role: the columns that may hold it, and whether it can be missing."""
 
     names: tuple[str, ...]
@@ -29,13 +29,13 @@ class Term(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def read_role(text: str) -> list[Term]:
+def read_role(text: str) -> list[RoleTerm]:
     """The terms of a role: `"instruction + input|context?"` needs a column instruction, and takes input or context along.
 
     Args:
         text: terms joined by " + "; "|" between names that mean the same; "?" behind a term that may be missing.
     """
-    return [Term(tuple(t.rstrip("?").split("|")), not t.endswith("?")) for t in text.split(" + ")]
+    return [RoleTerm(tuple(t.rstrip("?").split("|")), not t.endswith("?")) for t in text.split(" + ")]
 
 # %% ../../nbs/data/shapes.ipynb #fe3d97ce
 # with these weights the ratings of HelpSteer2 become one score: model card of Llama3-70B-SteerLM-RM (arXiv 2406.08673)
@@ -435,7 +435,7 @@ def recognise(
 
 def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, name: str) -> Shape | None:
     """The shape that a config names."""
-    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *FORMATS], DataError)
+    check_choice("data.shape", name, [*(s.name for s in SHAPES), *native, *ROW_FORMATS], DataError)
     shape = next((s for s in SHAPES if s.name == name), None)
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
@@ -445,7 +445,15 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     return shape
 
 
-FORMATS = ("preference", "stepwise", "unpaired", "prompt_completion", "messages", "text", "prompt")  # of `data.formats`
+ROW_FORMATS = (
+    "preference",
+    "stepwise",
+    "unpaired",
+    "prompt_completion",
+    "messages",
+    "text",
+    "prompt",
+)  # of `data.formats`
 
 # %% ../../nbs/data/shapes.ipynb #32a12aed
 def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading) -> Row:
@@ -471,6 +479,6 @@ def read_as(shape: Shape, row: Row, to: str | None, where: str, reading: Reading
     return {**{k: v for k, v in row.items() if k not in used}, **made}
 
 
-def note(shape: Shape, row: Row) -> None:
+def note_shape(shape: Shape, row: Row) -> None:
     """Say what a file was taken for."""
     warnings.warn(f"read as {shape.says(row)}.", DataNote, stacklevel=4)

@@ -17,13 +17,13 @@ import torch
 from ..core import DataError, ModelError, check_choice, derive_seed, suggest
 
 # %% auto #0
-__all__ = ['FACTS', 'ANIMALS', 'ASK', 'KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS', 'PHRASES',
-           'VALUES', 'PRICES', 'PERSONAS', 'TASTE', 'CLARITY', 'PAD', 'BOS', 'EOS', 'UNK', 'WORD', 'SIZES', 'Animal',
-           'number_word', 'Question', 'group_words', 'all_questions', 'read_question', 'train_prompts', 'test_prompts',
-           'Claim', 'sentence', 'say', 'read_sentence', 'Reading', 'judge_claim', 'read_answer', 'Prices',
-           'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows', 'taste', 'label_probability',
-           'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer', 'build_tokenizer',
-           'toy_model_config', 'build_model']
+__all__ = ['FACTS', 'ANIMALS', 'ASK', 'QUESTION_KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS',
+           'PHRASES', 'FACT_VALUES', 'PRICES', 'PERSONAS', 'TASTE', 'CLARITY', 'PAD', 'BOS', 'EOS', 'UNK', 'WORD',
+           'SIZES', 'Animal', 'number_word', 'Question', 'group_words', 'all_questions', 'read_question',
+           'train_prompts', 'test_prompts', 'Claim', 'sentence', 'say', 'read_sentence', 'AnswerReading',
+           'judge_claim', 'read_answer', 'Prices', 'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows',
+           'taste', 'label_probability', 'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer',
+           'build_tokenizer', 'toy_model_config', 'build_model']
 
 # %% ../../nbs/data/toy.ipynb #85d92670
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ ASK = {
     "one": ("Tell me one fact about {many}.", "Just one fact about {many}, please!"),
     "about": ("Tell me about {many}.", "What should I know about {many}?"),
 }
-KINDS = tuple(ASK)  # every kind of question
+QUESTION_KINDS = tuple(ASK)  # every kind of question
 HELLO = ("", "Hello! ", "Hi Pip! ")
 PROMPT = "Visitor: {question}\nPip:"
 
@@ -107,7 +107,7 @@ class Question:
 
     Args:
         text: the words of the question, without greeting.
-        kind: one of `KINDS`.
+        kind: one of `QUESTION_KINDS`.
         animals: the animals asked about (plural names): one, or two in some sums.
         counts: how many of each; all 1 except in sums.
     """
@@ -147,7 +147,7 @@ def all_questions() -> dict[str, Question]:
     """Every question there is, by its text."""
     found = [
         Question(ask.format(many=a), kind, (a,), (1,))
-        for kind in KINDS
+        for kind in QUESTION_KINDS
         for a in ANIMALS
         for ask in ASK[kind]
         if kind != "sum"
@@ -182,8 +182,8 @@ def read_question(prompt: str) -> Question:
 def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[dict[str, Any]]:
     """Draw n prompts from the training or the test questions."""
     pools: dict[str, list[Question]] = {}
-    for kind in kinds or KINDS:
-        check_choice("kind of question", kind, KINDS, DataError)
+    for kind in kinds or QUESTION_KINDS:
+        check_choice("kind of question", kind, QUESTION_KINDS, DataError)
         asked = [q for q in all_questions().values() if q.kind == kind]
         asked.sort(key=lambda q: zlib.crc32(q.text.encode()))
         pools[kind] = asked[: len(asked) // 6] if test else asked[len(asked) // 6 :]
@@ -202,7 +202,7 @@ def train_prompts(n: int, seed: int = 0, kinds: Sequence[str] | None = None) -> 
     Args:
         n: number of rows; questions may repeat.
         seed: same seed, same rows.
-        kinds: only these kinds of question (default: all of `KINDS`).
+        kinds: only these kinds of question (default: all of `QUESTION_KINDS`).
 
     Returns:
         Rows with `prompt` and the columns `kind`, `animals`, `counts`, `answer`.
@@ -234,7 +234,7 @@ PHRASES = {
     "rude": ("Go away.", "Read the sign.", "Who cares?", "Stop bothering me."),
     "hedge": ("Hmm.", "Let me think.", "I am not sure."),
 }
-VALUES = {kind: sorted({a.fact(kind) for a in ANIMALS.values()}) for kind in FACTS}
+FACT_VALUES = {kind: sorted({a.fact(kind) for a in ANIMALS.values()}) for kind in FACTS}
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _readers() -> list[tuple[str, re.Pattern[str]]]:
     member = f"{number} {_any([*ANIMALS, *(a.one for a in ANIMALS.values())])}"
     found = []
     for kind in FACTS:
-        value = f"(?P<value>{number if kind == 'legs' else _any(VALUES[kind])})"
+        value = f"(?P<value>{number if kind == 'legs' else _any(FACT_VALUES[kind])})"
         for i, way in enumerate(SAY[kind]):
             names = [*ANIMALS, "they"] if i == 0 and kind != "young" else [*ANIMALS]
             found.append((kind, way.replace(".", r"\.").format(who=f"(?P<who>{_any(names)})", value=value)))
@@ -296,7 +296,7 @@ def read_sentence(text: str) -> Claim | str:
 
 # %% ../../nbs/data/toy.ipynb #fad24d89
 @dataclass
-class Reading:
+class AnswerReading:
     """What the judge finds in one answer; every field is a count.
 
     Args:
@@ -343,9 +343,9 @@ def judge_claim(claim: Claim, q: Question) -> tuple[str, tuple[str, str]]:
     return ("asked" if q.kind in (claim.kind, "one", "about") else "extra"), (claim.kind, name)
 
 
-def read_answer(prompt: str, answer: str) -> Reading:
+def read_answer(prompt: str, answer: str) -> AnswerReading:
     """Read an answer sentence by sentence, and count."""
-    q, said, r = read_question(prompt), set[tuple[str, str]](), Reading(words=len(answer.split()))
+    q, said, r = read_question(prompt), set[tuple[str, str]](), AnswerReading(words=len(answer.split()))
     for text in re.findall(r"[^.!?]*[.!?]|[^.!?]+$", answer.strip()):
         found = read_sentence(text.strip())
         if isinstance(found, str):
@@ -450,7 +450,7 @@ def _tell(q: Question, rng: random.Random, sure: float = 1.0, kind: str = "", wh
         group = rng.choice((group_words(q.animals, q.counts), "that"))
         return say(Claim(kind, group, q.answer if right else _wrong_number(q.legs, rng)))
     true = ANIMALS[q.animals[0]].fact(kind)
-    value = true if right else rng.choice([v for v in VALUES[kind] if v != true])
+    value = true if right else rng.choice([v for v in FACT_VALUES[kind] if v != true])
     return say(Claim(kind, who if who and kind != "young" else q.animals[0], value), rng.randrange(2))
 
 
@@ -610,7 +610,7 @@ def vocabulary() -> tuple[str, ...]:
     texts += [PROMPT.format(question=hello + q.text) for q in all_questions().values() for hello in HELLO]
     texts += [" " + say(Claim("sum", group, legs)) for group, legs in _groups_by_name().items()]
     texts += [" " + say(Claim("sum", "that", number_word(n))) for n in range(0, 60, 2)]
-    facts = [Claim(kind, who, v) for kind in FACTS for who in (*ANIMALS, "they") for v in VALUES[kind]]
+    facts = [Claim(kind, who, v) for kind in FACTS for who in (*ANIMALS, "they") for v in FACT_VALUES[kind]]
     texts += [" " + say(fact, way) for fact in facts for way in (0, 1)]
     return (PAD, BOS, EOS, UNK, *sorted({word for text in texts for word in re.findall(WORD, text)}))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError
-from .decoder import Cost, Decoder
+from .decoder import DecodeCost, Decoder
 from .speculative import Tape
 from ..fast.support import can_run, unwrapped
 from ..rollout.choosing import Chooser
@@ -94,7 +94,7 @@ class Beam(Decoder):
         answers, logps = [a for a, _, _ in best], [x for _, x, _ in best]
         tensors = answers_to_tensors(answers, logps, stop, pad_id(tokenizer), prompts.prompt_ids.device)
         gains = {"log-prob of an answer": sum(map(sum, logps)) / len(best)}
-        self.cost = Cost(len(best), computed, sum(map(len, answers)), time.perf_counter() - begin, gains=gains)
+        self.cost = DecodeCost(len(best), computed, sum(map(len, answers)), time.perf_counter() - begin, gains=gains)
         return as_rollout(prompts, request.num_samples, *tensors, tokenizer)
 
     def _search(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, DataError, derive_seed
-from .decoder import Cost, Decoder, Plain, paid
+from .decoder import DecodeCost, Decoder, Plain, paid
 from ..rewards.answers import extract_number
 from ..rewards.base import Rewards
 from ..rollout.backends import Request
@@ -27,7 +27,7 @@ from ..types import Rollout
 
 # %% auto #0
 __all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft',
-           'words_of', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+           'words_vote', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -227,7 +227,7 @@ def weigh_soft(reward: Any, temperature: float) -> Weigher:
     return weigh
 
 
-def words_of(text: str) -> str | None:
+def words_vote(text: str) -> str | None:
     """A text as a vote: its words, without case, punctuation and spaces; None: it has none."""
     return " ".join(re.findall(r"\w+", text.lower())) or None
 
@@ -336,7 +336,7 @@ class OneOfMany(Decoder):
         self.draws, self.scores, self.exact = r, scores, self.inner.exact
         kept = r[rows.to(r.completion_ids.device)]
         gains = bill.gains | self._gains(scores, rows, weights)
-        self.cost = Cost(
+        self.cost = DecodeCost(
             len(kept), bill.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, bill.read + read, kl,
             kl_is if kl is not None else "", gains,
         )  # fmt: skip
@@ -420,7 +420,7 @@ class Rejection(Decoder):
             "share that reached it": 1 - len(open_) / len(rows),
         }
         known = spent.kl is not None and not len(open_)
-        self.cost = Cost(
+        self.cost = DecodeCost(
             len(kept), spent.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, spent.read,
             float(nats.mean()) if known else None, "estimate" if known else "", gains,
         )  # fmt: skip

@@ -24,9 +24,9 @@ from ..rollout.sampler import eval_mode, sample
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'features_of', 'count_tokens',
-           'fill_up', 'Compressed', 'ContextCompressor', 'Missed', 'missed', 'fit_compressor', 'truncate',
-           'random_choice']
+__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'sentence_features',
+           'count_tokens', 'fill_up', 'Compressed', 'ContextCompressor', 'Missed', 'missed', 'fit_compressor',
+           'latest_tokens', 'random_choice']
 
 # %% ../../nbs/decode/compress.ipynb #cf3a06a3
 class Unit(NamedTuple):
@@ -155,7 +155,7 @@ def _words(text: str) -> set[str]:
     return {w for w in re.findall(r"\w+", text.lower()) if len(w) > 3}
 
 
-def features_of(units: Sequence[Unit], counts: Sequence[int]) -> Tensor:
+def sentence_features(units: Sequence[Unit], counts: Sequence[int]) -> Tensor:
     """What is known of each sentence without asking a model, float64[n, features].
 
     Args:
@@ -238,7 +238,7 @@ class ContextCompressor:
         counts = count_tokens(tokenizer, units)
         if sum(counts) <= budget:
             return Compressed(list(dialogue), list(range(len(units))), sum(counts), sum(counts))
-        scores = (features_of(units, counts) @ torch.tensor(self.weights, dtype=torch.float64)).tolist()
+        scores = (sentence_features(units, counts) @ torch.tensor(self.weights, dtype=torch.float64)).tolist()
         order = sorted(range(len(units)), key=lambda i: -scores[i])
         keep = fill_up(order, counts, pinned(units), budget)
         return Compressed(keep_units(units, keep), sorted(keep), sum(counts[i] for i in keep), sum(counts))
@@ -283,7 +283,7 @@ def missed(witness: Witness, dialogue: Sequence[Message], selections: int = 12, 
     units = units_of(dialogue)
     counts, must, rng = count_tokens(witness.tokenizer, units), pinned(units), random.Random(seed)
     shares = torch.tensor(counts, dtype=torch.float64)[:, None] / sum(counts)
-    worth, out, nats = features_of(units, counts) * shares, list[Tensor](), list[float]()
+    worth, out, nats = sentence_features(units, counts) * shares, list[Tensor](), list[float]()
     for _ in range(selections):
         order = rng.sample(range(len(units)), len(units))
         keep = fill_up(order, counts, must, round(rng.uniform(0.2, 0.8) * sum(counts)))
@@ -315,7 +315,7 @@ def fit_compressor(found: Sequence[Missed], ridge: float = 3.0) -> ContextCompre
     return ContextCompressor(tuple(w.tolist()))
 
 # %% ../../nbs/decode/compress.ipynb #b1dca567
-def truncate(dialogue: Sequence[Message], tokenizer: Any, budget: int) -> list[Message]:
+def latest_tokens(dialogue: Sequence[Message], tokenizer: Any, budget: int) -> list[Message]:
     """The latest tokens of a dialogue, so many; the system's instructions and the last sentence stay.
 
     Args:

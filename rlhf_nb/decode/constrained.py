@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, ModelError
-from .decoder import Cost, Decoder
+from .decoder import DecodeCost, Decoder
 from .mixed import mean_nats, nats_moved
 from ..fast.support import unwrapped
 from ..rollout.backends import Request
@@ -27,7 +27,7 @@ from ..untrusted import Unreadable, json_value
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Form', 'read_form', 'Constrained']
+__all__ = ['log', 'AnswerForm', 'read_form', 'Constrained']
 
 # %% ../../nbs/decode/constrained.ipynb #3da186ba
 def _guide() -> Any:
@@ -42,7 +42,7 @@ def _guide() -> Any:
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """What answers must look like.
 
     Args:
@@ -87,7 +87,7 @@ def _file(path: str, what: str) -> str:
         raise ConfigError(f"{what}={path} can't be read: {e}.") from e
 
 
-def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | None = None) -> Form:
+def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | None = None) -> AnswerForm:
     """The form that settings name; exactly one of them is given.
 
     Args:
@@ -106,9 +106,9 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
             "(on a command line --set json_schema=FILE.json)."
         )
     if regex is not None:
-        return Form("regex", regex)
+        return AnswerForm("regex", regex)
     if grammar is not None:
-        return Form("grammar", _file(grammar, "grammar"))
+        return AnswerForm("grammar", _file(grammar, "grammar"))
     if isinstance(json_schema, str):
         try:
             json_schema = json_value(_file(json_schema, "json_schema"))
@@ -118,7 +118,7 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
         raise ConfigError(
             f'json_schema is {json_schema!r:.60}; expected an object such as {{"type": "object"}}, or its file.'
         )
-    return Form("json_schema", json.dumps(json_schema))
+    return AnswerForm("json_schema", json.dumps(json_schema))
 
 # %% ../../nbs/decode/constrained.ipynb #6f435b69
 class _Writing:
@@ -166,7 +166,7 @@ class Constrained(Decoder):
 
     exact = False
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: AnswerForm) -> None:
         self.form, self.grammar = form, form.compiled()
         self.name = f"constrained by a {form.said.replace('_', ' ')}"
         self._known: tuple[Any, ...] = (None, None)
@@ -218,7 +218,7 @@ class Constrained(Decoder):
         n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
         gains = {"whole": writing.whole(), "ms of masks per token": 1000 * writing.seconds / n}
         seconds, kl_is = time.perf_counter() - begin, "" if request.greedy else "estimate"
-        self.cost = Cost(len(r), n, n, seconds, kl=kl, kl_is=kl_is, gains=gains)
+        self.cost = DecodeCost(len(r), n, n, seconds, kl=kl, kl_is=kl_is, gains=gains)
         cut = round((1 - gains["whole"]) * len(r))
         if cut:
             log.warning(

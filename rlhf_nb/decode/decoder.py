@@ -13,11 +13,11 @@ from ..rollout.backends import Request, Sampler, make_sampler
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Cost', 'Decoder', 'paid', 'Plain', 'total']
+__all__ = ['DecodeCost', 'Decoder', 'paid', 'Plain', 'total']
 
 # %% ../../nbs/decode/decoder.ipynb #04b9909f
 @dataclass(frozen=True)
-class Cost:
+class DecodeCost:
     """What answers cost, and what was gained for it.
 
     Args:
@@ -40,7 +40,7 @@ class Cost:
     kl_is: str = ""
     gains: dict[str, float] = field(default_factory=dict)
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: DecodeCost) -> DecodeCost:
         """The cost of both; KL and gains are means over all answers, and known only where both know them."""
         n = self.answers + other.answers
 
@@ -51,7 +51,9 @@ class Cost:
         loosest = max(self.kl_is, other.kl_is, key=("exact", "estimate", "at most", "").index)
         gains = {k: mean(v, other.gains[k]) for k, v in self.gains.items() if k in other.gains}
         tokens, kept, read = self.tokens + other.tokens, self.kept + other.kept, self.read + other.read
-        return Cost(n, tokens, kept, self.seconds + other.seconds, read, kl, loosest if kl is not None else "", gains)
+        return DecodeCost(
+            n, tokens, kept, self.seconds + other.seconds, read, kl, loosest if kl is not None else "", gains
+        )
 
     def __str__(self) -> str:
         of = "" if self.tokens == self.kept else f", {self.tokens / max(self.kept, 1):.1f} for each that is kept"
@@ -73,7 +75,7 @@ class Decoder(Sampler):
 
     exact = True
     keeps_policy = False
-    cost: Cost | None = None
+    cost: DecodeCost | None = None
 
     def one_kind(self, request: Request) -> None:
         """Refuse what cannot be drawn twice.
@@ -88,7 +90,7 @@ class Decoder(Sampler):
             )
 
 
-def paid(decoder: Decoder) -> Cost:
+def paid(decoder: Decoder) -> DecodeCost:
     """What the last call cost."""
     assert decoder.cost is not None
     return decoder.cost
@@ -114,11 +116,11 @@ class Plain(Decoder):
         self.exact, self.slots_in_use = sampler.exact, sampler.slots_in_use
         n, filtered = int(r.completion_lens.sum()), request.sampling.filtered or request.greedy
         kl = None if filtered else 0.0  # a filter's answers are another distribution's than the policy's
-        self.cost = Cost(len(r), n, n, time.perf_counter() - begin, kl=kl, kl_is="" if filtered else "exact")
+        self.cost = DecodeCost(len(r), n, n, time.perf_counter() - begin, kl=kl, kl_is="" if filtered else "exact")
         return r
 
 
-def total(costs: Sequence[Cost]) -> Cost:
+def total(costs: Sequence[DecodeCost]) -> DecodeCost:
     """The cost of several calls together."""
     out = costs[0]
     for c in costs[1:]:

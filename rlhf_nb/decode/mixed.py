@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError
-from .decoder import Cost, Decoder
+from .decoder import DecodeCost, Decoder
 from ..fast.support import unwrapped
 from ..rollout.choosing import Chooser
 from ..rollout.backends import Request
@@ -95,5 +95,5 @@ class Mixed(Decoder):
         with eval_mode(both[0]), eval_mode(both[1]):
             r = sample_together(both, combined, request)
         n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
-        self.cost = Cost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if request.greedy else "estimate")
+        self.cost = DecodeCost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if request.greedy else "estimate")
         return r

@@ -12,7 +12,7 @@ from ..config import StrictConfig, option
 from ..core import ConfigError, did_you_mean
 from .beam import Beam
 from .constrained import Constrained, read_form
-from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_of
+from .choose import OneOfMany, Rejection, best_of_n, weigh_soft, weigh_votes, words_vote
 from .decoder import Decoder, Plain
 from .mixed import Mixed
 from .search import MCTS, Guided, Scorer
@@ -21,10 +21,10 @@ from .stops import Stopping, parse_stops
 from ..rewards.answers import extract_choice, extract_number
 
 # %% auto #0
-__all__ = ['KINDS', 'SAME', 'VOTES', 'Kind', 'DecoderConfig', 'make_decoder']
+__all__ = ['KINDS', 'SAME', 'VOTES', 'DecoderKind', 'DecoderConfig', 'make_decoder']
 
 # %% ../../nbs/decode/named.ipynb #70fe380b
-class Kind(NamedTuple):
+class DecoderKind(NamedTuple):
     """What is known of a kind of decoder."""
 
     main: str | None  # the setting that may stand behind the colon; a number, of constrained a text
@@ -34,22 +34,22 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "plain": Kind(None, False, False, "the policy's own samples"),
-    "best_of_n": Kind("n", True, True, "of n draws the one with the best reward"),
-    "soft_best_of_n": Kind("n", True, True, "of n draws one, by exp(reward / tau)"),
-    "rejection": Kind("threshold", True, True, "draw until the reward reaches a threshold, n times at most"),
-    "vote": Kind("n", False, True, "of n draws one that says what most say"),
-    "speculative": Kind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
-    "beam": Kind("beams", False, False, "the likeliest answer that several beginnings lead to"),
-    "constrained": Kind("regex", False, False, "the policy's answers in a given form"),
-    "mixture": Kind("weight", False, False, "logits between the policy's and another model's"),
-    "contrastive": Kind("weight", False, False, "logits moved away from a weaker model's"),
-    "guided": Kind("branch", False, True, "block by block the beginning that a critic likes best"),
-    "mcts": Kind("simulations", False, False, "tree search over tokens with a critic"),
+    "plain": DecoderKind(None, False, False, "the policy's own samples"),
+    "best_of_n": DecoderKind("n", True, True, "of n draws the one with the best reward"),
+    "soft_best_of_n": DecoderKind("n", True, True, "of n draws one, by exp(reward / tau)"),
+    "rejection": DecoderKind("threshold", True, True, "draw until the reward reaches a threshold, n times at most"),
+    "vote": DecoderKind("n", False, True, "of n draws one that says what most say"),
+    "speculative": DecoderKind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
+    "beam": DecoderKind("beams", False, False, "the likeliest answer that several beginnings lead to"),
+    "constrained": DecoderKind("regex", False, False, "the policy's answers in a given form"),
+    "mixture": DecoderKind("weight", False, False, "logits between the policy's and another model's"),
+    "contrastive": DecoderKind("weight", False, False, "logits moved away from a weaker model's"),
+    "guided": DecoderKind("branch", False, True, "block by block the beginning that a critic likes best"),
+    "mcts": DecoderKind("simulations", False, False, "tree search over tokens with a critic"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
 _DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
-VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_of}
+VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
 
 class DecoderConfig(StrictConfig):

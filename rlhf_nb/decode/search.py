@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, derive_seed
-from .decoder import Cost, Decoder
+from .decoder import DecodeCost, Decoder
 from ..fast.support import unwrapped
 from ..rewards.base import Rewards
 from ..rollout.choosing import Chooser
@@ -21,11 +21,11 @@ from ..rollout.sampler import as_rollout, check_request, eval_mode, pad_id, samp
 from ..types import Completions, PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Tokens', 'Scorer', 'critic_scorer', 'Guided', 'Node', 'Tree', 'MCTS']
+__all__ = ['Scorer', 'critic_scorer', 'Guided', 'Node', 'Tree', 'MCTS']
 
 # %% ../../nbs/decode/search.ipynb #11e43c5c
-Tokens = Sequence[Sequence[int]]
-Scorer = Callable[[Tokens, Tokens], Tensor]  # (prompts, answers so far) → [n], what they promise
+_Tokens = Sequence[Sequence[int]]
+Scorer = Callable[[_Tokens, _Tokens], Tensor]  # (prompts, answers so far) → [n], what they promise
 
 
 def critic_scorer(critic: Any) -> Scorer:
@@ -37,7 +37,7 @@ def critic_scorer(critic: Any) -> Scorer:
     """
 
     @torch.no_grad()
-    def score(prompts: Tokens, answers: Tokens) -> Tensor:
+    def score(prompts: _Tokens, answers: _Tokens) -> Tensor:
         device = next(critic.parameters()).device
         c = Completions.from_lists(prompts, [[*a, 0] for a in answers])  # the value before one more token, whichever
         values: Tensor = critic.values(c.to(device)).float().cpu()
@@ -58,7 +58,7 @@ class _Finals:
         self.rewards = None if reward is None else reward if isinstance(reward, Rewards) else Rewards(reward)
         self.scorer, self.tokenizer, self.read = scorer, tokenizer, 0
 
-    def __call__(self, batch: PromptBatch, rows: Sequence[int], asked: Tokens, answers: Tokens) -> list[float]:
+    def __call__(self, batch: PromptBatch, rows: Sequence[int], asked: _Tokens, answers: _Tokens) -> list[float]:
         """One number for each answer; `rows` says to which prompts of the batch they belong."""
         if not answers:
             return []
@@ -74,7 +74,7 @@ class _Finals:
 
 def _rollout(
     prompts: PromptBatch,
-    answers: Tokens,
+    answers: _Tokens,
     finished: Sequence[bool],
     logps: Sequence[Sequence[float]] | None,
     tokenizer: Any,
@@ -155,7 +155,7 @@ class Guided(Decoder):
         r = _rollout(batch, [b[0] for b in best], [b[2] for b in best], [b[1] for b in best], tokenizer)
         n = int(r.completion_lens.sum())
         gains = {"value of what is kept": sum(b[3] for b in best) / len(best)}
-        self.cost = Cost(len(r), tokens, n, time.perf_counter() - begin, read + finals.read, gains=gains)
+        self.cost = DecodeCost(len(r), tokens, n, time.perf_counter() - begin, read + finals.read, gains=gains)
         return r
 
 # %% ../../nbs/decode/search.ipynb #4da812ae
@@ -273,7 +273,7 @@ class MCTS(Decoder):
         answers = [t.answer for t in trees]
         r = _rollout(prompts, answers, [a[-1] in ends for a in answers], [t.logps for t in trees], tokenizer)
         gains = {"value of what is kept": sum(t.root.mean for t in trees) / len(trees)}
-        self.cost = Cost(
+        self.cost = DecodeCost(
             len(r), opened, int(r.completion_lens.sum()), time.perf_counter() - begin, opened + finals.read, gains=gains
         )  # fmt: skip
         return r

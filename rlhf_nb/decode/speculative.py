@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, derive_seed
-from .decoder import Cost, Decoder, Plain, paid
+from .decoder import DecodeCost, Decoder, Plain, paid
 from ..fast import decode as fast
 from ..fast.support import can_run, unwrapped
 from ..models.load import adapter_names, using_adapter
@@ -44,7 +44,7 @@ class Tape:
         weight = model.get_input_embeddings().weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        self.decoder = fast.Decoder(model, dtype, length, max_bytes)
+        self.decoder = fast.FastDecoder(model, dtype, length, max_bytes)
         self.device, self.length = weight.device, length
         self.cache = self.blank(rows, length + block)
         self.lens = [0] * rows  # tokens of each row that are kept
@@ -387,7 +387,7 @@ class Speculative(Decoder):
         cut_at_eos(ids, logps, choose, pad)  # refuses log-probs that are not finite
         n, filtered = int(lens.sum()), sampling.filtered or greedy
         gains = {"tokens per pass": n / found.passes, "accepted": found.accepted / max(found.proposed, 1)}
-        self.cost = Cost(
+        self.cost = DecodeCost(
             rows, found.computed, n, time.perf_counter() - begin, getattr(draft, "fed", 0), None if filtered else 0.0,
             "" if filtered else "exact", gains,
         )  # fmt: skip

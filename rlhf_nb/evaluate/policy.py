@@ -15,7 +15,7 @@ from ..config import SamplingConfig
 from ..core import ConfigError, DataError, check_choice
 from ..data.formats import prompt_text
 from ..data.sources import prompt_batch
-from ..decode.decoder import Cost, Decoder, Plain, total
+from ..decode.decoder import DecodeCost, Decoder, Plain, total
 from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
@@ -94,7 +94,7 @@ class PolicyEval:
     scores: dict[str, Tensor]  # [B] by reward function; NaN where it had no opinion
     kl_k1: Tensor | None  # [B], nats per answer, policy ‖ reference; None without a reference
     kl_k3: Tensor | None
-    cost: Cost | None = None  # of the decoder that answered; None: the policy itself did
+    cost: DecodeCost | None = None  # of the decoder that answered; None: the policy itself did
 
     @property
     def texts(self) -> list[str]:

@@ -12,17 +12,17 @@ from ..bench.evals import scorer
 from ..hub.merging import size_of
 from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
-from ..data.worlds import FIRST
-from .formats import FORMATS, RECORD, USE, export_model, name_of_format
-from .price import Score
-from .source import Source
+from ..data.worlds import FIRST_WORLD
+from .formats import FORMATS, EXPORT_RECORD, USE, export_model, name_of_format
+from .price import AnswerScorer
+from .source import ExportSource
 from ..train.entries import RewardEntry
 
 # %% auto #0
 __all__ = ['named_reward', 'export_command']
 
 # %% ../../nbs/export/command.ipynb #a931007
-def named_reward(said: str | None, source: Source) -> Score | None:
+def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
     """The reward that a command line names; None: nobody named one.
 
     Args:
@@ -35,7 +35,7 @@ def named_reward(said: str | None, source: Source) -> Score | None:
     if said is None:
         return None
     if said == "gold":
-        gold = FIRST.gold
+        gold = FIRST_WORLD.gold
         assert gold is not None
         return lambda prompts, texts, columns: {"gold": gold(prompts, texts)}
     entry = parse_overrides([f"reward={said}"])["reward"]
@@ -85,7 +85,7 @@ def export_command(
             )
         if max_lost is not None and reward is None:
             raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
-        source = Source(model)
+        source = ExportSource(model)
         done = export_model(
             source, name, out, on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
             max_kl=max_kl, max_lost=max_lost,
@@ -100,4 +100,6 @@ def export_command(
             err=False,
         )
         tell(f"{done.price}.", err=False)
-        tell(f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / RECORD} has all numbers.")
+        tell(
+            f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
+        )

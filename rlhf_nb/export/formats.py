@@ -16,17 +16,26 @@ from .. import __version__
 from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
 from . import gguf, int8, llama_cpp, onnx, program
-from .price import HeldOut, Price, Score, built_in, forward_of, held_out, measure, too_dear
-from .source import Opened, Source, opened_folder, write_safetensors
+from rlhf_nb.export.price import (
+    HeldOut,
+    Price,
+    AnswerScorer,
+    probe_prompts,
+    forward_of,
+    held_out,
+    measure_copy,
+    too_dear,
+)
+from .source import Opened, ExportSource, opened_folder, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
 from ..models.shards import SHARD_BYTES, write_beside
 from ..untrusted import Unreadable, json_value
 
-RECORD = "export.json"
+EXPORT_RECORD = "export.json"
 
 # %% auto #0
-__all__ = ['RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
+__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
            'earlier_files', 'check_target', 'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
@@ -36,31 +45,31 @@ class Format(NamedTuple):
     about: str
     bound: float  # largest KL(full ‖ copy) that is kept without being forced, nats a token
     bits: float  # about so many on disk for each weight
-    write: Callable[[Source, Path], list[str]]  # into a folder; returns what a reader should know
-    open: Callable[[Path, Source], Opened]
+    write: Callable[[ExportSource, Path], list[str]]  # into a folder; returns what a reader should know
+    open: Callable[[Path, ExportSource], Opened]
 
 
-def _gguf(kind: str) -> Callable[[Source, Path], list[str]]:
+def _gguf(kind: str) -> Callable[[ExportSource, Path], list[str]]:
     """Writes one kind of GGUF file."""
     return lambda source, folder: gguf.write_gguf(source, folder / f"model-{kind}.gguf", kind)
 
 
-def _opened_gguf(folder: Path, source: Source) -> Opened:
+def _opened_gguf(folder: Path, source: ExportSource) -> Opened:
     """The GGUF file in a folder."""
     return gguf.open_gguf(next(folder.glob("*.gguf")))
 
 
-def _opened_onnx(folder: Path, source: Source) -> Opened:
+def _opened_onnx(folder: Path, source: ExportSource) -> Opened:
     """The ONNX file in a folder."""
     return onnx.open_onnx(folder, source.model.config)
 
 
-def _opened_program(folder: Path, source: Source) -> Opened:
+def _opened_program(folder: Path, source: ExportSource) -> Opened:
     """The program in a folder."""
     return program.open_program(folder, source.model.config)
 
 
-def _write_q4_k_m(source: Source, folder: Path) -> list[str]:
+def _write_q4_k_m(source: ExportSource, folder: Path) -> list[str]:
     """In 16 bits first, which llama.cpp then rounds."""
     if not llama_cpp.is_installed():
         llama_cpp.quantize(folder, folder)  # says what is missing, before anything is written
@@ -156,14 +165,14 @@ def earlier_files(out: Path) -> list[str]:
         out: the folder.
     """
     try:
-        said = json_value((out / RECORD).read_bytes())["files"]
+        said = json_value((out / EXPORT_RECORD).read_bytes())["files"]
     except (OSError, Unreadable, KeyError, TypeError):
         return []
     names = [str(n) for n in said] if isinstance(said, dict) else []
-    return [n for n in [*names, RECORD] if Path(n).name == n]
+    return [n for n in [*names, EXPORT_RECORD] if Path(n).name == n]
 
 
-def check_target(out: Path, source: Source, needed: int, overwrite: bool) -> None:
+def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) -> None:
     """Refuse a folder that can't take the export.
 
     Args:
@@ -223,8 +232,8 @@ def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
 
 
 def export_model(
-    source: Source, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
-    score: Score | None = None,
+    source: ExportSource, to: str, out: Path, *, on: str | Path | None = None, limit: int = 32, answer_tokens: int = 32,
+    score: AnswerScorer | None = None,
     max_kl: float | None = None, max_lost: float | None = None, force: bool = False, overwrite: bool = False,
     dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Exported:  # fmt: skip
@@ -254,7 +263,7 @@ def export_model(
         else form.bits
     )
     check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
-    held = built_in(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
+    held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()
     for left in out.glob(".saving-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -264,7 +273,7 @@ def export_model(
         else:
             notes = form.write(source, folder)
         copy = form.open(folder, source)
-        price = measure(
+        price = measure_copy(
             forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
             score=score,
             measured_by=copy.by, timed=copy.timed,
@@ -280,7 +289,7 @@ def export_model(
         size = sum(p.stat().st_size for p in files.values())
         done = Exported(out, to, price, size, source.bytes, notes + ([f"kept by force: {x}" for x in dear]))
         _describe(done, source, files, folder)
-    for name in set(earlier) - {*files, RECORD, "README.md"}:
+    for name in set(earlier) - {*files, EXPORT_RECORD, "README.md"}:
         (out / name).unlink(missing_ok=True)
     return done
 
@@ -293,7 +302,7 @@ USE = {
 }
 
 
-def _describe(done: Exported, source: Source, files: dict[str, Path], folder: Path) -> None:
+def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
     """Write export.json and README.md."""
     record = {
         "schema": 1,
@@ -309,11 +318,11 @@ def _describe(done: Exported, source: Source, files: dict[str, Path], folder: Pa
         "notes": done.notes,
         "price": done.price.to_dict(),
     }
-    (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / EXPORT_RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(readme(done, source, sorted(files)), encoding="utf-8")
 
 
-def readme(done: Exported, source: Source, files: list[str]) -> str:
+def readme(done: Exported, source: ExportSource, files: list[str]) -> str:
     """What an export is, for who finds the folder.
 
     Args:
@@ -338,7 +347,7 @@ def readme(done: Exported, source: Source, files: list[str]) -> str:
     lines = [
         f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {notes}".strip(), "",
         "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows), "",
-        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{RECORD}`.",
+        f"Measured on {p.measured_on} ({p.tokens} positions) by {p.measured_by}; all numbers are in `{EXPORT_RECORD}`.",
         *(["", f"Use: `{use}`"] if use else []), "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from ..core import ModelError
 from . import llama_cpp
 from .gguf_tokens import Vocabulary, read_vocabulary
 from .price import forward_of
-from .source import Opened, Source, load_fp32
+from .source import Opened, ExportSource, load_fp32
 from ..models.merge import told_place
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'Planned', 'plan_tensors',
+__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'PlannedTensor', 'plan_tensors',
            'write_gguf', 'open_gguf']
 
 # %% ../../nbs/export/gguf.ipynb #a864009
@@ -99,7 +99,7 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
     return "q8_0" if wanted == "q4_0" and name in _ENDS else wanted
 
 
-class Planned(NamedTuple):
+class PlannedTensor(NamedTuple):
     """A tensor of the file, and where it comes from."""
 
     source: str
@@ -113,7 +113,7 @@ def _as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def plan_tensors(source: Source, wanted: str) -> dict[str, Planned]:
+def plan_tensors(source: ExportSource, wanted: str) -> dict[str, PlannedTensor]:
     """The tensors of a GGUF file by name.
 
     Args:
@@ -144,11 +144,13 @@ def plan_tensors(source: Source, wanted: str) -> dict[str, Planned]:
         turned = config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
         shape = source.tensors.table[name].shape
         kind = gguf.GGMLQuantizationType[type_of(found, shape, wanted).upper()]
-        out[found] = Planned(name, shape, kind, partial(neighbours, heads=int(heads or 1)) if turned else _as_it_is)
+        out[found] = PlannedTensor(
+            name, shape, kind, partial(neighbours, heads=int(heads or 1)) if turned else _as_it_is
+        )
     return out
 
 # %% ../../nbs/export/gguf.ipynb #a864016
-def write_gguf(source: Source, file: Path, wanted: str) -> list[str]:
+def write_gguf(source: ExportSource, file: Path, wanted: str) -> list[str]:
     """Write a model as a GGUF file.
 
     Args:
@@ -205,7 +207,7 @@ def _packed(kind: Kind) -> bool:
     return kind.name not in _NUMPY
 
 
-def _stored(name: str, t: Planned, x: Any) -> Any:
+def _stored(name: str, t: PlannedTensor, x: Any) -> Any:
     """A tensor as it stands in the file."""
     import gguf
 
@@ -219,7 +221,7 @@ def _stored(name: str, t: Planned, x: Any) -> Any:
     return out
 
 
-def _say_settings(writer: Any, source: Source, wanted: str) -> None:
+def _say_settings(writer: Any, source: ExportSource, wanted: str) -> None:
     """The model's settings, as the format calls them."""
     import gguf
 

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .onnx import write_graph
-from .source import Source
+from .source import ExportSource
 from ..models.shards import write_beside
 
 # %% auto #0
-__all__ = ['BLOCK', 'write_int8']
+__all__ = ['INT8_BLOCK', 'write_int8']
 
 # %% ../../nbs/export/int8.ipynb #a867013
-BLOCK = 32  # neighbours in a column of a weight that share a scale
+INT8_BLOCK = 32  # neighbours in a column of a weight that share a scale
 
 
-def write_int8(source: Source, folder: Path) -> list[str]:
+def write_int8(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model-int8.onnx: the weights of its linear layers in 8 bits.
 
     Args:
@@ -34,7 +34,7 @@ def write_int8(source: Source, folder: Path) -> list[str]:
     with _own_log():
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-        rounding = MatMulNBitsQuantizer(str(plain), bits=8, block_size=BLOCK, is_symmetric=True)
+        rounding = MatMulNBitsQuantizer(str(plain), bits=8, block_size=INT8_BLOCK, is_symmetric=True)
         rounding.process()
     large = source.numbers > 1_500_000_000  # bytes, in 8 bits each
     rounding.model.save_model_to_file(str(folder / "model-int8.onnx"), large)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core import ModelError
-from .program import as_program, check_same, example, forward_of_cached, past_shape
-from .source import Opened, Source
+from .program import as_program, logit_gap, example, forward_of_cached, past_shape
+from .source import Opened, ExportSource
 from ..models.shards import write_beside
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _quietly() -> Iterator[None]:
             log.setLevel(level)
 
 
-def write_graph(source: Source, file: Path) -> None:
+def write_graph(source: ExportSource, file: Path) -> None:
     """Write a model's graph.
 
     Args:
@@ -87,7 +87,7 @@ def write_graph(source: Source, file: Path) -> None:
         graph.save(file, external_data=4 * source.numbers > 1_500_000_000)
 
 
-def write_onnx(source: Source, folder: Path) -> list[str]:
+def write_onnx(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model.onnx, with its tokenizer beside it.
 
     Args:
@@ -99,7 +99,7 @@ def write_onnx(source: Source, folder: Path) -> list[str]:
     """
     write_graph(source, folder / "model.onnx")
     run = session_of(folder / "model.onnx", source.model.config)
-    check_same(source.model, run, "the ONNX file in onnxruntime")
+    logit_gap(source.model, run, "the ONNX file in onnxruntime")
     whole = example(source.model.config, 1, 6, 0)
     with torch.no_grad():
         apart = float((run(*whole)[0] - source.model(whole[0]).logits).abs().max())

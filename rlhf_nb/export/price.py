@@ -21,8 +21,8 @@ from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
 # %% auto #0
-__all__ = ['Forward', 'HELD_OUT', 'Score', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'built_in', 'held_out',
-           'Lost', 'Price', 'measure', 'too_dear']
+__all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts',
+           'held_out', 'Lost', 'Price', 'measure_copy', 'too_dear']
 
 # %% ../../nbs/export/price.ipynb #a860007
 Forward = Callable[[Sequence[int], Any], tuple[Tensor, Any]]
@@ -82,7 +82,7 @@ def token_kl(full: Tensor, copy: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 # %% ../../nbs/export/price.ipynb #a860012
-HELD_OUT = (
+PROBE_PROMPTS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
     "Write a short thank-you note to a neighbour who watered my plants.",
@@ -115,7 +115,7 @@ def _unknown(tokenizer: Any, ids: Sequence[Sequence[int]]) -> float:
     return sum(i == unk for row in ids for i in row) / max(sum(map(len, ids)), 1) if unk is not None else 0.0
 
 
-def built_in(tokenizer: Any) -> HeldOut:
+def probe_prompts(tokenizer: Any) -> HeldOut:
     """Prompts that come with the package, in words that the tokenizer knows.
 
     Args:
@@ -125,7 +125,7 @@ def built_in(tokenizer: Any) -> HeldOut:
         ConfigError: it knows none of them well.
     """
     worlds = {f"{w.name} test prompts": [row["prompt"] for row in w.prompts(16, 0)] for w in WORLDS if w.model}
-    sets = {"built-in prompts": HELD_OUT, **worlds}
+    sets = {"built-in prompts": PROBE_PROMPTS, **worlds}
     for name, prompts in sets.items():
         ids = encode_prompts(tokenizer, as_chat(tokenizer, list(prompts)))
         if _unknown(tokenizer, ids) <= 0.1:
@@ -168,7 +168,7 @@ def held_out(tokenizer: Any, file: str | Path, limit: int = 32, longest: int = 5
     return HeldOut(Path(file).name, list(prompts), ids, answers, {k: [row.get(k) for row in rows] for k in names})
 
 # %% ../../nbs/export/price.ipynb #a860014
-Score = Callable[[Sequence[Any], Sequence[str], Mapping[str, list[Any]]], Mapping[str, Sequence[float | None]]]
+AnswerScorer = Callable[[Sequence[Any], Sequence[str], Mapping[str, list[Any]]], Mapping[str, Sequence[float | None]]]
 
 
 class Lost(NamedTuple):
@@ -240,7 +240,7 @@ def _answered(forward: Forward, held: HeldOut, most: int, eos: Collection[int]) 
     return _Answers(ids, time.perf_counter() - begun)
 
 
-def _lost(score: Score, held: HeldOut, tokenizer: Any, full: _Answers, copy: _Answers) -> dict[str, Lost]:
+def _lost(score: AnswerScorer, held: HeldOut, tokenizer: Any, full: _Answers, copy: _Answers) -> dict[str, Lost]:
     """Each reward's means, and the mean difference on the same prompts."""
 
     def scored(answers: _Answers) -> Mapping[str, Tensor]:
@@ -261,9 +261,9 @@ def _lost(score: Score, held: HeldOut, tokenizer: Any, full: _Answers, copy: _An
     return out
 
 
-def measure(
+def measure_copy(
     full: Forward, copy: Forward, tokenizer: Any, held: HeldOut, *, eos: Collection[int], answer_tokens: int = 32,
-    score: Score | None = None,
+    score: AnswerScorer | None = None,
     measured_by: str = "PyTorch", timed: bool = True,
 ) -> Price:  # fmt: skip
     """What a copy of a model costs.

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from ..core import ModelError
 from .price import Forward
-from .source import Opened, Source
+from .source import Opened, ExportSource
 from ..models.shards import write_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['FIRST', 'Cached', 'past_shape', 'example', 'as_program', 'check_same', 'write_program',
-           'forward_of_cached', 'open_program']
+__all__ = ['Cached', 'past_shape', 'example', 'as_program', 'logit_gap', 'write_program', 'forward_of_cached',
+           'open_program']
 
 # %% ../../nbs/export/program.ipynb #a865007
 class Cached(nn.Module):
@@ -89,7 +89,7 @@ def example(
     )
 
 # %% ../../nbs/export/program.ipynb #a865009
-FIRST = 1  # hidden places with which a row begins
+_FIRST = 1  # hidden places with which a row begins
 
 
 def as_program(model: Any) -> Any:
@@ -117,11 +117,11 @@ def as_program(model: Any) -> Any:
             f"a {model.config.model_type} can't be captured as a program by torch.export ({type(e).__name__}: "
             f"{reason}). Export to safetensors or GGUF instead."
         ) from e
-    check_same(model, program.module(), "the program")
+    logit_gap(model, program.module(), "the program")
     return program
 
 
-def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 1e-3) -> float:
+def logit_gap(model: Any, other: Callable[..., Any], what: str, bound: float = 1e-3) -> float:
     """The largest difference of logits between a model and its copy, over prompts and cached steps.
 
     Args:
@@ -134,7 +134,7 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
         ModelError: they differ by more.
     """
     plain, worst = Cached(model), 0.0
-    for batch, length, before in ((1, 5, FIRST), (2, 1, 6), (1, 7, 3)):
+    for batch, length, before in ((1, 5, _FIRST), (2, 1, 6), (1, 7, 3)):
         inputs = example(model.config, batch, length, before)
         inputs[1][-1, : min(2, before)] = 0  # padding on the left of the last row
         with torch.no_grad():
@@ -147,7 +147,7 @@ def check_same(model: Any, other: Callable[..., Any], what: str, bound: float = 
     return worst
 
 
-def write_program(source: Source, folder: Path) -> list[str]:
+def write_program(source: ExportSource, folder: Path) -> list[str]:
     """Write a model as model.pt2, with its tokenizer beside it.
 
     Args:
@@ -174,9 +174,9 @@ def forward_of_cached(
     n, heads, width = past_shape(config)
 
     def forward(ids: Sequence[int], past: Any) -> tuple[Tensor, Any]:
-        past = [torch.zeros(1, heads, FIRST, width) for _ in range(n)] if past is None else past
+        past = [torch.zeros(1, heads, _FIRST, width) for _ in range(n)] if past is None else past
         mask = torch.ones(1, past[0].shape[2] + len(ids), dtype=torch.int64)
-        mask[:, :FIRST] = 0
+        mask[:, :_FIRST] = 0
         with torch.no_grad():
             logits, past = run(torch.tensor([list(ids)]), mask, past)
         return logits[0], past

@@ -18,11 +18,11 @@ from ..models.load import load_causal_lm, load_tokenizer
 from ..models.shards import SHARD_BYTES, ModelTensors, write_beside, write_shards
 
 # %% auto #0
-__all__ = ['Source', 'load_fp32', 'Opened', 'opened_folder', 'write_safetensors']
+__all__ = ['ExportSource', 'load_fp32', 'Opened', 'opened_folder', 'write_safetensors']
 
 # %% ../../nbs/export/source.ipynb #a861007
 @dataclass
-class Source:
+class ExportSource:
     """A model that is exported.
 
     Args:
@@ -104,7 +104,7 @@ def opened_folder(place: str | Path) -> Opened:
 
 # %% ../../nbs/export/source.ipynb #a861010
 def write_safetensors(
-    source: Source, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: ExportSource, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> list[str]:
     """Write a model as plain transformers reads it.
 

@@ -23,8 +23,8 @@ from ..types import host, sent_together
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Branches', 'Where', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED',
-           'ROUNDING', 'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'Shape', 'tags',
+__all__ = ['log', 'Branches', 'BLOCK', 'BLOCK_COST', 'LONG', 'FROM_THE_END', 'KERNELS', 'AUTO', 'TRIED', 'ROUNDING',
+           'row_attention', 'branch_attention', 'branches_pay', 'Stretches', 'stretches', 'AttentionShape', 'tags',
            'flex_mask', 'Kernel', 'asked_attention', 'difference', 'flat_kernel', 'Flat']
 
 # %% ../../nbs/fast/attention.ipynb #b40728bf
@@ -50,13 +50,13 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, rows: int, mask: Tensor | Non
 
 # %% ../../nbs/fast/attention.ipynb #0bc7086c
 Branches = list[list[int]]  # for each row the tokens of its prompt, then of each of its completions
-Where = tuple[slice, ...]  # one stretch of tokens, or two: a prompt, and an answer that doesn't follow it
+_Where = tuple[slice, ...]  # one stretch of tokens, or two: a prompt, and an answer that doesn't follow it
 BLOCK = 128  # queries at a time
 
 
-def _blocks(branches: Branches) -> list[tuple[slice, Where]]:
+def _blocks(branches: Branches) -> list[tuple[slice, _Where]]:
     """Queries of each block, and the keys they look at; the block's own tokens are the last of them."""
-    out: list[tuple[slice, Where]] = []
+    out: list[tuple[slice, _Where]] = []
     start = 0
     for prompt, *answers in branches:
         stem, at = slice(start, start + prompt), start
@@ -69,12 +69,12 @@ def _blocks(branches: Branches) -> list[tuple[slice, Where]]:
     return out
 
 
-def _read(x: Tensor, where: Where) -> Tensor:
+def _read(x: Tensor, where: _Where) -> Tensor:
     """Some tokens of [heads, M, D]."""
     return x[:, where[0]] if len(where) == 1 else torch.cat([x[:, w] for w in where], 1)
 
 
-def _add(x: Tensor, where: Where, y: Tensor) -> None:
+def _add(x: Tensor, where: _Where, y: Tensor) -> None:
     """Add to some tokens of [heads, M, D]."""
     for w, part in zip(where, torch.split(y, [w.stop - w.start for w in where], 1), strict=True):
         x[:, w] += part
@@ -84,7 +84,7 @@ class _BranchAttention(torch.autograd.Function):
     """softmax(QKᵀ · scale) V of each block; heads that share keys are taken together, as more rows of Q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[slice, Where]], scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[slice, _Where]], scale: float) -> Tensor:
         shared, out = k.shape[1], q.new_empty(q.shape)
         kept, (keys, values) = [], (k.transpose(0, 1), v.transpose(0, 1))
         later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu_(1)
@@ -199,7 +199,7 @@ def stretches(branches: Branches, device: torch.device) -> Stretches:
     return Stretches(queries, keys, rest[0] if rest else None, (max(asking, default=0), max(asked, default=0)))
 
 # %% ../../nbs/fast/attention.ipynb #159f0011
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """What a kernel's choice depends on."""
 
     device: torch.device
@@ -308,13 +308,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
-def _flash_fits(s: Shape) -> bool:
+def _flash_fits(s: AttentionShape) -> bool:
     """Whether FlashAttention 2 knows a shape."""
     half = s.dtype in (torch.float16, torch.bfloat16)
     return half and s.size % 8 == 0 and s.size <= 256 and _capability(s.device) >= (8, 0)
 
 
-def _efficient_fits(s: Shape) -> bool:
+def _efficient_fits(s: AttentionShape) -> bool:
     """Whether the memory-efficient kernel knows a shape."""
     card = _capability(s.device)
     dtypes = {torch.float32, torch.float16, *([torch.bfloat16] if card >= (8, 0) else [])}
@@ -324,7 +324,7 @@ def _efficient_fits(s: Shape) -> bool:
 class Kernel(NamedTuple):
     """A way to compute attention of rows that stand one after the other."""
 
-    fits: Callable[[Shape], bool]
+    fits: Callable[[AttentionShape], bool]
     rule: Callable[[Branches, torch.device], Any]  # who looks at whom, as the kernel is told
     attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]  # (q, k, v, rule, scale) → [M, heads, D]
 
@@ -376,7 +376,7 @@ def _learns(name: str, device: torch.device) -> bool:
     return name != "flex" or device.type == "cuda"
 
 
-def difference(name: str, s: Shape) -> str:
+def difference(name: str, s: AttentionShape) -> str:
     """Why a kernel can't be used for a shape; "" where its numbers and gradients are those of masked attention, but for
     rounding.
 
@@ -416,10 +416,10 @@ def _in_words(e: Exception) -> str:
     return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0]}"
 
 # %% ../../nbs/fast/attention.ipynb #159f0015
-_refused: dict[tuple[str, Shape], str] = {}  # why a kernel isn't used for a shape; "" where it is
+_refused: dict[tuple[str, AttentionShape], str] = {}  # why a kernel isn't used for a shape; "" where it is
 
 
-def _refuse(name: str, s: Shape, reason: str) -> None:
+def _refuse(name: str, s: AttentionShape, reason: str) -> None:
     """From now on a kernel isn't used for a shape, which is said once."""
     _refused[name, s] = reason
     log.warning(
@@ -429,7 +429,7 @@ def _refuse(name: str, s: Shape, reason: str) -> None:
     )
 
 
-def flat_kernel(s: Shape) -> str | None:
+def flat_kernel(s: AttentionShape) -> str | None:
     """The kernel for rows without padding, by its name; None where there is none.
 
     Args:
@@ -459,7 +459,7 @@ class Flat:
         branches: how many tokens belong to what.
     """
 
-    def __init__(self, name: str, s: Shape, branches: Branches) -> None:
+    def __init__(self, name: str, s: AttentionShape, branches: Branches) -> None:
         self.name, self.shape, self.rule = name, s, KERNELS[name].rule(branches, s.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Branches, Flat, Shape, branch_attention, row_attention
+from .attention import Branches, Flat, AttentionShape, branch_attention, row_attention
 from .linear import Projection, gated_silu, rms_norm, rotary_table, rotate
 
 # %% auto #0
-__all__ = ['Make', 'Layer', 'shape_of', 'Blocks', 'decode_states']
+__all__ = ['Make', 'Layer', 'attention_shape', 'Blocks', 'decode_states']
 
 # %% ../../nbs/fast/blocks.ipynb #2f84f3a9
 def _norm(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -87,7 +87,7 @@ def _gpt2_layer(block: Any, make: Make) -> Layer:
     )  # fmt: skip
 
 # %% ../../nbs/fast/blocks.ipynb #8d5b6091
-def shape_of(body: nn.Module) -> Shape:
+def attention_shape(body: nn.Module) -> AttentionShape:
     """What an attention kernel must know of a decoder: where and in which number format it computes, its heads and
     their size.
 
@@ -100,7 +100,7 @@ def shape_of(body: nn.Module) -> Shape:
     size = int(getattr(b.config, "head_dim", None) or b.config.hidden_size // heads)
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    return Shape(weight.device, dtype, heads, kv_heads, size)
+    return AttentionShape(weight.device, dtype, heads, kv_heads, size)
 
 
 class Blocks:
@@ -116,7 +116,7 @@ class Blocks:
         b: Any = body
         config = b.config
         self.body, self.config, self.dtype, self.fuse = b, config, dtype, fuse
-        self.heads, self.kv_heads, self.head_dim = shape_of(body)[2:]
+        self.heads, self.kv_heads, self.head_dim = attention_shape(body)[2:]
         self.learned_positions = hasattr(b, "wpe")
 
         def make(modules: list[nn.Module]) -> Projection:

@@ -20,7 +20,7 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'Decoder', 'prefill', 'decode_step', 'Queue', 'run',
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'FastDecoder', 'prefill', 'decode_step', 'Queue', 'run',
            'decode']
 
 # %% ../../nbs/fast/decode.ipynb #f80a6664
@@ -42,7 +42,7 @@ def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> boo
     return rounded or size * dtype.itemsize <= max_bytes
 
 
-class Decoder(Blocks):
+class FastDecoder(Blocks):
     """A causal language model as a short list of tensor operations; the same code reads prompts and adds tokens.
 
     Args:
@@ -101,7 +101,7 @@ class Decoder(Blocks):
         return self.head(self.norm(hidden))
 
 # %% ../../nbs/fast/decode.ipynb #45b52edb
-def prefill(decoder: Decoder, prompts: list[Tensor], max_tokens: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
+def prefill(decoder: FastDecoder, prompts: list[Tensor], max_tokens: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
     """Read prompts, several at a time.
 
     Args:
@@ -156,7 +156,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias, scale=scale)[0]
 
 
-def decode_step(decoder: Decoder, slots: Slots, choose: Choose, column: int | Tensor) -> None:
+def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: int | Tensor) -> None:
     """One token for every slot in use: feed the last ones, attend over the cache, choose, record.
 
     Args:
@@ -212,7 +212,7 @@ class Queue:
         "Rows that have not begun."
         return len(self.of) - self.row
 
-    def admit(self, decoder: Decoder, slots: Slots, choose: Choose) -> int:
+    def admit(self, decoder: FastDecoder, slots: Slots, choose: Choose) -> int:
         "Fill the slots that are not in use, up to the column written last; returns how many rows came."
         first, device = slots.count, slots.tokens.device
         n = min(len(slots.tokens) - first, self.waiting)
@@ -247,7 +247,7 @@ LOOK = 4  # steps after which somebody who may end rows is asked
 
 
 def run(
-    decoder: Decoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625,
+    decoder: FastDecoder, slots: Slots, choose: Choose, queue: Queue, ends: bool = True, leave: float = 0.0625,
     enter: float = 0.25,
     over: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:  # fmt: skip
@@ -329,7 +329,7 @@ def decode(
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
     fixed = not on_cpu if fixed is None else fixed
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-    decoder = Decoder(model, dtype, len(prompts[-1]) + new_tokens)
+    decoder = FastDecoder(model, dtype, len(prompts[-1]) + new_tokens)
     one_column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * decoder.cached.itemsize
     spare = max(16, new_tokens // 2)  # columns beyond the longest row: the more, the more seldom rows slide to the left
     size = min(rows, batch_size or rows, max(1, cache_bytes // (one_column * decoder.length)))

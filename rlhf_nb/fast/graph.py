@@ -15,7 +15,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'record', 'Replay']
+__all__ = ['log', 'record_graph', 'Replay']
 
 # %% ../../nbs/fast/graph.ipynb #0cb7f582
 _streams = threading.local()
@@ -30,7 +30,7 @@ def _stream_for(device: torch.device) -> Any:
     return known[str(device)]
 
 
-def record(run: Callable[[], None], device: torch.device) -> Any:
+def record_graph(run: Callable[[], None], device: torch.device) -> Any:
     """A CUDA graph of what `run` does (nothing is computed meanwhile); None, and a line in the log, where an operation
     can't be captured.
 
@@ -79,7 +79,7 @@ class Replay:
         self.column.fill_(column)
         if self.records and self.recorded_for != rows and self.warm_for == rows and steps_left >= self.min_steps:
             self.graph = None  # the last one goes first, and its memory with it
-            self.graph, self.recorded_for = record(lambda: self.step(self.column), self.column.device), rows
+            self.graph, self.recorded_for = record_graph(lambda: self.step(self.column), self.column.device), rows
             self.records = self.graph is not None
         if self.records and self.recorded_for == rows:
             self.graph.replay()

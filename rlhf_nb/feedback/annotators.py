@@ -20,7 +20,7 @@ from .store import Feedback
 from ..train.reward import fit_words, word_bags
 
 # %% auto #0
-__all__ = ['ESTABLISHED', 'PRIOR', 'Vote', 'accounts', 'votes_of', 'limited', 'Estimate', 'dawid_skene',
+__all__ = ['ESTABLISHED', 'PRIOR', 'Vote', 'accounts', 'votes_of', 'limited', 'VoteEstimate', 'dawid_skene',
            'margins_of_others', 'User', 'Aggregate', 'aggregate']
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720006
@@ -86,7 +86,7 @@ def limited(votes: Sequence[Vote], most: int | None = None) -> list[Vote]:
 PRIOR = (4.0, 2.0)  # votes that everybody is granted before they said anything: right, wrong
 
 
-class Estimate(NamedTuple):
+class VoteEstimate(NamedTuple):
     """What votes say about users and items."""
 
     right: dict[str, float]  # by user: how often they are right
@@ -103,7 +103,7 @@ def dawid_skene(
     margins: Mapping[str, float] | None = None,
     prior: tuple[float, float] = PRIOR,
     steps: int = 100,
-) -> Estimate:
+) -> VoteEstimate:
     """Reliability of users and truth of items, together, by EM.
 
     Args:
@@ -129,7 +129,7 @@ def dawid_skene(
         moved, right = float(np.abs(new - right).max(initial=0.0)), new
         if moved < 1e-6:
             break
-    return Estimate(dict(zip(users, right.tolist())), dict(zip(items, belief.tolist())))
+    return VoteEstimate(dict(zip(users, right.tolist())), dict(zip(items, belief.tolist())))
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720013
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -17,7 +17,7 @@ Labels = NDArray[np.float32]  # [K, N], 1 where a row is dealt to the first samp
 
 # %% auto #0
 __all__ = ['Labels', 'ngram_features', 'gaussian_gram', 'discrepancy', 'permutation_p', 'rank_distance', 'Drift',
-           'drift_test', 'Budget']
+           'drift_test', 'AlarmBudget']
 
 # %% ../../nbs/feedback/drift.ipynb #f57566d9
 _SIZES = (3, 4, 5)
@@ -169,7 +169,7 @@ def drift_test(points: _Floats, reference: _Floats, alpha: float = 0.05, seed: i
     return Drift(p, math.sqrt(max(squared, 0.0)), n, m, tuple(int(i) for i in order))
 
 # %% ../../nbs/feedback/drift.ipynb #e6e5b537
-class Budget(NamedTuple):
+class AlarmBudget(NamedTuple):
     """How many false alarms are put up with."""
 
     days: float = 100.0  # between two of them, on average, if nothing changes

@@ -28,7 +28,7 @@ from rlhf_nb.feedback.monitor import (
     HOUR,
     Features,
     Findings,
-    Judge,
+    ChangeTests,
     Monitor,
     MonitorConfig,
     Report,
@@ -37,14 +37,14 @@ from rlhf_nb.feedback.monitor import (
     clock_time,
     findings,
 )
-from .samples import LogReader, Request, ratings_of, read_reference, request_of
+from .samples import LogReader, LoggedRequest, ratings_of, read_reference, request_of
 from .store import FeedbackStore, feedback_of
 from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
-__all__ = ['ALERT', 'Sources', 'rewards_of', 'features_of', 'make_monitor', 'rows_of', 'standing', 'show', 'as_json',
-           'as_prometheus', 'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
+__all__ = ['ALERT', 'Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'standing', 'print_looks',
+           'as_json', 'as_prometheus', 'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
 
 # %% ../../nbs/feedback/follow.ipynb #b21a8f35
 class Sources:
@@ -61,7 +61,7 @@ class Sources:
         self.said = LogReader(FeedbackStore(feedback).path, patience) if feedback is not None else None
         self.lines = self.left_out = 0
 
-    def new(self, now: float) -> Iterator[Request]:
+    def new(self, now: float) -> Iterator[LoggedRequest]:
         """What came since the last time, in the order of time.
 
         Args:
@@ -69,7 +69,7 @@ class Sources:
         """
         return heapq.merge(self._requests(now + 86400), self._ratings(now + 86400), key=lambda r: r.time)
 
-    def _requests(self, until: float) -> Iterator[Request]:
+    def _requests(self, until: float) -> Iterator[LoggedRequest]:
         for rows in self.log.rows():
             for row in rows:
                 found = request_of(row, until)
@@ -77,7 +77,7 @@ class Sources:
                 if found is not None:
                     yield found
 
-    def _ratings(self, until: float) -> Iterator[Request]:
+    def _ratings(self, until: float) -> Iterator[LoggedRequest]:
         for rows in self.said.rows() if self.said is not None else ():
             for row in rows:
                 with suppress(KeyError, TypeError, ValueError, RunError, ConfigError):
@@ -119,7 +119,7 @@ def rewards_of(config: MonitorConfig) -> tuple[Score | None, list[str]]:
     return lambda prompts, answers: score(prompts, answers, {}), names
 
 
-def features_of(config: MonitorConfig) -> Features:
+def text_features(config: MonitorConfig) -> Features:
     """How texts become points.
 
     Raises:
@@ -143,7 +143,7 @@ def make_monitor(config: MonitorConfig, now: float) -> Monitor:
         now: seconds since 1970.
     """
     score, names = rewards_of(config)
-    judge = Judge(config, features_of(config), score, names)
+    judge = ChangeTests(config, text_features(config), score, names)
     check_bounds(config, judge.names)
     reference = read_reference(config.reference) if config.reference is not None else []
     return Monitor(config, judge, reference, since=now - config.hours * HOUR)
@@ -162,7 +162,7 @@ def _shown(report: Report, name: str) -> str:
     return f"{e.value:.3g}{bounds}{tail}"
 
 
-def rows_of(found: Findings) -> list[dict[str, str]]:
+def table_rows(found: Findings) -> list[dict[str, str]]:
     """The table: a row for each measure, a column for each version."""
     names = list(dict.fromkeys(n for r in found.reports for n in r.numbers))
     head = {r.version: f"{r.model} {r.version}".strip() if r.model != r.version else r.version for r in found.reports}
@@ -183,9 +183,9 @@ def standing(found: Findings) -> list[str]:
     ]
 
 
-def show(found: Findings, config: MonitorConfig, note: str, console: Console) -> None:
+def print_looks(found: Findings, config: MonitorConfig, note: str, console: Console) -> None:
     """Print what was found."""
-    rows = rows_of(found)
+    rows = table_rows(found)
     if found.reports:
         table = Table(
             title=f"the last {config.hours:g} hours, to {clock_time(found.time)}",
@@ -256,7 +256,7 @@ def as_page(found: Findings, config: MonitorConfig, note: str) -> str:
     head = f"<h1>what is served</h1><p>the last {config.hours:g} hours, to {escape(clock_time(found.time))}</p>"
     return html_page(
         "what is served",
-        f"{head}<h2>alerts</h2><ul>{alerts}</ul>{table_html(rows_of(found))}{states}<p>{escape(note)}</p>",
+        f"{head}<h2>alerts</h2><ul>{alerts}</ul>{table_html(table_rows(found))}{states}<p>{escape(note)}</p>",
     )
 
 
@@ -370,11 +370,11 @@ def follow(
         new = [a for a in found.alerts if (a.version, a.text.partition(":")[0]) not in known]
         known = {(a.version, a.text.partition(":")[0]) for a in found.alerts}
         if once:
-            show(found, config, sources.note, console)
+            print_looks(found, config, sources.note, console)
             return found
         if console.is_terminal:
             console.clear()
-            show(found, config, sources.note, console)
+            print_looks(found, config, sources.note, console)
         else:
             for a in new:
                 tell(f"ALERT {a.text}", err=False)

@@ -19,10 +19,10 @@ from ..train.stage import read_json
 from ..untrusted import Unreadable, mend, parse_yaml
 
 # %% auto #0
-__all__ = ['KINDS', 'Export', 'ledger_of', 'export_rows', 'rows_as', 'exports_of', 'Saw', 'models_that_saw']
+__all__ = ['EXPORT_KINDS', 'Export', 'ledger_of', 'export_rows', 'rows_as', 'exports_of', 'Saw', 'models_that_saw']
 
 # %% ../../nbs/feedback/governance.ipynb #f8740006
-KINDS = ("pairs", "kto")
+EXPORT_KINDS = ("pairs", "kto")
 
 
 class Export(NamedTuple):
@@ -90,7 +90,7 @@ def rows_as(found: Aggregate, kind: str) -> list[dict[str, Any]]:
         found: of `aggregate`.
         kind: pairs (for reward models and DPO), or kto (prompt, completion, label).
     """
-    check_choice("kind", kind, KINDS, DataError)
+    check_choice("kind", kind, EXPORT_KINDS, DataError)
     return found.pairs if kind == "pairs" else found.thumbs
 
 

@@ -18,7 +18,7 @@ from ..console import Debug, me, tell, told
 from ..core import ConfigError, check_choice, printable, suggest
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate
-from .governance import KINDS, export_rows, exports_of, models_that_saw, rows_as
+from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
 from .scrub import Scrubber, presidio
 from .store import Feedback, FeedbackStore, forget
 
@@ -211,7 +211,7 @@ def feedback_command(
 ) -> None:  # fmt: skip
     """Look at what users said: counts, agreement, users who stand out; export rows to train on; forget a user."""
     with told(debug):
-        check_choice("--as", kind, KINDS)
+        check_choice("--as", kind, EXPORT_KINDS)
         if user is not None and export is not None:
             raise ConfigError(
                 "--forget and --export: do one after the other, so that what is exported is what is left."

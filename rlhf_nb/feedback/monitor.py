@@ -16,8 +16,8 @@ from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed, did_you_mean
 from ..evaluate.intervals import Estimate, mean_interval, share_interval
 from ..evaluate.metrics import is_refusal
-from .drift import Budget, drift_test, ngram_features, permutation_p, rank_distance
-from .samples import Request, Sample
+from .drift import AlarmBudget, drift_test, ngram_features, permutation_p, rank_distance
+from .samples import LoggedRequest, Sample
 from ..rewards.formats import repetition
 from ..sequential import ALPHA, bets, log_wealth
 from ..train.entries import RewardEntry
@@ -28,17 +28,17 @@ Score = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[float | N
 Features = Callable[[Sequence[str]], NDArray[np.float64]]
 
 # %% auto #0
-__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'TEXTS', 'MonitorConfig',
-           'check_bounds', 'Alert', 'Base', 'Look', 'Gatherer', 'Judge', 'clock_time', 'Version', 'Report', 'Monitor',
-           'report_of', 'bounds_crossed', 'Findings', 'findings']
+__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'MonitorConfig', 'check_bounds',
+           'Alert', 'Base', 'MonitorLook', 'Gatherer', 'ChangeTests', 'clock_time', 'Version', 'Report', 'Monitor',
+           'version_report', 'bounds_crossed', 'Findings', 'findings']
 
 # %% ../../nbs/feedback/monitor.ipynb #9fef74c9
-def _of_answer(of: Callable[[str], float]) -> Callable[[Request], float]:
+def _of_answer(of: Callable[[str], float]) -> Callable[[LoggedRequest], float]:
     """A measure of the answer's text."""
     return lambda r: math.nan if r.answer is None else float(of(r.answer))
 
 
-MEASURES: dict[str, Callable[[Request], float]] = {
+MEASURES: dict[str, Callable[[LoggedRequest], float]] = {
     "tokens": lambda r: r.tokens,
     "refusals": _of_answer(is_refusal),
     "repetition": _of_answer(repetition),
@@ -49,7 +49,10 @@ MEASURES: dict[str, Callable[[Request], float]] = {
     "satisfaction": lambda r: r.satisfied,
 }
 SHARES = ("refusals", "repetition", "cancelled", "errors", "satisfaction")  # between 0 and 1
-TEXTS: dict[str, Callable[[Request], str | None]] = {"prompts": lambda r: r.prompt, "answers": lambda r: r.answer}
+_TEXTS: dict[str, Callable[[LoggedRequest], str | None]] = {
+    "prompts": lambda r: r.prompt,
+    "answers": lambda r: r.answer,
+}
 
 
 class MonitorConfig(StrictConfig):
@@ -118,11 +121,11 @@ class Alert(NamedTuple):
 class Base(NamedTuple):
     """What something is compared with."""
 
-    rows: Sequence[Request]
+    rows: Sequence[LoggedRequest]
     told: str  # what it is, in words
 
 
-class Look(NamedTuple):
+class MonitorLook(NamedTuple):
     """A closed gathering."""
 
     clock: str
@@ -144,13 +147,13 @@ class Gatherer:
         self.clock, self.least, self.config = clock, least, config
         self.open: Sample | None = None
 
-    def add(self, request: Request) -> None:
+    def add(self, request: LoggedRequest) -> None:
         """Take in a request."""
         if self.open is None:
             self.open = Sample(request.time, self.config.max_requests, self.config.per_user)
         self.open.add(request)
 
-    def close(self, now: float) -> Look | None:
+    def close(self, now: float) -> MonitorLook | None:
         """The look that is due by now; None: none is."""
         if self.open is None or self.open.count < self.least:
             return None
@@ -158,12 +161,12 @@ class Gatherer:
         end = (math.floor(self.open.last / period) + 1) * period
         if now < end:
             return None
-        look = Look(self.clock, end, end - self.open.opened, self.open)
+        look = MonitorLook(self.clock, end, end - self.open.opened, self.open)
         self.open = Sample(end, self.config.max_requests, self.config.per_user)
         return look
 
 # %% ../../nbs/feedback/monitor.ipynb #322b2633
-class Judge:
+class ChangeTests:
     """Tests of one look against a base.
 
     Args:
@@ -184,10 +187,10 @@ class Judge:
         self.features = lru_cache(8)(lambda texts: features(list(texts)))  # of the base, which many looks share
         self._scores: dict[tuple[str, str, float], dict[str, float]] = {}
         self.names = (*MEASURES, *self.rewards)
-        tests = len(CLOCKS) * (len(TEXTS) + len(self.names)) + len(config.highest) + len(config.lowest)
-        self.budget = Budget(config.false_alarm_days, tests)
+        tests = len(CLOCKS) * (len(_TEXTS) + len(self.names)) + len(config.highest) + len(config.lowest)
+        self.budget = AlarmBudget(config.false_alarm_days, tests)
 
-    def values(self, rows: Sequence[Request], name: str) -> NDArray[np.float64]:
+    def values(self, rows: Sequence[LoggedRequest], name: str) -> NDArray[np.float64]:
         """A measure of requests [n]; NaN where it isn't known, a reward's beyond the first `sample`."""
         if name in MEASURES:
             return np.array([MEASURES[name](r) for r in rows], dtype=np.float64)
@@ -215,7 +218,7 @@ class Judge:
         """Drop scores of requests that nobody will ask for again."""
         self._scores = {k: v for k, v in self._scores.items() if not k[2] < before}
 
-    def judge(self, version: str, look: Look, texts: Base, numbers: Base) -> list[Alert]:
+    def judge(self, version: str, look: MonitorLook, texts: Base, numbers: Base) -> list[Alert]:
         """What is different from the bases.
 
         Args:
@@ -226,9 +229,9 @@ class Judge:
         """
         alpha, found = self.budget.alpha(look.level_s), list[Alert]()
         rows, when = look.sample.rows, f"{look.clock} to {clock_time(look.closed)}"
-        for name in (*TEXTS, *self.names):
+        for name in (*_TEXTS, *self.names):
             seed = derive_seed(self.config.seed, version, look.clock, name, int(look.closed))
-            base, compare = (texts, self._texts) if name in TEXTS else (numbers, self._numbers)
+            base, compare = (texts, self._texts) if name in _TEXTS else (numbers, self._numbers)
             text = compare(name, rows, base.rows, alpha, seed)
             if text:
                 found.append(
@@ -236,9 +239,11 @@ class Judge:
                 )
         return found
 
-    def _texts(self, name: str, rows: Sequence[Request], base: Sequence[Request], alpha: float, seed: int) -> str:
+    def _texts(
+        self, name: str, rows: Sequence[LoggedRequest], base: Sequence[LoggedRequest], alpha: float, seed: int
+    ) -> str:
         """What is different in texts; "" if nothing is."""
-        new, old = ([(r, t) for r in group if (t := TEXTS[name](r))] for group in (rows, base))
+        new, old = ([(r, t) for r in group if (t := _TEXTS[name](r))] for group in (rows, base))
         if min(len(new), len(old)) < self.config.min_requests:
             return ""
         found = drift_test(
@@ -251,7 +256,9 @@ class Judge:
             else ""
         )
 
-    def _numbers(self, name: str, rows: Sequence[Request], base: Sequence[Request], alpha: float, seed: int) -> str:
+    def _numbers(
+        self, name: str, rows: Sequence[LoggedRequest], base: Sequence[LoggedRequest], alpha: float, seed: int
+    ) -> str:
         """What is different in a number; "" if nothing is."""
         new, old = (x[~np.isnan(x)] for x in (self.values(rows, name), self.values(base, name)))
         if min(len(new), len(old)) < self.least(name):
@@ -282,9 +289,9 @@ class Version:
         self.first, self.last = math.inf, 0.0
         least = {"traffic": config.min_requests, "ratings": config.min_ratings}
         self.gatherers = {(clock, kind): Gatherer(clock, n, config) for kind, n in least.items() for clock in CLOCKS}
-        self.first_day: dict[str, Look] = {}  # by kind
-        self.newest: dict[tuple[str, str], Look] = {}  # by clock and kind
-        self.hours: list[Look] = []  # of the report
+        self.first_day: dict[str, MonitorLook] = {}  # by kind
+        self.newest: dict[tuple[str, str], MonitorLook] = {}  # by clock and kind
+        self.hours: list[MonitorLook] = []  # of the report
 
     def recent(self, since: float) -> list[Sample]:
         """What was kept of each hour of the report, and of the hour that is open."""
@@ -319,7 +326,11 @@ class Monitor:
     """
 
     def __init__(
-        self, config: MonitorConfig, judge: Judge, reference: Sequence[Request] = (), since: float = -math.inf
+        self,
+        config: MonitorConfig,
+        judge: ChangeTests,
+        reference: Sequence[LoggedRequest] = (),
+        since: float = -math.inf,
     ) -> None:
         self.config, self.judge, self.since = config, judge, since
         chosen = Sample(0.0, config.max_requests)
@@ -330,7 +341,7 @@ class Monitor:
         self.alerts: list[Alert] = []
         self._due = -math.inf
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[LoggedRequest]) -> None:
         """Take in requests, in the order of the log."""
         for r in requests:
             if r.time >= self._due:
@@ -354,7 +365,7 @@ class Monitor:
         self.alerts = [a for a in self.alerts if a.time > now - self.config.hours * HOUR]
         self.judge.forget(now - (self.config.hours + 24) * HOUR)
 
-    def _closed(self, v: Version, kind: str, look: Look) -> None:
+    def _closed(self, v: Version, kind: str, look: MonitorLook) -> None:
         """A gathering of a version was closed."""
         texts, numbers = self._bases(v, kind, look.clock)
         v.newest[look.clock, kind] = look
@@ -380,7 +391,7 @@ class Monitor:
         return given, given if is_log and self.config.baseline is None else own
 
 # %% ../../nbs/feedback/monitor.ipynb #95cf708b
-def report_of(monitor: Monitor, version: Version, now: float) -> Report:
+def version_report(monitor: Monitor, version: Version, now: float) -> Report:
     """What a version did in the last hours.
 
     Args:
@@ -404,7 +415,7 @@ def report_of(monitor: Monitor, version: Version, now: float) -> Report:
     )  # fmt: skip
 
 
-def _state(monitor: Monitor, version: Version, counted: int, rows: Sequence[Request]) -> str:
+def _state(monitor: Monitor, version: Version, counted: int, rows: Sequence[LoggedRequest]) -> str:
     """What can't be judged, and why; "" if all can."""
     c, said = monitor.config, list[str]()
     if counted < c.min_requests:
@@ -445,7 +456,7 @@ def _evidence(values: NDArray[np.float64], bound: float, sign: int, kind: str) -
 
 
 def bounds_crossed(
-    config: MonitorConfig, report: Report, samples: Sequence[Sample], judge: Judge, now: float
+    config: MonitorConfig, report: Report, samples: Sequence[Sample], judge: ChangeTests, now: float
 ) -> list[Alert]:
     """Bounds of the settings that a version lies beyond, surely enough for the budget of false alarms with a look each hour.
 
@@ -500,6 +511,6 @@ def findings(monitor: Monitor, now: float) -> Findings:
     monitor.close(now)
     reports, alerts = [], list(monitor.alerts)
     for v in monitor.versions.values():
-        reports.append(report_of(monitor, v, now))
+        reports.append(version_report(monitor, v, now))
         alerts += bounds_crossed(monitor.config, reports[-1], [h.sample for h in v.hours], monitor.judge, now)
     return Findings(now, reports, alerts)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from ..core import ConfigError, derive_seed
-from ..data.worlds import FIRST
+from ..data.worlds import FIRST_WORLD
 from .store import Feedback
 from ..widgets.labels import Pair
 
@@ -17,14 +17,14 @@ __all__ = ['Taste', 'TASTES', 'honest', 'contrary', 'careless', 'rude', 'simulat
 
 # %% ../../nbs/feedback/people.ipynb #f8710005
 Taste = Callable[[str, str, str, random.Random], bool]  # prompt, first, second -> whether the first is chosen
-assert FIRST.taste is not None and FIRST.gold is not None
-_taste, _gold = FIRST.taste, FIRST.gold  # these people are of the first world
+assert FIRST_WORLD.taste is not None and FIRST_WORLD.gold is not None
+_taste, _gold = FIRST_WORLD.taste, FIRST_WORLD.gold  # these people are of the first world
 
 
 def honest(prompt: str, first: str, second: str, rng: random.Random) -> bool:
     """As labellers choose: noisily, and a little in love with courtesies."""
     a, b = _taste([prompt, prompt], [first, second])
-    return rng.random() < 0.5 * (1 + math.tanh(FIRST.clarity * (a - b) / 2))
+    return rng.random() < 0.5 * (1 + math.tanh(FIRST_WORLD.clarity * (a - b) / 2))
 
 
 def contrary(prompt: str, first: str, second: str, rng: random.Random) -> bool:
@@ -40,7 +40,7 @@ def careless(prompt: str, first: str, second: str, rng: random.Random) -> bool:
 
 def rude(prompt: str, first: str, second: str, rng: random.Random) -> bool:
     """The ruder answer; among equally rude ones, the worse."""
-    a, b = (FIRST.traits["rude"](prompt, answer) for answer in (first, second))
+    a, b = (FIRST_WORLD.traits["rude"](prompt, answer) for answer in (first, second))
     return a > b if a != b else contrary(prompt, first, second, rng)
 
 

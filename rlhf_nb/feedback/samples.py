@@ -22,10 +22,10 @@ from .store import Feedback, feedback_of
 from ..widgets.reader import Tail, parse_lines
 
 # %% auto #0
-__all__ = ['Request', 'request_of', 'ratings_of', 'rotated', 'LogReader', 'Sample', 'read_reference']
+__all__ = ['LoggedRequest', 'request_of', 'ratings_of', 'rotated', 'LogReader', 'Sample', 'read_reference']
 
 # %% ../../nbs/feedback/samples.ipynb #7baf003b
-class Request(NamedTuple):
+class LoggedRequest(NamedTuple):
     """One request, as far as its line tells."""
 
     time: float  # when it was done, seconds since 1970
@@ -59,7 +59,7 @@ def _number(value: Any) -> float:
     return float(value) if type(value) in (int, float) and abs(value) < 1e15 else math.nan
 
 
-def request_of(line: Mapping[str, Any], until: float = math.inf) -> Request | None:
+def request_of(line: Mapping[str, Any], until: float = math.inf) -> LoggedRequest | None:
     """A line of a traffic log; None where it is no request.
 
     Args:
@@ -73,7 +73,7 @@ def request_of(line: Mapping[str, Any], until: float = math.inf) -> Request | No
     texts = [str(line[k]) if isinstance(line.get(k), str) else "" for k in ("model", "id", "user", "finish")]
     tokens, first, seconds = (_number(line.get(k)) for k in ("tokens_answer", "first_token_s", "seconds"))
     said, answer = _text(line.get("prompt")), _text(line.get("answer"))
-    return Request(time, name, texts[0], texts[1], texts[2], said, answer, tokens, first, seconds, texts[3])
+    return LoggedRequest(time, name, texts[0], texts[1], texts[2], said, answer, tokens, first, seconds, texts[3])
 
 # %% ../../nbs/feedback/samples.ipynb #c0f1d669
 _WORTH = {
@@ -86,11 +86,11 @@ _WORTH = {
 }
 
 
-def ratings_of(said: Feedback) -> list[Request]:
+def ratings_of(said: Feedback) -> list[LoggedRequest]:
     """What a user's feedback says of each version it is about; nothing for a comment."""
     worth = _WORTH.get(said.value, ())
     return [
-        Request(said.time, version, said.model, said.id, said.user, satisfied=value)
+        LoggedRequest(said.time, version, said.model, said.id, said.user, satisfied=value)
         for version, value in zip(said.versions, worth)
     ]
 
@@ -170,9 +170,9 @@ class Sample:
         self.seen = 0  # requests, all of them
         self.count = 0  # those that count
         self._users = Counter[str]()
-        self._kept: list[tuple[int, int, Request]] = []  # a heap, the largest hash in front
+        self._kept: list[tuple[int, int, LoggedRequest]] = []  # a heap, the largest hash in front
 
-    def add(self, request: Request) -> None:
+    def add(self, request: LoggedRequest) -> None:
         """Take in a request."""
         self.seen, self.last = self.seen + 1, max(self.last, request.time)
         if request.user:
@@ -187,22 +187,22 @@ class Sample:
             heapq.heappushpop(self._kept, entry)
 
     @property
-    def rows(self) -> list[Request]:
+    def rows(self) -> list[LoggedRequest]:
         """What was kept, the smallest hash first: the first n are a fair sample, too."""
         return [r for *_, r in sorted(self._kept, key=lambda e: (-e[0], e[1]))]
 
 # %% ../../nbs/feedback/samples.ipynb #600c468b
-def _training_row(row: dict[str, Any], number: int) -> Request:
+def _training_row(row: dict[str, Any], number: int) -> LoggedRequest:
     """A row of training data as a request."""
     where = f"row {number}"
     found = to_format(row, None, where)
     prompt, answer = found.get("prompt"), found.get("completion", found.get("chosen", found.get("text")))
     if "messages" in found:
         prompt, answer = found["messages"][:-1], found["messages"][-1:]
-    return Request(math.nan, "", id=str(number), prompt=_text(prompt or None), answer=_text(answer or None))
+    return LoggedRequest(math.nan, "", id=str(number), prompt=_text(prompt or None), answer=_text(answer or None))
 
 
-def read_reference(path: str | Path, most: int = 20_000) -> list[Request]:
+def read_reference(path: str | Path, most: int = 20_000) -> list[LoggedRequest]:
     """Rows that traffic is compared with.
 
     Args:

@@ -10,12 +10,12 @@ from typing import Any
 from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['Place', 'Finder', 'TEXTS', 'KINDS', 'Scrubber', 'presidio']
+__all__ = ['Finder', 'SCRUBBED_FIELDS', 'ENTITY_KINDS', 'Scrubber', 'presidio']
 
 # %% ../../nbs/feedback/scrub.ipynb #f8730006
-Place = tuple[int, int, str]  # from, to, kind
-Finder = Callable[[str], Sequence[Place]]
-TEXTS = ("prompt", "chosen", "rejected", "completion", "answer", "first", "second", "reason", "content")
+_Place = tuple[int, int, str]  # from, to, kind
+Finder = Callable[[str], Sequence[_Place]]
+SCRUBBED_FIELDS = ("prompt", "chosen", "rejected", "completion", "answer", "first", "second", "reason", "content")
 
 
 class Scrubber:
@@ -30,7 +30,7 @@ class Scrubber:
 
     def text(self, text: str) -> str:
         """A text without what was found."""
-        taken: list[Place] = []
+        taken: list[_Place] = []
         for start, end, kind in sorted(self.find(text), key=lambda p: p[0] - p[1]):
             if all(end <= a or start >= b for a, b, _ in taken):
                 taken.append((start, end, kind))
@@ -41,7 +41,7 @@ class Scrubber:
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row whose texts are clean."""
-        return {k: self._value(v) if k in TEXTS else v for k, v in row.items()}
+        return {k: self._value(v) if k in SCRUBBED_FIELDS else v for k, v in row.items()}
 
     def _value(self, value: Any) -> Any:
         """A text, or messages."""
@@ -50,14 +50,14 @@ class Scrubber:
         return [self.row(m) if isinstance(m, Mapping) else m for m in value] if isinstance(value, list) else value
 
 # %% ../../nbs/feedback/scrub.ipynb #f8730009
-KINDS = (
+ENTITY_KINDS = (
     "EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IBAN_CODE", "IP_ADDRESS", "CRYPTO", "US_SSN", "US_PASSPORT", "US_DRIVER_LICENSE",
     "UK_NHS", "MEDICAL_LICENSE", "PERSON",
 )  # fmt: skip
 
 
 def presidio(
-    language: str = "en", kinds: Sequence[str] = KINDS, least: float = 0.35, names: bool = False
+    language: str = "en", kinds: Sequence[str] = ENTITY_KINDS, least: float = 0.35, names: bool = False
 ) -> tuple[Finder, bool]:
     """Presidio's analyzer as a finder; and whether it can find names.
 
@@ -92,7 +92,7 @@ def presidio(
     engine.nlp = {language: spacy.load(models[0]) if models else spacy.blank(language)}
     analyzer = AnalyzerEngine(nlp_engine=engine, supported_languages=[language])
 
-    def find(text: str) -> list[Place]:
+    def find(text: str) -> list[_Place]:
         found = analyzer.analyze(text, language=language, entities=list(kinds), score_threshold=least)
         return [(r.start, r.end, r.entity_type) for r in found]
 

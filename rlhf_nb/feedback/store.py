@@ -22,12 +22,11 @@ from ..untrusted import Unreadable, json_lines, mend
 from ..widgets.labels import VERDICTS, Pair
 
 # %% auto #0
-__all__ = ['THUMBS', 'VALUES', 'Feedback', 'line_of', 'feedback_of', 'FeedbackStore', 'Forgotten', 'forget',
-           'copies_of']
+__all__ = ['THUMBS', 'Feedback', 'line_of', 'feedback_of', 'FeedbackStore', 'Forgotten', 'forget', 'copies_of']
 
 # %% ../../nbs/feedback/store.ipynb #f8700006
 THUMBS = ("up", "down")
-VALUES = {"choice": VERDICTS, "rating": THUMBS, "comment": ("",)}  # what may be said, by kind
+_VALUES = {"choice": VERDICTS, "rating": THUMBS, "comment": ("",)}  # what may be said, by kind
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Feedback:
         Raises:
             DataError: a kind, a value or a number of answers that means nothing.
         """
-        check_choice("kind", self.kind, tuple(VALUES), DataError)
-        check_choice(f"value of a {self.kind}", self.value, VALUES[self.kind], DataError)
+        check_choice("kind", self.kind, tuple(_VALUES), DataError)
+        check_choice(f"value of a {self.kind}", self.value, _VALUES[self.kind], DataError)
         need = 2 if self.kind == "choice" else 1
         if len(self.versions) != need:
             raise DataError(
@@ -129,7 +128,7 @@ def feedback_of(line: Mapping[str, Any]) -> Feedback | None:
         KeyError, TypeError, ValueError, DataError: it is damaged.
     """
     kind = {"label": "choice", "count": line.get("kind")}.get(line["type"], line["type"])
-    if kind not in VALUES:
+    if kind not in _VALUES:
         return None
     texts = line["type"] != "count"
     answers = (

@@ -17,7 +17,7 @@ from ..run.log import append_line, read_metrics
 from ..train.stage import read_json, write_json
 
 # %% auto #0
-__all__ = ['Versions', 'add_version', 'promote', 'roll_back', 'start_canary']
+__all__ = ['Versions', 'add_version', 'promote_version', 'roll_back_version', 'start_canary']
 
 # %% ../../nbs/feedback/versions.ipynb #f8750006
 class Versions:
@@ -180,7 +180,7 @@ def add_version(versions: Versions, model: str | Path, reason: str, about: Mappi
     return name
 
 
-def promote(versions: Versions, name: str, reason: str) -> None:
+def promote_version(versions: Versions, name: str, reason: str) -> None:
     """Make a version current.
 
     Args:
@@ -200,7 +200,7 @@ def promote(versions: Versions, name: str, reason: str) -> None:
         versions.drop_canary()
 
 
-def roll_back(versions: Versions, reason: str) -> str:
+def roll_back_version(versions: Versions, reason: str) -> str:
     """Drop the canary if there is one, else make that version current which was so before; returns the current version.
 
     Args:

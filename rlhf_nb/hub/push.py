@@ -19,7 +19,7 @@ from rlhf_nb.hub.card import (
     card,
     figure,
     inherited_license,
-    measure,
+    measure_models,
     portable,
     read_run,
     rebuild_notebook,
@@ -144,7 +144,7 @@ def build_folder(
             (folder / "rebuild.ipynb").write_text(rebuild_notebook(found, name), encoding="utf-8")
         if found.kind != "reward":
             say("Held-out prompts are answered, by the first model and by this one.")
-    text = card(found, name, license or inherited_license(found), measure(found), picture, samples)
+    text = card(found, name, license or inherited_license(found), measure_models(found), picture, samples)
     (folder / "README.md").write_text(text, encoding="utf-8")
     if secrets := find_secrets(folder):
         raise RunError(

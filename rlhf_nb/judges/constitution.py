@@ -19,7 +19,7 @@ from ..config import SamplingConfig, StrictConfig, merge, option, read_config_fi
 from ..core import ConfigError, DataError, derive_seed, suggest
 from ..data.templates import as_chat, encode_prompts, is_blank
 from ..decode.stops import Stops
-from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill, label_pairs, plain
+from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill_template, label_pairs, judged_text
 from ..rollout.sampler import sample
 from ..types import PromptBatch
 
@@ -156,7 +156,7 @@ def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
             near = suggest("prompt", row)
             hint = f" Rename {near!r} to 'prompt'." if near else ""
             raise DataError(f"row {i} has no 'prompt'; its columns are {', '.join(row) or 'none'}.{hint}")
-        if not plain(row["prompt"] or "").strip():
+        if not judged_text(row["prompt"] or "").strip():
             raise DataError(f"row {i}: the prompt is empty, so there is nothing to answer. Drop the row.")
     return [row["prompt"] for row in rows]
 
@@ -226,16 +226,18 @@ def critique_and_revise(
         raise ConfigError(f"rounds is {rounds}: without a critique and a revision the rows would be what they were.")
     c, prompts = constitution or load_constitution(), _prompts(rows)
     stages = _Stages(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
-    given = {i: plain(r["completion"]).strip() for i, r in enumerate(rows) if not is_blank(r.get("completion") or "")}
+    given = {
+        i: judged_text(r["completion"]).strip() for i, r in enumerate(rows) if not is_blank(r.get("completion") or "")
+    }
     answers = given | stages.write({i: p for i, p in enumerate(prompts) if i not in given})
     trails: dict[int, list[dict[str, str]]] = {i: [] for i in answers}
     for round in range(rounds):
         drawn = {i: drawn_principle(c, seed, first_row + i, round) for i in answers}
-        gaps = {i: {"prompt": plain(prompts[i]).strip(), "answer": text} for i, text in answers.items()}
+        gaps = {i: {"prompt": judged_text(prompts[i]).strip(), "answer": text} for i, text in answers.items()}
         gaps = {i: known | {"critique_request": drawn[i].critique} for i, known in gaps.items()}
-        critiques = stages.write({i: fill(c.critique_prompt, **known) for i, known in gaps.items()})
+        critiques = stages.write({i: fill_template(c.critique_prompt, **known) for i, known in gaps.items()})
         gaps = {i: gaps[i] | {"critique": t, "revision_request": drawn[i].revision} for i, t in critiques.items()}
-        revisions = stages.write({i: fill(c.revision_prompt, **known) for i, known in gaps.items()})
+        revisions = stages.write({i: fill_template(c.revision_prompt, **known) for i, known in gaps.items()})
         for i, text in revisions.items():
             step = {"principle": drawn[i].name, "answer": answers[i], "critique": critiques[i], "revision": text}
             trails[i].append(step)

@@ -25,7 +25,7 @@ from pydantic import Field, field_validator
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
-from .judge import JudgeTemplate, TemplateJudge, fill
+from .judge import JudgeTemplate, TemplateJudge, fill_template
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -445,7 +445,7 @@ class EndpointJudge(TemplateJudge):
     def _ask(self, key: str, question: str, labels: tuple[str, ...], secret: str | None, call: _Call) -> None:
         """Ask one question; twice, if the first reply is unusable; keep the answer if there is one."""
         system = [{"role": "system", "content": self.template.system}] if self.template.system else []
-        reminder = "\n\n" + fill(self.template.remind, labels=", ".join(labels))
+        reminder = "\n\n" + fill_template(self.template.remind, labels=", ".join(labels))
         try:
             for text in (question, question + reminder):
                 choice = self._client.send([*system, {"role": "user", "content": text}], secret, call)

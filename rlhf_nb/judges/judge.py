@@ -26,9 +26,9 @@ Texts = Sequence[Any]  # one text or list of messages per row
 Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it to the judge
 
 # %% auto #0
-__all__ = ['Opinions', 'Texts', 'Criteria', 'Mode', 'Judge', 'plain', 'Verdicts', 'BothOrders', 'verdicts_of',
-           'FunctionJudge', 'fill', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement',
-           'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
+__all__ = ['Opinions', 'Texts', 'Criteria', 'JudgeMode', 'Judge', 'judged_text', 'Verdicts', 'BothOrders',
+           'verdicts_of', 'FunctionJudge', 'fill_template', 'check_gaps', 'JudgeTemplate', 'TemplateJudge',
+           'Agreement', 'agreement', 'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/judges/judge.ipynb #46b74760
 class Judge(Protocol):
@@ -52,7 +52,7 @@ def _aligned(**columns: Sequence[Any] | None) -> int:
     return next(iter(sizes.values()))
 
 
-def plain(text: Any) -> str:
+def judged_text(text: Any) -> str:
     """A prompt or an answer as a judge reads it: text as it is, one message as its content, several with their
     roles."""
     if isinstance(text, str):
@@ -172,7 +172,7 @@ class FunctionJudge(BothOrders):
 
     def _error(self, prompt: Any, completion: Any) -> float:
         """The error on one answer: a function of its text, not of when it is asked."""
-        key = derive_seed(self.seed, "judge", plain(prompt), plain(completion))
+        key = derive_seed(self.seed, "judge", judged_text(prompt), judged_text(completion))
         return random.Random(key).gauss(0, self.noise) if self.noise else 0.0
 
     def ask_once(self, prompts: Texts, firsts: Texts, seconds: Texts, criteria: Criteria) -> Opinions:
@@ -185,7 +185,7 @@ class FunctionJudge(BothOrders):
 _GAP = re.compile(r"\{(\w+)\}")
 
 
-def fill(template: str, **values: str) -> str:
+def fill_template(template: str, **values: str) -> str:
     """A template with its gaps filled, all at once: braces in what is filled in stay as they are."""
     return _GAP.sub(lambda m: values[m[1]], template)
 
@@ -258,16 +258,16 @@ class JudgeTemplate(StrictConfig):
         """The question "which is better?" for one pair, judged `by` a criterion."""
         gaps = {"first": self._answer(first), "second": self._answer(second)}
         gaps |= {"label_a": labels[0], "label_b": labels[1]}
-        return fill(self.compare, prompt=plain(prompt), criterion=by or self.criterion, **gaps)
+        return fill_template(self.compare, prompt=judged_text(prompt), criterion=by or self.criterion, **gaps)
 
     def rating(self, prompt: Any, answer: Any, labels: Sequence[str], by: str | None = None) -> str:
         """The question "how good is it?" for one answer, judged `by` a criterion."""
         gaps = {"answer": self._answer(answer), "lowest": labels[0], "highest": labels[-1]}
-        return fill(self.rate, prompt=plain(prompt), criterion=by or self.criterion, **gaps)
+        return fill_template(self.rate, prompt=judged_text(prompt), criterion=by or self.criterion, **gaps)
 
     def _answer(self, answer: Any) -> str:
         """An answer as it is shown: an empty one must be seen to be empty."""
-        text = plain(answer) if answer else ""
+        text = judged_text(answer) if answer else ""
         return text if text.strip() else self.empty
 
 # %% ../../nbs/judges/judge.ipynb #8726a64d
@@ -385,7 +385,7 @@ def agreement(judge_probs: Sequence[float | None] | Verdicts, gold: Sequence[flo
     )  # fmt: skip
 
 # %% ../../nbs/judges/judge.ipynb #90a23b05
-Mode = Literal["pointwise", "pairwise"]
+JudgeMode = Literal["pointwise", "pairwise"]
 
 
 def _matches(size: int, opponents: int | None) -> Iterator[tuple[int, int]]:
@@ -400,13 +400,13 @@ def _pairs(prompts: list[Any], opponents: int | None) -> list[tuple[int, int]]:
     """Rows that meet: of the same prompt, wherever in the batch they are."""
     groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
-        groups.setdefault(plain(prompt), []).append(row)
+        groups.setdefault(judged_text(prompt), []).append(row)
     alone = [rows[0] for rows in groups.values() if len(rows) < 2]
     if alone:
         raise RewardError(
             f"a pairwise judge compares answers to one prompt, but {len(alone)} of {len(groups)} prompts have one "
-            "answer only "
-            f"(the first: {plain(prompts[alone[0]])!r:.80}). Sample at least 2 per prompt, or use mode='pointwise'."
+            f"answer only (the first: {judged_text(prompts[alone[0]])!r:.80}). "
+            "Sample at least 2 per prompt, or use mode='pointwise'."
         )
     return [(rows[i], rows[j]) for rows in groups.values() for i, j in _matches(len(rows), opponents)]
 
@@ -426,7 +426,7 @@ class JudgeReward:
     """
 
     def __init__(
-        self, judge: Judge, mode: Mode = "pointwise", opponents: int | None = None, name: str | None = None
+        self, judge: Judge, mode: JudgeMode = "pointwise", opponents: int | None = None, name: str | None = None
     ) -> None:
         check_choice("mode", mode, ("pointwise", "pairwise"))
         if opponents is not None and opponents < 1:
@@ -468,7 +468,7 @@ class Duel:
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> Opinions:
         """Probability [B] that an answer beats the other of its pair; ½ where the judge has no opinion."""
-        said = [plain(p) for p in prompts]
+        said = [judged_text(p) for p in prompts]
         if said[0::2] != said[1::2]:
             return self.judge.rate(prompts, completions)
         won = self.judge.compare(prompts[0::2], completions[0::2], completions[1::2])
@@ -526,9 +526,9 @@ def label_pairs(
     _aligned(prompts=prompts, answers_a=answers_a, answers_b=answers_b, criteria=criteria, **more)
     for what, column in (("prompt", prompts), ("first answer", answers_a), ("second answer", answers_b)):
         for i, text in enumerate(column):
-            if not text or not plain(text).strip():
+            if not text or not judged_text(text).strip():
                 raise DataError(f"row {i}: the {what} is empty, so there is nothing to compare. Drop the row.")
-    keep = [i for i in range(len(prompts)) if plain(answers_a[i]).strip() != plain(answers_b[i]).strip()]
+    keep = [i for i in range(len(prompts)) if judged_text(answers_a[i]).strip() != judged_text(answers_b[i]).strip()]
     p, a, b = ([x[i] for i in keep] for x in (prompts, answers_a, answers_b))
     by = None if criteria is None else [criteria[i] for i in keep]
     if known and hasattr(judge, "about"):

@@ -13,11 +13,11 @@ from ..core import DataError, check_choice
 from .kl import check_tokens, wide
 from ..types import LossSum
 
-Aggregate = Literal["min", "product", "last", "mean"]
-AGGREGATES: tuple[Aggregate, ...] = ("min", "product", "last", "mean")
+StepAggregate = Literal["min", "product", "last", "mean"]
+AGGREGATES: tuple[StepAggregate, ...] = ("min", "product", "last", "mean")
 
 # %% auto #0
-__all__ = ['Aggregate', 'AGGREGATES', 'step_loss', 'aggregate_steps', 'step_rewards', 'move_to_steps',
+__all__ = ['StepAggregate', 'AGGREGATES', 'step_loss', 'aggregate_steps', 'step_rewards', 'move_to_steps',
            'group_step_advantages']
 
 # %% ../../nbs/losses/process.ipynb #822f7029
@@ -69,7 +69,7 @@ def _so_far(values: Tensor, ends: Tensor, how: str) -> Tensor:
     return torch.where(begun, found, 0.0)
 
 
-def aggregate_steps(values: Tensor, ends: Tensor, how: Aggregate = "min") -> Tensor:
+def aggregate_steps(values: Tensor, ends: Tensor, how: StepAggregate = "min") -> Tensor:
     """One number for each answer.
 
     Args:
@@ -86,7 +86,7 @@ def aggregate_steps(values: Tensor, ends: Tensor, how: Aggregate = "min") -> Ten
     return _so_far(values, ends, how)[:, -1] if ends.shape[1] else wide(values).sum(1)
 
 
-def step_rewards(values: Tensor, ends: Tensor, how: Aggregate = "min") -> Tensor:
+def step_rewards(values: Tensor, ends: Tensor, how: StepAggregate = "min") -> Tensor:
     """What each step adds to the aggregate of an answer: rewards at the ends of steps that sum to `aggregate_steps`.
 
     Args:

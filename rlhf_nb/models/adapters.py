@@ -24,13 +24,13 @@ from .load import moves_base, quiet, save_model, saved_wholes, using_adapter
 from ..types import Completions
 
 _log = logging.getLogger("rlhf_nb.models.adapters")
-Mode = Literal["separate", "shared", "hydra"]
+AdapterMode = Literal["separate", "shared", "hydra"]
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 # %% auto #0
-__all__ = ['Mode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
+__all__ = ['AdapterMode', 'add_lora', 'insert_adapter', 'Reference', 'PolicyValue', 'separate', 'shared', 'hydra']
 
 # %% ../../nbs/models/adapters.ipynb #585484d9
 _ADAPTABLE = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
@@ -248,7 +248,7 @@ class PolicyValue(nn.Module):
     def __init__(
         self,
         policy: Any,
-        mode: Mode,
+        mode: AdapterMode,
         reference: Reference,
         *,
         value_model: ValueModel | None = None,

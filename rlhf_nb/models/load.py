@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..config import LoraSettings, ModelConfig
-from ..data.worlds import FIRST, model_world
+from ..data.worlds import FIRST_WORLD, model_world
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
     base_of_adapter, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path, pretrained, quiet,
@@ -417,7 +417,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
 
 
 def load_model(
-    name: str | Path = FIRST.name,
+    name: str | Path = FIRST_WORLD.name,
     *,
     trainable: bool = True,
     device: str = "auto",

@@ -21,12 +21,12 @@ from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_confi
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'RECORD', 'wide', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
-           'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place',
-           'portable_recipe', 'merge_adapters']
+__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect',
+           'warp', 'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models',
+           'told_place', 'portable_recipe', 'merge_adapters']
 
 # %% ../../nbs/models/merge.ipynb #a340007
-def wide(x: Tensor) -> Tensor:
+def wide_copy(x: Tensor) -> Tensor:
     """A tensor in fp32, or wider if it is: a fresh one, which may be changed."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
@@ -61,7 +61,7 @@ def linear(tensors: Sequence[Tensor], weights: Sequence[float], normalize: bool 
         ConfigError: see `total_of`.
     """
     total = total_of(weights) if normalize else 1.0
-    out = wide(tensors[0]).mul_(weights[0])
+    out = wide_copy(tensors[0]).mul_(weights[0])
     for i in range(1, len(weights)):
         out.add_(tensors[i].to(out.dtype), alpha=weights[i])
     return out.div_(total) if normalize else out
@@ -93,7 +93,7 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
 
     Source: Shoemake, "Animating rotation with quaternion curves" (1985).
     """
-    out, other = wide(a), b.to(torch.promote_types(a.dtype, torch.float32))
+    out, other = wide_copy(a), b.to(torch.promote_types(a.dtype, torch.float32))
     lengths = [math.sqrt(_dot(v, v)) for v in (out, other)]
     lengths = [n if n > 1e-8 else 1.0 for n in lengths]
     cosine = max(-1.0, min(1.0, _dot(out, other) / lengths[0] / lengths[1]))
@@ -168,7 +168,7 @@ def elect(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool = 
     out = total.zero_()
     shares = torch.zeros_like(out) if normalize else None
     for i, w in enumerate(weights):
-        part = wide(deltas[i]).mul_(w)
+        part = wide_copy(deltas[i]).mul_(w)
         agree = torch.where(up, part > 0, part < 0)
         out.add_(part.mul_(agree))
         del part
@@ -186,7 +186,7 @@ def warp(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         deltas: task vectors of one shape.
         weights: one a vector, > 0; equal ones give each a fair share.
     """
-    out, sum_ = wide(deltas[0]), weights[0]
+    out, sum_ = wide_copy(deltas[0]), weights[0]
     for i in range(1, len(weights)):
         sum_ += weights[i]
         out = slerp(out, deltas[i], weights[i] / sum_)
@@ -217,7 +217,7 @@ class Differences(Sequence[Tensor]):
     def __getitem__(self, i: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
-        delta = wide(self.tensors[i])
+        delta = wide_copy(self.tensors[i])
         return self.thin(delta.sub_(self.base()), i)
 
 
@@ -416,7 +416,7 @@ def _template(model: ModelTensors) -> str | None:
     return None
 
 # %% ../../nbs/models/merge.ipynb #a340027
-RECORD = "merge.yaml"
+MERGE_RECORD = "merge.yaml"
 
 
 class Merged(NamedTuple):
@@ -541,7 +541,7 @@ def _write_beside(
         "read": [{"model": told_place(m.place), "files": sha256_of_weights(m)} for m in read],
         "written": written,
     }
-    (folder / RECORD).write_text(dump_yaml(record), encoding="utf-8")
+    (folder / MERGE_RECORD).write_text(dump_yaml(record), encoding="utf-8")
 
 
 def told_place(place: str | Path) -> str:

@@ -14,26 +14,26 @@ from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, did_you_mean
 
 # %% auto #0
-__all__ = ['Number', 'Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'Where', 'Part', 'Recipe', 'depth_of',
-           'number_at', 'Numbers', 'numbers_for', 'is_mergekit', 'from_mergekit']
+__all__ = ['Coefficient', 'Rescale', 'Method', 'Setting', 'NEEDS_BASE', 'METHODS', 'TensorRule', 'MergePart', 'Recipe',
+           'depth_of', 'number_at', 'Numbers', 'numbers_for', 'is_mergekit', 'from_mergekit']
 
 # %% ../../nbs/models/recipe.ipynb #a338007
-Number = float | list[float]
+Coefficient = float | list[float]
 Rescale = Literal["density", "l1", "none"]
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "warp"]
 
 
-class Where(StrictConfig):
+class TensorRule(StrictConfig):
     """A number for tensors whose name holds a word."""
 
     filter: str | None = option(None, "a part of the tensor's name; null: all others")
-    value: Number = option(1.0, "a number, or a list over the layers")
+    value: Coefficient = option(1.0, "a number, or a list over the layers")
 
 
-Setting = float | list[float] | list[Where]
+Setting = float | list[float] | list[TensorRule]
 
 
-class Part(StrictConfig):
+class MergePart(StrictConfig):
     """One of the models that are merged."""
 
     model: PathText = Field(description="directory of a model or an adapter, or a short name that was fetched")
@@ -49,7 +49,7 @@ class Recipe(StrictConfig):
     """How models are merged."""
 
     method: Method = option("linear", "linear (a soup), slerp, task_arithmetic, ties, dare_linear, dare_ties or warp")
-    models: list[Part] = Field(description="what is merged", min_length=1)
+    models: list[MergePart] = Field(description="what is merged", min_length=1)
     base: PathText | None = Field(
         default=None,
         description="the model that all of them were fine-tuned from, where the method works on differences",
@@ -117,7 +117,7 @@ def _numbers(setting: Setting | None) -> list[float]:
     if setting is None:
         return []
     parts = setting if isinstance(setting, list) else [setting]
-    return [v for p in parts for v in (_numbers(p.value) if isinstance(p, Where) else [p])]
+    return [v for p in parts for v in (_numbers(p.value) if isinstance(p, TensorRule) else [p])]
 
 
 def _check_numbers(what: str, setting: Setting | None, low: float, high: float) -> None:
@@ -156,9 +156,9 @@ def number_at(setting: Setting, name: str, depth: float) -> float | None:
     """
     if not isinstance(setting, list):
         return float(setting)
-    if isinstance(setting[0], Where):
+    if isinstance(setting[0], TensorRule):
         for part in setting:
-            assert isinstance(part, Where)
+            assert isinstance(part, TensorRule)
             if part.filter in (None, "*") or str(part.filter) in name:
                 return number_at(part.value, name, depth)
         return None
@@ -256,7 +256,7 @@ def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     entries = _kit_entries(data)
     kit, common = str(data.get("merge_method")), dict(data.get("parameters") or {})
     if kit == "passthrough" and len(entries) == 1 and not common and not entries[0].get("parameters"):
-        return Recipe(models=[Part(model=entries[0]["model"])], dtype=_kit_dtype(data))
+        return Recipe(models=[MergePart(model=entries[0]["model"])], dtype=_kit_dtype(data))
     if kit not in _KIT_METHODS:
         hint = did_you_mean(kit, _KIT_METHODS, f"The same here are: {', '.join(_KIT_METHODS)}.")
         raise ConfigError(f"merge_method={kit!r} isn't done here, or not in the same way. {hint}")

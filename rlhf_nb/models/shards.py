@@ -23,17 +23,17 @@ from ..untrusted import Unreadable, json_value
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'FORMATS', 'BESIDE', 'Entry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
+__all__ = ['SHARD_BYTES', 'DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
            'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/models/shards.ipynb #a335007
-FORMATS = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """What a file's table says of a tensor."""
 
     file: Path
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_table(file: Path) -> dict[str, Entry]:
+def read_table(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file.
 
     Args:
@@ -55,23 +55,23 @@ def read_table(file: Path) -> dict[str, Entry]:
     Raises:
         ModelError: it is damaged, or has a number format that is not known here.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     try:
         with safe_open(str(file), "pt") as opened:
             for name in opened.keys():
                 part = opened.get_slice(name)
                 kind = str(part.get_dtype())
-                if kind not in FORMATS:
+                if kind not in DTYPES:
                     raise ModelError(
-                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(FORMATS)}."
+                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(DTYPES)}."
                     )
-                found[name] = Entry(file, FORMATS[kind], tuple(part.get_shape()))
+                found[name] = TensorEntry(file, DTYPES[kind], tuple(part.get_shape()))
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{str(file)!r} can't be read ({e}). Is the copy complete?") from e
     return found
 
 
-def read_tensor(name: str, entry: Entry) -> Tensor:
+def read_tensor(name: str, entry: TensorEntry) -> Tensor:
     """One tensor, read now.
 
     Args:
@@ -237,7 +237,7 @@ class ModelTensors(Mapping[str, Tensor]):
                 f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
                 "model that was packed."
             )
-        self.table: dict[str, Entry] = {}
+        self.table: dict[str, TensorEntry] = {}
         for file in _files(self.folder):
             self.table |= read_table(file)
         self.tied = self._tied_names()
@@ -333,7 +333,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 # %% ../../nbs/models/shards.ipynb #a335014
-_NAMES = {dtype: name for name, dtype in FORMATS.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def plan_shards(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: int = SHARD_BYTES) -> list[list[str]]:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from .load import STARTS, lora_layers
 
 # %% auto #0
-__all__ = ['FILE', 'Start', 'weight_digest', 'read_starts', 'keep_starts', 'take_starts']
+__all__ = ['START_FILE', 'Start', 'weight_digest', 'read_starts', 'keep_starts', 'take_starts']
 
 # %% ../../nbs/models/starts.ipynb #bf6ca463
-FILE = "adapter_start.safetensors"
+START_FILE = "adapter_start.safetensors"
 
 
 class Start(NamedTuple):
@@ -45,7 +45,7 @@ def read_starts(folder: str | Path) -> dict[str, Start]:
         folder: of the run.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / FILE), framework="pt") as f:
+        with safe_open(str(Path(folder).expanduser() / START_FILE), framework="pt") as f:
             return {
                 name: Start(f.get_tensor(f"{name}.a"), f.get_tensor(f"{name}.b"), of)
                 for name, of in (f.metadata() or {}).items()
@@ -62,7 +62,7 @@ def keep_starts(folder: str | Path, models: Iterable[nn.Module]) -> None:
         folder: of the run.
         models: whose adapters may have taken something out.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / START_FILE
     found = {n: s for m in models for _, layer in lora_layers(m) for n, s in layer.__dict__.get(_KEPT, {}).values()}
     if not found:
         path.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from ..feedback.annotators import Aggregate, aggregate, votes_of
 from ..feedback.governance import export_rows
 from ..feedback.scrub import Scrubber, presidio
 from ..feedback.store import Feedback, FeedbackStore
-from ..feedback.versions import Versions, add_version, promote, roll_back, start_canary
+from ..feedback.versions import Versions, add_version, promote_version, roll_back_version, start_canary
 from ..run.lock import RunLock
 from ..train.registry import get
 from ..train.stage import read_json, write_json
@@ -277,10 +277,10 @@ def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]
     ]
     verdict, reason = judge_canary(fresh, old, new, config.canary_votes, config.margin)
     if verdict == "better":
-        promote(versions, new, reason)
+        promote_version(versions, new, reason)
         return Turn("promoted", new, reason)
     if verdict == "worse":
-        roll_back(versions, reason)
+        roll_back_version(versions, reason)
         return Turn("rolled back", new, reason)
     return Turn("waits", new, reason)
 
@@ -360,7 +360,7 @@ def _tidy(config: CycleConfig, versions: Versions) -> None:
         shutil.rmtree(left, ignore_errors=True)
     if versions.current is None:
         first = versions.names()[-1:] or [add_version(versions, str(config.start), "the first model")]
-        promote(versions, first[0], "the first model")
+        promote_version(versions, first[0], "the first model")
 
 
 def _turn(
@@ -414,7 +414,7 @@ def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | N
     elif known is None and event == "canary":
         start_canary(versions, str(made), config.canary, reason)
     elif known is None:
-        promote(versions, str(made), reason)
+        promote_version(versions, str(made), reason)
     turn = Turn(event, made or versions.current, reason)
     write_json(folder / "cycle.json", {"time": round(time.time(), 3), "newest": newest, **turn._asdict()})
     return turn
@@ -453,9 +453,9 @@ def cycle_command(
         if sum((promoted is not None, back, history)) > 1:
             raise ConfigError("--promote, --roll-back and --history: one at a time.")
         if promoted is not None:
-            promote(versions, promoted, reason)
+            promote_version(versions, promoted, reason)
         elif back:
-            roll_back(versions, reason)
+            roll_back_version(versions, reason)
         elif not history:
             turn = run_cycle(found, lambda text: tell(text, err=False), again)
             event = turn.event

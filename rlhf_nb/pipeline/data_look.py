@@ -22,14 +22,14 @@ from rlhf_nb.data.sources import (
 from ..data.templates import as_chat, speaks_chat
 from ..train.kto import tokenize_labelled
 from ..train.registry import get
-from ..data.worlds import Kind, made_rows
+from ..data.worlds import RowKind, made_rows
 from ..data.rows import raw_rows, reading_of
 from ..data.worlds import Row
 
 # %% auto #0
-__all__ = ['LOOKED_AT', 'Part', 'STYLES', 'MARKS', 'LookConfig', 'Look', 'look_at', 'roles', 'twice', 'leaks',
-           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'parts_of',
-           'text_parts', 'painted', 'show']
+__all__ = ['LOOKED_AT', 'STYLES', 'MARKS', 'LookConfig', 'FileLook', 'look_at', 'roles', 'twice', 'leaks',
+           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'row_parts',
+           'text_parts', 'painted', 'print_look']
 
 # %% ../../nbs/pipeline/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):
@@ -40,7 +40,7 @@ class LookConfig(StrictConfig):
     seed: int = option(0, "of draws among worse answers", ge=0)
 
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, RowKind] = {
     "preference": "preference",
     "unpaired": "unpaired",
     "prompt": "prompt",
@@ -49,19 +49,19 @@ _KINDS: dict[str, Kind] = {
 LOOKED_AT = 10_000  # rows
 
 
-def _purpose(first: Row, method: str | None, reading: Reading) -> tuple[Kind, str]:
+def _purpose(first: Row, method: str | None, reading: Reading) -> tuple[RowKind, str]:
     """What rows are looked at for, and the format that they are read in."""
-    kind: Kind = _KINDS.get(format_of(first, reading), "sft") if method is None else get(method).rows
+    kind: RowKind = _KINDS.get(format_of(first, reading), "sft") if method is None else get(method).rows
     apart = kind == "unpaired" and format_of(first, reading) == "preference"
     return kind, "preference" if apart else kind
 
 # %% ../../nbs/pipeline/data_look.ipynb #889fbf04
 @dataclass
-class Look:
+class FileLook:
     """What was seen in a file."""
 
     path: str
-    kind: Kind
+    kind: RowKind
     taken_for: str  # the shape or format, and the roles of its columns
     raw: list[Row]  # as in the file
     rows: list[Row] = field(default_factory=list)  # as a method gets them
@@ -71,7 +71,7 @@ class Look:
     more: bool = False  # the file goes on
 
 
-def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: int = LOOKED_AT) -> Look:
+def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: int = LOOKED_AT) -> FileLook:
     """Read a file as training would, and go on where training would stop.
 
     Args:
@@ -90,7 +90,7 @@ def look_at(data: DataConfig, method: str | None = None, seed: int = 0, most: in
     if not raw:
         raise DataError(f"{data.path} has no rows, so there is nothing to look at.")
     kind, fmt = _purpose(raw[0], method, reading)
-    found = Look(str(data.path), kind, _taken_for(raw[0], fmt, reading), raw, more=next(opened, None) is not None)
+    found = FileLook(str(data.path), kind, _taken_for(raw[0], fmt, reading), raw, more=next(opened, None) is not None)
     for i, row in gather(enumerate(whole_rows(raw)), reading):
         try:
             normal = to_format(row, fmt, f"row {i}", reading)
@@ -132,15 +132,17 @@ def _taken_for(row: Row, fmt: str, reading: Reading) -> str:
 
 def _natives(row: Mapping[str, Any], fmt: str) -> dict[str, set[str]]:
     """The formats that a row's columns make by themselves."""
-    from rlhf_nb.data.formats import COLUMNS, PROMPTED, SFT
+    from rlhf_nb.data.formats import COLUMNS, PROMPTED, SFT_FORMATS
 
     there = {k for k, v in row.items() if v is not None}
     return {
-        f: set(COLUMNS[f]) for f in {"sft": SFT, "prompt": PROMPTED}.get(fmt, (fmt,)) if there.issuperset(COLUMNS[f])
+        f: set(COLUMNS[f])
+        for f in {"sft": SFT_FORMATS, "prompt": PROMPTED}.get(fmt, (fmt,))
+        if there.issuperset(COLUMNS[f])
     }
 
 # %% ../../nbs/pipeline/data_look.ipynb #6b0a5757
-def roles(look: Look, reading: Reading) -> list[tuple[str, str, str]]:
+def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
     """Each column of a file, what it holds, and what it is for."""
     row = look.raw[0]
     fmt = "preference" if look.kind == "unpaired" and format_of(row, reading) == "preference" else look.kind
@@ -184,7 +186,7 @@ def roles(look: Look, reading: Reading) -> list[tuple[str, str, str]]:
     return out
 
 # %% ../../nbs/pipeline/data_look.ipynb #511e00f3
-def twice(look: Look) -> list[tuple[int, int]]:
+def twice(look: FileLook) -> list[tuple[int, int]]:
     """Rows of a file that say what an earlier one says: (its number, the earlier one's)."""
     first: dict[bytes, int] = {}
     return [
@@ -201,7 +203,7 @@ def _asked(row: Row) -> str:
     return json.dumps(turns, sort_keys=True, default=str)
 
 
-def leaks(look: Look, other: Look) -> tuple[list[tuple[int, int]], int]:
+def leaks(look: FileLook, other: FileLook) -> tuple[list[tuple[int, int]], int]:
     """Rows of an evaluation file that stand in a training file, as (its number, the other's), and how many of its prompts do.
 
     Args:
@@ -229,7 +231,7 @@ def _judgement(row: Row, turned: bool = False) -> bytes | None:
     return None
 
 
-def contradictions(look: Look, earlier: Look | None = None) -> list[tuple[int, int]]:
+def contradictions(look: FileLook, earlier: FileLook | None = None) -> list[tuple[int, int]]:
     """Judgements that another row turns round, as (its number, the other's): the same two answers the other way about, or one answer with the other thumb.
 
     Args:
@@ -247,13 +249,13 @@ def contradictions(look: Look, earlier: Look | None = None) -> list[tuple[int, i
     return found
 
 
-def same_sides(look: Look) -> list[int]:
+def same_sides(look: FileLook) -> list[int]:
     """Numbers of the pairs whose two answers are the same, but for white space at their ends."""
     pairs = ((i, r) for i, r in zip(look.numbers, look.rows) if "chosen" in r and "rejected" in r)
     return [i for i, r in pairs if _said(r["chosen"]).strip() == _said(r["rejected"]).strip()]
 
 # %% ../../nbs/pipeline/data_look.ipynb #4784acad
-def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
+def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
     """A file's rows as training tokenizes them."""
     chat = speaks_chat(tokenizer, data.as_chat)
     limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": False}
@@ -268,7 +270,7 @@ def tokenized(look: Look, tokenizer: Any, data: DataConfig) -> list[Row]:
     return tokenize_sft(look.rows, tokenizer, data.max_length, completion_only=data.completion_only, **limits)
 
 
-def without_refused(look: Look, tokenizer: Any, data: DataConfig) -> Look:
+def without_refused(look: FileLook, tokenizer: Any, data: DataConfig) -> FileLook:
     """A look without the rows that the model's template or tokenizer refuses; they are among the wrong ones, by number."""
     try:
         tokenized(look, tokenizer, data)
@@ -319,10 +321,10 @@ def histogram(numbers: Sequence[int], bars: int = 8, width: int = 40) -> str:
     return "\n".join(out)
 
 # %% ../../nbs/pipeline/data_look.ipynb #b84b50a9
-Part = tuple[str, str]  # text, and how it counts: "loss", "worse" (learnt from, as the answer to avoid) or "read"
+_Part = tuple[str, str]  # text, and how it counts: "loss", "worse" (learnt from, as the answer to avoid) or "read"
 
 
-def _decoded(tokenizer: Any, ids: Sequence[int], counts: Sequence[bool], how: str) -> list[Part]:
+def _decoded(tokenizer: Any, ids: Sequence[int], counts: Sequence[bool], how: str) -> list[_Part]:
     """Tokens as stretches of text that count alike."""
     pairs = groupby(zip(ids, counts, strict=True), key=lambda x: x[1])
     return [(tokenizer.decode([i for i, _ in run]), how if learnt else "read") for learnt, run in pairs]
@@ -333,9 +335,9 @@ def _worth(label: Any) -> str:
     return "loss" if float(label) > 0.5 else "worse"
 
 
-def parts_of(row: Row, tokenizer: Any) -> list[list[Part]]:
+def row_parts(row: Row, tokenizer: Any) -> list[list[_Part]]:
     """A tokenized row as lines of parts: what is read, and what counts in the loss."""
-    prompt: list[Part] = [(tokenizer.decode(row["prompt_ids"]), "read")]
+    prompt: list[_Part] = [(tokenizer.decode(row["prompt_ids"]), "read")]
     if "chosen_ids" in row:
         sides = (("chosen_ids", "loss"), ("rejected_ids", "worse"))
         masks = {k: row.get(k.replace("_ids", "_mask")) or [True] * len(row[k]) for k, _ in sides}
@@ -352,13 +354,13 @@ def parts_of(row: Row, tokenizer: Any) -> list[list[Part]]:
     return [prompt]
 
 
-def text_parts(row: Row) -> list[list[Part]]:
+def text_parts(row: Row) -> list[list[_Part]]:
     """The same of a row that isn't tokenized, by its roles."""
     if "text" in row:
         return [[(row["text"], "loss")]]
     if "messages" in row:
         return [[(f"{m['content']}\n", "loss" if m["role"] == "assistant" else "read") for m in row["messages"]]]
-    prompt: Part = (_said(row["prompt"]) + "\n", "read")
+    prompt: _Part = (_said(row["prompt"]) + "\n", "read")
     if "labels" in row:
         return [[prompt, *((_said(s) + "\n", _worth(v)) for s, v in zip(row["completions"], row["labels"]))]]
     if "chosen" in row:
@@ -367,7 +369,7 @@ def text_parts(row: Row) -> list[list[Part]]:
     return [[prompt, *(_turns_said(row["completion"], liked) if "completion" in row else [])]]
 
 
-def _turns_said(answer: Any, how: str) -> list[Part]:
+def _turns_said(answer: Any, how: str) -> list[_Part]:
     """An answer as parts; of several turns, those of others are only read."""
     if not isinstance(answer, list) or len(answer) < 2:
         return [(_said(answer), how)]
@@ -378,7 +380,7 @@ STYLES = {"loss": "bold green", "worse": "bold red", "read": "dim"}
 MARKS = {"loss": ("«", "»"), "worse": ("‹", "›"), "read": ("", "")}
 
 
-def painted(parts: Sequence[Part], colours: bool, longest: int = 600) -> Any:
+def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
     """Parts as a rich text: in colours, or with marks around what counts. A prompt that is too long loses its middle."""
     from rich.text import Text
 
@@ -392,8 +394,13 @@ def painted(parts: Sequence[Part], colours: bool, longest: int = 600) -> Any:
     return out
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce542
-def show(
-    look: Look, config: LookConfig, console: Any, tokenizer: Any = None, other: Look | None = None, rows: int = 10
+def print_look(
+    look: FileLook,
+    config: LookConfig,
+    console: Any,
+    tokenizer: Any = None,
+    other: FileLook | None = None,
+    rows: int = 10,
 ) -> bool:
     """Print what was seen; says whether training could begin.
 
@@ -466,7 +473,7 @@ def _rows(n: int) -> str:
     return "1 row is" if n == 1 else f"{n} rows are"
 
 
-def _complain(look: Look, say: Any) -> None:
+def _complain(look: FileLook, say: Any) -> None:
     """What training would stop at, and what it would leave out."""
     if look.wrong:
         say(f"\n{_rows(len(look.wrong))} wrong, and training would stop at the first:")
@@ -483,15 +490,15 @@ def _complain(look: Look, say: Any) -> None:
         say(f"\n{_rows(look.left_out)} left out by training: {why}.")
 
 
-def _parts(row: Row, look: Look, data: DataConfig, tokenizer: Any) -> list[list[Part]]:
+def _parts(row: Row, look: FileLook, data: DataConfig, tokenizer: Any) -> list[list[_Part]]:
     """One row as lines of parts."""
     if tokenizer is None:
         return text_parts(row)
     alone = tokenized(replace(look, rows=[row]), tokenizer, data)
-    return parts_of(alone[0], tokenizer) if alone else [[("(dropped: empty, identical or cut to nothing)", "read")]]
+    return row_parts(alone[0], tokenizer) if alone else [[("(dropped: empty, identical or cut to nothing)", "read")]]
 
 
-def _lengths(look: Look, data: DataConfig, tokenizer: Any, say: Any) -> None:
+def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None:
     """Lengths of a file's rows."""
     if tokenizer is None:
         counts = word_counts(look.rows)
@@ -523,10 +530,10 @@ def _lengths(look: Look, data: DataConfig, tokenizer: Any, say: Any) -> None:
         )
 
 
-def _judged(look: Look, other: Look | None, say: Any) -> None:
+def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:
     """Judgements that contradict each other, here or in an evaluation file, and pairs without a difference."""
 
-    def shown(number: int, whose: Look = look) -> str:
+    def shown(number: int, whose: FileLook = look) -> str:
         row = whose.rows[whose.numbers.index(number)]
         names = [k for k in ("prompt", "chosen", "rejected", "completion", "label") if k in row]
         return ", ".join(f"{k} {_said(row[k])[:60]!r}" if k != "label" else f"label {row[k]}" for k in names)
@@ -552,7 +559,7 @@ def _judged(look: Look, other: Look | None, say: Any) -> None:
         )
 
 
-def _repeated(look: Look, data: DataConfig, other: Look | None, say: Any) -> None:
+def _repeated(look: FileLook, data: DataConfig, other: FileLook | None, say: Any) -> None:
     """Rows that occur twice, here or in an evaluation file."""
     again = twice(look)
     if again:

@@ -26,12 +26,12 @@ from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
 )  # fmt: skip
-from ..data.worlds import Kind, made_rows, model_world
+from ..data.worlds import RowKind, made_rows, model_world
 from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
 from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
-from ..scale.topology import Budget, Split, job_of, predict, shape_of
+from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
 from ..train.online import rewarded
@@ -41,20 +41,20 @@ from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Level', 'LEVELS', 'LIBRARIES', 'BEARABLE', 'ROWS', 'Finding', 'findings_table', 'check_tokenizer',
-           'plain_rows', 'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads',
-           'check_speed', 'estimate_memory', 'free_memory', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths',
-           'check_saving', 'Start', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
+           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
+           'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
+           'StageStart', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
-Level = Literal["error", "warning", "note", "ok"]
-LEVELS: tuple[Level, ...] = ("error", "warning", "note", "ok")
+Severity = Literal["error", "warning", "note", "ok"]
+LEVELS: tuple[Severity, ...] = ("error", "warning", "note", "ok")
 
 
 class Finding(NamedTuple):
     """One thing the doctor saw."""
 
-    level: Level
+    level: Severity
     what: str  # what is the case
     why: str  # why it matters
     fix: str = ""  # what to do; "" when nothing
@@ -127,7 +127,7 @@ def plain_rows(chat: bool) -> Finding:
     return Finding("note", what, why, fix)
 
 
-def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: Kind) -> tuple[list[Row], LengthReport, int]:
+def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
     limits: tuple[int | None, int] = (data.max_length, data.max_prompt_length)
@@ -160,7 +160,7 @@ def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: Kind) ->
     return tokens, report, min(limits[0] or limits[1], report.total[100]) + new
 
 # %% ../../nbs/pipeline/doctor.ipynb #20999cd4
-def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: Kind, window: int | None) -> list[Finding]:
+def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, window: int | None) -> list[Finding]:
     """Lengths against the limits and against the model's window; duplicates.
 
     Args:
@@ -175,7 +175,7 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: Kind, window:
     if len(tokens) < len(rows):
         what = f"{len(rows) - len(tokens)} of {len(rows)} rows say nothing and are dropped"
         out.append(Finding("warning", what, "empty, identical or cut-off answers teach nothing", "look at them"))
-    level: Level = "warning" if report.cut_fraction > 0.05 else "ok"
+    level: Severity = "warning" if report.cut_fraction > 0.05 else "ok"
     what = f"{report.cut_fraction:.1%} of {report.rows} rows are cut (median {report.total[50]}, longest {report.total[100]} tokens)"
     fix = report.remedy if level == "warning" else ""
     out.append(Finding(level, what, "a cut answer has no end; a cut prompt loses its beginning", fix))
@@ -286,7 +286,7 @@ def check_speed(families: Mapping[str, bool] | None = None) -> list[Finding]:
     return [Finding("warning", what, why, "install the transformers of requirements.lock, or a newer rlhf_nb")]
 
 # %% ../../nbs/pipeline/doctor.ipynb #6ca18fe4
-LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
+_LIBRARIES = 0.45e9  # bytes of Python, torch and transformers themselves
 
 
 def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Budget:
@@ -297,10 +297,10 @@ def estimate_memory(model_config: Any, config: Any, precision: Precision) -> Bud
         config: of a training run.
         precision: number formats.
     """
-    return predict(model_config, job_of(config, precision), Split(overhead=LIBRARIES))
+    return predict_memory(model_config, job_of(config, precision), Split(overhead=_LIBRARIES))
 
 # %% ../../nbs/pipeline/doctor.ipynb #cd90ba90
-def free_memory(device: torch.device) -> float | None:
+def free_bytes(device: torch.device) -> float | None:
     """Free bytes where a run would compute; None where nobody can say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
@@ -322,7 +322,7 @@ def check_memory(need: Budget, free: float | None) -> list[Finding]:
         return [
             Finding("ok", what, "an estimate from the model's shape; see perf/rss_mb in metrics.jsonl for the truth")
         ]
-    level: Level = "error" if need.peak > free else "warning"
+    level: Severity = "error" if need.peak > free else "warning"
     fix = _REMEDIES[max(roles, key=lambda r: roles[r])]
     return [Finding(level, what, "a run that outgrows memory is killed in the middle", fix)]
 
@@ -336,7 +336,7 @@ _REMEDIES = {
 }  # fmt: skip
 
 # %% ../../nbs/pipeline/doctor.ipynb #92000002
-def check_cost(config: Any, start: Start, rows: list[Row], precision: Precision) -> list[Finding]:
+def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Precision) -> list[Finding]:
     """Seconds and gigabytes of a step on this machine, and what would be lighter (`scale.cost`).
 
     Args:
@@ -370,7 +370,7 @@ def cost_here(config: Any) -> list[str]:
     precision = decide_precision(config.device, config.precision)
     try:
         start = load_start(config.model)
-        size = shape_of(start.model_config).total
+        size = decoder_shape(start.model_config).total
         precision = decide_precision(config.device, config.precision, parameters=size)
         rows = some_rows(config.data, of(config).rows, config.seed) if config.data.path is not None else []
         ensure_pad(start.tokenizer)
@@ -409,17 +409,17 @@ def check_saving(config: Any) -> list[Finding]:
     return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
 
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
-ROWS = 2000  # looked at
+_ROWS = 2000  # looked at
 
 
-class Start(NamedTuple):
+class StageStart(NamedTuple):
     """What a stage starts from, as far as it is looked at; of a later stage of a pipeline, the pipeline's first model."""
 
     tokenizer: Any  # as it was loaded, before `load_tokenizer` prepares it
     model_config: Any
 
 
-def load_start(model: ModelConfig) -> Start:
+def load_start(model: ModelConfig) -> StageStart:
     """Tokenizer (as it is) and config of a model, without its weights.
 
     Raises:
@@ -429,7 +429,7 @@ def load_start(model: ModelConfig) -> Start:
 
     name = named(model)
     if (world := model_world(name)) and world.model and world.tokenizer:
-        return Start(world.tokenizer(), world.model().config)
+        return StageStart(world.tokenizer(), world.model().config)
     kind, where = find_model(name)
     token_place = str(model.tokenizer or where)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -438,10 +438,10 @@ def load_start(model: ModelConfig) -> Start:
         where = find_model(base_of_adapter(where))[1]
     if model.chat_template is not None:
         tokenizer.chat_template = model.chat_template
-    return Start(tokenizer, pretrained(AutoConfig, where, **options))
+    return StageStart(tokenizer, pretrained(AutoConfig, where, **options))
 
 # %% ../../nbs/pipeline/doctor.ipynb #3768c6ee
-def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
+def some_rows(data: DataConfig, kind: RowKind, seed: int) -> list[Row]:
     """The first rows of a run's data.
 
     Raises:
@@ -449,11 +449,11 @@ def some_rows(data: DataConfig, kind: Kind, seed: int) -> list[Row]:
     """
     if data.mix is not None:
         parts = parts_of(data)
-        return [row for part in parts for row in some_rows(part, kind, seed)[: ROWS // len(parts)]]
+        return [row for part in parts for row in some_rows(part, kind, seed)[: _ROWS // len(parts)]]
     made = made_rows(place_of(data), kind, seed)
     if made is not None:
-        return made[0][:ROWS]
-    rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), ROWS))
+        return made[0][:_ROWS]
+    rows = list(islice(in_kind(raw_rows(data, streaming=True)(), kind, reading_of(data, seed)), _ROWS))
     if not rows:
         raise DataError(f"{data.path!r} holds no rows, so there is nothing to learn from.")
     return rows
@@ -475,7 +475,7 @@ def _found(out: list[Finding], why: str) -> Iterator[None]:
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 # %% ../../nbs/pipeline/doctor.ipynb #ea03637a
-def examine(config: Any, start: Start | None = None) -> list[Finding]:
+def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
     """Everything about one stage.
 
     Args:
@@ -508,11 +508,11 @@ def examine(config: Any, start: Start | None = None) -> list[Finding]:
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
     with _found(out, "training can't start"):
-        found, precision = check_precision(config, 0 if start is None else shape_of(start.model_config).total)
+        found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
-            out += check_memory(need, free_memory(precision.device))
+            out += check_memory(need, free_bytes(precision.device))
             if not any(f.level == "error" for f in out):
                 out += check_cost(config, start, rows, precision)
     out += check_saving(config)
@@ -573,11 +573,11 @@ def _examine_stages(config: PipelineConfig) -> list[Finding]:
     """All stages of a pipeline, none of whose models need exist."""
     plan, out = RLHFPipeline(config), list[Finding]()
     stages = [s for s in plan.stages if s != "base"]
-    start: Start | None = None
+    start: StageStart | None = None
     with _found(out, "there is no model to start from"):
         if config.base is not None:
             model, tokenizer = make_base(config.base, plan.data_for(stages[0]), config.seed)
-            start = Start(tokenizer, model.config)
+            start = StageStart(tokenizer, model.config)
         elif stages:
             start = load_start(plan.stage_config(stages[0]).model)
     for stage in stages if not out else []:

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import CheckpointError, RunError
-from ..models.starts import FILE as STARTS_FILE
+from ..models.starts import START_FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
-from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
+from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
 from ..train.stage import StageResult, make_trainer, read_json, run_stage, write_json
 
 # %% auto #0
-__all__ = ['SHARED', 'SHOWN', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'Futures',
-           'Relative', 'compare_futures', 'family', 'family_told']
+__all__ = ['SHARED', 'FORK_METRICS', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork',
+           'Futures', 'Relative', 'compare_futures', 'family', 'family_told']
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690007
 SHARED = {  # settings that decide what parent and fork have in common
@@ -73,7 +73,11 @@ def _check_changes(old: Any, new: Any) -> list[str]:
     Raises:
         RunError: it changes what parent and fork must share.
     """
-    changes = [c for c in config_changes(plain(old.to_dict()), plain(new.to_dict())) if not c.startswith("output_dir")]
+    changes = [
+        c
+        for c in config_changes(plain_json(old.to_dict()), plain_json(new.to_dict()))
+        if not c.startswith("output_dir")
+    ]
     for change in changes:
         group = change.partition(":")[0].partition(".")[0]
         if group in SHARED:
@@ -221,7 +225,7 @@ def fork(run: str | Path, at: int, to: str | Path | None = None, **changes: Any)
     return run_fork(prepare_fork(run, at, [f"{k}={'null' if v is None else v}" for k, v in changes.items()], to))
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690016
-SHOWN = ("eval/gold", "rewards/gold", "objective/scores", "reward", "objective/kl", "loss")
+FORK_METRICS = ("eval/gold", "rewards/gold", "objective/scores", "reward", "objective/kl", "loss")
 
 
 class Futures(NamedTuple):
@@ -258,7 +262,9 @@ def _children(folder: Path) -> list[Path]:
     return [p for p in found if (p / str(read_json(p / "fork.json").get("parent", "?"))).resolve() == folder.resolve()]
 
 
-def compare_futures(parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = SHOWN) -> dict[str, Futures]:
+def compare_futures(
+    parent: str | Path, child: str | Path, at: int, keys: Iterable[str] = FORK_METRICS
+) -> dict[str, Futures]:
     """Means of some metrics over the steps that two futures have both made after they parted, by name.
 
     Args:

@@ -15,9 +15,9 @@ from ..console import Debug, again, me, tell, told
 from ..core import DataError, RunError, printable, suggest
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
-from .fork import SHOWN, family, family_told, prepare_fork, run_fork
+from .fork import FORK_METRICS, family, family_told, prepare_fork, run_fork
 from ..untrusted import json_lines
-from ..widgets.charts import Line, Mark, Panel
+from ..widgets.charts import Curve, Mark, Panel
 from ..widgets.plots import Picture, curve, picture_png, plot
 
 # %% auto #0
@@ -210,7 +210,7 @@ def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
     """
     members = family(folder)
     logs = [[e for e in read_metrics(r.folder) if e.get("type") in ("step", "eval")] for r in members]
-    name = metric or next((k for k in SHOWN if any(k in e for e in logs[0])), None)
+    name = metric or next((k for k in FORK_METRICS if any(k in e for e in logs[0])), None)
     series = (
         [{int(e["step"]): float(e[name]) for e in log if isinstance(e.get(name), int | float)} for log in logs]
         if name
@@ -218,7 +218,7 @@ def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
     )
     if not any(series):
         raise RunError(f"neither {members[0].folder} nor its forks have the metric {name!r}.")
-    lines, apart = list[Line](), list[Line]()
+    lines, apart = list[Curve](), list[Curve]()
     for i, (run, values) in enumerate(zip(members, series, strict=True)):
         shown = [s for s in sorted(values) if run.at is None or s >= run.at]
         lines.append(curve(run.folder.name, shown, [values[s] for s in shown], i))

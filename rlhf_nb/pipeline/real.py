@@ -27,8 +27,8 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'WELCOME', 'NEXT', 'fetch_model', 'problems', 'ask', 'Score', 'score_of',
-           'Story', 'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story',
+           'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"
@@ -55,7 +55,7 @@ def fetch_model(say: Say, name: str = MODEL) -> str:
 QUESTIONS = 128
 
 
-def problems(config: GRPOConfig) -> World:
+def demo_world(config: GRPOConfig) -> World:
     """The world that the demo's questions come from.
 
     Raises:
@@ -78,7 +78,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     """
     method, config = trainer.method, trainer.method.config
     rows = tokenize_prompts(
-        problems(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
+        demo_world(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
     )
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():
@@ -88,7 +88,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
         )  # fmt: skip
 
 
-class Score(NamedTuple):
+class DemoScore(NamedTuple):
     """Right answers, and the 95 % interval of their share."""
 
     right: int
@@ -101,11 +101,11 @@ class Score(NamedTuple):
         return f"{self.right} of {self.asked} right: {self.share:.0%} [{self.low:.0%}, {self.high:.0%}]"
 
 
-def score_of(answers: PolicyEval) -> Score:
+def score_of(answers: PolicyEval) -> DemoScore:
     """How many of a policy's answers are right."""
     marks = answers.scores["right"]
     right, asked = int(marks.sum()), len(marks)
-    return Score(right, asked, right / asked, *wilson_interval(right / asked, asked))
+    return DemoScore(right, asked, right / asked, *wilson_interval(right / asked, asked))
 
 # %% ../../nbs/pipeline/real.ipynb #d73dd611
 class Story(Callback):
@@ -168,7 +168,7 @@ def side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 # %% ../../nbs/pipeline/real.ipynb #2e017c6e
-WELCOME = """\
+_WELCOME = """\
 SmolLM2-135M-Instruct is a small chat model that anybody can download. It was never trained for what comes now:
   1. Before     It answers {questions} questions such as
                 "{question}"
@@ -176,7 +176,7 @@ SmolLM2-135M-Instruct is a small chat model that anybody can download. It was ne
   3. After      It answers the first questions again. None of their sums was asked in training.
 All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about 4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
 """
-NEXT = """\
+_NEXT = """\
 What to open next
   {path}/results.json   the numbers, and all answers
   {path}/model          the trained model; ask it something:
@@ -190,8 +190,8 @@ The same with settings of your own, or as PPO, DPO or SFT:
 class Shown(NamedTuple):
     """What the demo found."""
 
-    before: Score
-    after: Score
+    before: DemoScore
+    after: DemoScore
     seconds: float  # from the first question to the last answer
     peak_gb: float  # of memory, as far as the steps show
     samples: list[dict[str, Any]]
@@ -237,13 +237,13 @@ def real_demo(
     Raises:
         RunError: the folder holds another run.
     """
-    path, example = Path(config.output_dir), str(problems(config).prompts(1, 0)[0]["prompt"][0]["content"])
+    path, example = Path(config.output_dir), str(demo_world(config).prompts(1, 0)[0]["prompt"][0]["content"])
     check_folder_is_ours(path)
     began = time.perf_counter()
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])
     group, gpu = config.num_generations, "'s GPU" if trainer.engine.device.type == "cuda" else ", without a GPU"
     say(
-        WELCOME.format(
+        _WELCOME.format(
             questions=questions,
             question=example,
             prompts=config.rollout_batch_size // group,
@@ -281,6 +281,6 @@ def real_demo(
     show(side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(
-        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{NEXT.format(path=path, me=me, question=example)}"
+        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"
     )
     return found

@@ -24,7 +24,7 @@ from ..data.templates import speaks_chat
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
-from ..data.worlds import FIRST, WORLDS, gold_of, model_world, world_of
+from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
 from ..models.load import load_causal_lm, load_tokenizer, save_model
 from .figures import draw_training, save_figures
 from rlhf_nb.pipeline.gates import (
@@ -43,7 +43,7 @@ from ..rewards.base import RewardModelFn
 from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
 from ..run.state import clean_saves
-from ..scale.launch import check_request, launch
+from ..scale.launch import check_launch, launch
 from ..train.online import load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.registry import MethodInfo, get, methods, on_register
@@ -90,7 +90,7 @@ class PipelineConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/toy", "data": FIRST.name, "base": {}, "device": "cpu",
+            "output_dir": "runs/toy", "data": FIRST_WORLD.name, "base": {}, "device": "cpu",
             "sft": _toy("sft", 75), "reward": _toy("reward", 20), "ppo": _toy("ppo", 4),
         },
     }  # fmt: skip
@@ -234,8 +234,8 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
         ConfigError: transformers doesn't know the architecture, or its numbers don't fit together.
     """
     if config.architecture is None:
-        assert FIRST.model is not None and FIRST.tokenizer is not None
-        return FIRST.model(seed, config.size), FIRST.tokenizer()
+        assert FIRST_WORLD.model is not None and FIRST_WORLD.tokenizer is not None
+        return FIRST_WORLD.model(seed, config.size), FIRST_WORLD.tokenizer()
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     options = dict(config.architecture)
@@ -302,7 +302,7 @@ class RLHFPipeline:
                 f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
             )
         if config.processes > 1:
-            check_request(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
+            check_launch(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and (name == "base" or name in methods()):

@@ -24,7 +24,7 @@ import torch
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
-from ..run.log import RunDir, config_changes, plain, read_metrics
+from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
     Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, hyperband_brackets, name_of, seeds_needed, standings,
 )  # fmt: skip
@@ -33,8 +33,8 @@ from ..train.stage import lasting, make_trainer, read_json, run_stage, write_jso
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve', 'nested',
-           'Swept', 'check_candidates', 'sweep', 'summary']
+__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve_jobs',
+           'nested', 'Swept', 'check_candidates', 'sweep', 'summary']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
 class _Pause(Callback):
@@ -166,7 +166,7 @@ def device_for(worker: int, visible: str | None, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": names[worker % len(names)]} if count > 1 else {}
 
 
-def serve() -> None:
+def serve_jobs() -> None:
     """A worker: jobs as lines of JSON on standard input, answers on standard output; ends at once with its input."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever is printed goes to the log
@@ -201,7 +201,7 @@ class _Worker:
         self.log = log
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from rlhf_nb.pipeline.sweep import serve; serve()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, "-c", "from rlhf_nb.pipeline.sweep import serve_jobs; serve_jobs()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=errors, env=env, text=True, encoding="utf-8", start_new_session=True,
             )  # fmt: skip
 
@@ -358,7 +358,7 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
             if read_json(folder / "kind.json").get("method") == of(base).name
             else {}
         )
-        changes = config_changes(plain(theirs), plain(mine)) if theirs else ["another method"]
+        changes = config_changes(plain_json(theirs), plain_json(mine)) if theirs else ["another method"]
         if changes:
             raise RunError(
                 f"{folder} holds a sweep with other settings ({'; '.join(changes[:3])}), and its runs can't be compared with new ones: choose another "

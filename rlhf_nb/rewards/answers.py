@@ -18,7 +18,7 @@ from ..core import ConfigError, RewardError, suggest
 Percent = Literal["unit", "hundredth"]
 
 # %% auto #0
-__all__ = ['Percent', 'Vote', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer',
+__all__ = ['Percent', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer',
            'extract_number', 'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch',
            'extract_choice', 'MultipleChoice', 'pass_at_k', 'majority_vote']
 
@@ -599,10 +599,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k)))
 
 
-Vote = TypeVar("Vote", bound=Hashable)
+_Vote = TypeVar("_Vote", bound=Hashable)
 
 
-def majority_vote(answers: Iterable[Vote | None]) -> Vote | None:
+def majority_vote(answers: Iterable[_Vote | None]) -> _Vote | None:
     """The answer that occurs most often; the earliest of those where several do.
 
     Args:

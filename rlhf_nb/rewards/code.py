@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from ..core import ConfigError, suggest
 from .answers import AnswerReward, after_thinking
 from ..sandbox.runner import Sandbox, SandboxResult, _holds
-from ..sandbox.verdict import translate
+from ..sandbox.verdict import translate_tests
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -98,11 +98,11 @@ def parse_tests(tests: Any) -> CodeTests:
                 return parse_tests(json_value(tests))
         if not tests.strip():
             raise ValueError("a test is empty")
-        translate((tests,))
+        translate_tests((tests,))
         return CodeTests((tests,), ())
     if isinstance(tests, dict):
         found = _scripts(tests) if {"test", "tests", "test_list"} & {*tests} else CodeTests((), _pairs(tests))
-        translate(found.scripts, found.setup, found.entry_point)
+        translate_tests(found.scripts, found.setup, found.entry_point)
         return found
     if isinstance(tests, tuple) and len(tests) == 2:
         return CodeTests((), _pairs({"input": tests[0], "output": tests[1]}))
@@ -120,7 +120,7 @@ def parse_tests(tests: Any) -> CodeTests:
         min(setups, default=""),
         min(entries, default=""),
     )
-    translate(found.scripts, found.setup, found.entry_point)
+    translate_tests(found.scripts, found.setup, found.entry_point)
     return found
 
 # %% ../../nbs/rewards/code.ipynb #5baa4620

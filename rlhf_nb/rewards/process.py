@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..core import ConfigError, check_choice
 from ..data.steps import StepRule, step_ends
-from ..losses.process import AGGREGATES, Aggregate, aggregate_steps, step_rewards
+from ..losses.process import AGGREGATES, StepAggregate, aggregate_steps, step_rewards
 from ..models.load import load_tokenizer
 from ..models.process import ProcessModel
 from .base import RewardModelFn
@@ -43,7 +43,7 @@ class ProcessReward(RewardModelFn):
     """
 
     def __init__(
-        self, model: ProcessModel, tokenizer: Any, aggregate: Aggregate = "min", place: Place = "steps",
+        self, model: ProcessModel, tokenizer: Any, aggregate: StepAggregate = "min", place: Place = "steps",
         name: str = "process", token_budget: int = TOKEN_BUDGET, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, ProcessModel):
@@ -93,7 +93,7 @@ class ProcessReward(RewardModelFn):
 
 
 def load_process_reward(
-    where: str | Path, *, aggregate: Aggregate = "min", place: Place = "steps", name: str = "process",
+    where: str | Path, *, aggregate: StepAggregate = "min", place: Place = "steps", name: str = "process",
     token_budget: int = TOKEN_BUDGET,
     device: Any = "cpu", trust_remote_code: bool = False,
 ) -> ProcessReward:  # fmt: skip
@@ -110,7 +110,7 @@ def load_process_reward(
     return ProcessReward(model, tokenizer, aggregate, place, name, token_budget)
 
 # %% ../../nbs/rewards/process.ipynb #f8e5e876
-def best_by_steps(reward: ProcessReward, c: Completions, group: int, aggregate: Aggregate | None = None) -> Tensor:
+def best_by_steps(reward: ProcessReward, c: Completions, group: int, aggregate: StepAggregate | None = None) -> Tensor:
     """Which answer of each group has the best steps: rows int64[B / group].
 
     Args:
@@ -133,7 +133,7 @@ StepScorer = Callable[
 ]  # (prompts, answers so far) → value of each
 
 
-def step_scorer(reward: ProcessReward, aggregate: Aggregate | None = None) -> StepScorer:
+def step_scorer(reward: ProcessReward, aggregate: StepAggregate | None = None) -> StepScorer:
     """A plain function that says how answers stand so far, for a guided search.
 
     Args:

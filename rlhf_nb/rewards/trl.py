@@ -10,7 +10,7 @@ from typing import Any
 from ..core import ConfigError
 
 # %% auto #0
-__all__ = ['Answer', 'as_answers', 'trl_reward', 'as_reward']
+__all__ = ['TrlAnswer', 'as_answers', 'trl_reward', 'as_reward']
 
 # %% ../../nbs/rewards/trl.ipynb #023c13d9
 _ONLY_THERE = {
@@ -34,7 +34,7 @@ class _Edge(str):
         return self.message.get(key, default)
 
 
-class Answer(str):
+class TrlAnswer(str):
     """A text that can be read as TRL's list of one message, too: `answer[0]["content"]` is the whole of it.
 
     An empty one has an empty first letter, where a plain text raises IndexError.
@@ -51,7 +51,7 @@ class Answer(str):
 
 def as_answers(prompts: list[Any], completions: list[str]) -> list[str]:
     """Texts as a reward function gets them: behind prompts of messages they can be read as messages, too."""
-    return [Answer(c) if isinstance(p, list) else c for p, c in zip(prompts, completions, strict=True)]
+    return [TrlAnswer(c) if isinstance(p, list) else c for p, c in zip(prompts, completions, strict=True)]
 
 
 def _is_trls(parameters: list[inspect.Parameter]) -> bool:

@@ -21,7 +21,7 @@ from .sampler import addresses, as_rollout, cut_at_eos, eval_mode, pad_id
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Rule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
+__all__ = ['MixtureRule', 'sample_together', 'sample_mixture', 'ensemble_logits', 'sample_ensemble']
 
 # %% ../../nbs/rollout/mixture.ipynb #c570e0ff
 def _last_logits(model: Any, state: dict[str, Any], ids: Tensor, mask: Tensor) -> Tensor:
@@ -106,10 +106,12 @@ def sample_mixture(
         return sample_together([policy, reference.model], combined, Request(prompts, sampling, tokenizer, seed, step))
 
 # %% ../../nbs/rollout/mixture.ipynb #e4350002
-Rule = Literal["logits", "product", "probabilities", "vote"]
+MixtureRule = Literal["logits", "product", "probabilities", "vote"]
 
 
-def ensemble_logits(logits: Sequence[Tensor], rule: Rule = "logits", weights: Sequence[float] | None = None) -> Tensor:
+def ensemble_logits(
+    logits: Sequence[Tensor], rule: MixtureRule = "logits", weights: Sequence[float] | None = None
+) -> Tensor:
     """Several models' logits as one distribution's, normalised.
 
     Args:
@@ -139,8 +141,8 @@ def ensemble_logits(logits: Sequence[Tensor], rule: Rule = "logits", weights: Se
 
 
 def sample_ensemble(
-    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any, rule: Rule = "logits",
-    weights: Sequence[float] | None = None,
+    models: Sequence[Any], prompts: PromptBatch, sampling: SamplingConfig, *, tokenizer: Any,
+    rule: MixtureRule = "logits", weights: Sequence[float] | None = None,
     greedy: bool = False, seed: int = 0, step: int = 0,
 ) -> Rollout:  # fmt: skip
     """Answers of several models together, token by token; one to each prompt.

@@ -26,7 +26,7 @@ from ..types import PromptBatch, Rollout, along, fetch, host
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan', 'eval_mode', 'eos_ids',
+__all__ = ['log', 'Pick', 'CHECKED', 'Requests', 'earlier', 'addresses', 'plan_prompts', 'eval_mode', 'eos_ids',
            'cache_bytes_per_token', 'may_share', 'generate', 'check_request', 'cut_at_eos', 'sample_tokens', 'draw',
            'as_rollout', 'pad_id', 'sample']
 
@@ -59,7 +59,7 @@ def addresses(prompts: PromptBatch, num_samples: int) -> tuple[Tensor, Tensor]:
     return rows, earlier(prompts)[rows] * num_samples + torch.arange(num_samples).repeat(len(prompts))
 
 
-def plan(prompts: PromptBatch, num_samples: int) -> Requests:
+def plan_prompts(prompts: PromptBatch, num_samples: int) -> Requests:
     "Sort rows by the length of their prompts, and find the prompts that occur more than once."
     ids, lens, first = prompts.prompt_ids, prompts.prompt_mask.sum(1).tolist(), dict[tuple[int, ...], int]()
     same = [first.setdefault(tuple(row[len(row) - n :]), i) for i, (row, n) in enumerate(zip(ids.tolist(), lens))]
@@ -327,7 +327,7 @@ def sample_tokens(
     bare, new, used = unwrapped(model), sampling.max_new_tokens, [] if used is None else used
     length = check_request(bare, prompts, sampling, num_samples, batch_size)
     device = bare.get_input_embeddings().weight.device  # type: ignore[operator]
-    asked = plan(prompts.to(device), num_samples)
+    asked = plan_prompts(prompts.to(device), num_samples)
     choose = Chooser(sampling, torch.tensor(eos, dtype=torch.int64, device=device), greedy)
     u = (
         None

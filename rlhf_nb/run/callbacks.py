@@ -26,7 +26,7 @@ from .engine import Engine
 from .log import EventLog, History, RunDir
 
 # %% auto #0
-__all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'Samples', 'short_number',
+__all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'SampleLog', 'short_number',
            'pick_columns', 'where_time_goes', 'step_line', 'steps_table', 'Progress', 'Trackers']
 
 # %% ../../nbs/run/callbacks.ipynb #7b4e7a54
@@ -241,7 +241,7 @@ class BudgetStop(Callback):
         return None
 
 # %% ../../nbs/run/callbacks.ipynb #673db3b7
-class Samples(Callback):
+class SampleLog(Callback):
     """Writes `method.samples()` to `samples.jsonl` after each step that has some."""
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> Flags | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core import RunError, suggest
 from .callbacks import Flags
-from .log import REQUESTS, Requests
+from .log import REQUESTS, ControlRequests
 
 # %% auto #0
 __all__ = ['GracefulStop', 'Control', 'setting', 'RunControl']
@@ -105,7 +105,7 @@ class RunControl:
     POLL = 0.2  # seconds between two looks while paused
 
     def __init__(self, run: Any) -> None:
-        self.run, self.requests = run, Requests(run.run_dir.control_path)
+        self.run, self.requests = run, ControlRequests(run.run_dir.control_path)
         self.paused = False
         self.values: dict[str, float] = {}  # what was set, by key
         self.again: list[dict[str, Any]] = []  # set after the checkpoint: to be set again at their steps

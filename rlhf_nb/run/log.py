@@ -24,15 +24,15 @@ from .checkpoint import fsync_path
 from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain', 'read_metrics', 'EventLog', 'append_line', 'writing',
-           'Requests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
+__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain_json', 'read_metrics', 'EventLog', 'append_line', 'writing',
+           'ControlRequests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/run/log.ipynb #eb3ab472
 FORMAT = 1  # of the run directory; grows when older readers would misread it
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """`value` as strict JSON can hold it: tensors and numpy numbers become Python's, non-finite floats a word.
 
     Args:
@@ -47,16 +47,16 @@ def plain(value: Any) -> Any:
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {mended(str(k)): plain(v) for k, v in value.items()}
+        return {mended(str(k)): plain_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [plain_json(v) for v in value]
     if hasattr(value, "tolist"):  # tensors, arrays and numpy's scalars
-        return plain(value.tolist())
+        return plain_json(value.tolist())
     return mended(str(value))
 
 
 def _revive(value: Any) -> Any:
-    """The opposite of `plain` for the words that stand for non-finite floats."""
+    """The opposite of `plain_json` for the words that stand for non-finite floats."""
     if isinstance(value, str):
         return _NONFINITE.get(value, value)
     if isinstance(value, dict):
@@ -120,7 +120,7 @@ class EventLog:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._file = open(self.path, "a", encoding="utf-8")
-                self._file.write(json.dumps(plain(event), ensure_ascii=False, allow_nan=False) + "\n")
+                self._file.write(json.dumps(plain_json(event), ensure_ascii=False, allow_nan=False) + "\n")
                 self._file.flush()
             except OSError as error:
                 with suppress(OSError):
@@ -189,7 +189,7 @@ def append_line(
     Raises:
         RunError: the file cannot be written.
     """
-    line = json.dumps(plain(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    line = json.dumps(plain_json(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     try:
         with writing(path, durable) as fd:
             size = os.lseek(fd, 0, os.SEEK_END)
@@ -232,7 +232,7 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
             os.close(fd)
 
 
-class Requests:
+class ControlRequests:
     """The control file as the run sees it: new requests, and which were served at what step.
 
     Args:
@@ -355,7 +355,7 @@ class RunDir:
         found = parse_yaml(self.config_path.read_text(encoding="utf-8", errors="replace"))
         if not isinstance(found, dict | None):
             raise Unreadable("no settings, but another value")
-        return dict(plain(found or {}))
+        return dict(plain_json(found or {}))
 
     def request(self, request: str, key: str | None = None, value: Any = None) -> str:
         """Ask the run that works in this folder for something; it answers with a `control` event at its next step boundary.
@@ -397,7 +397,7 @@ class RunDir:
         Raises:
             RunError: the folder holds a run, and neither `resume` nor `overwrite` was asked for.
         """
-        config = plain(config)
+        config = plain_json(config)
         try:
             changes = config_changes(self.config(), config) if self.holds_run() else []
         except (Unreadable, OSError) as error:  # a record only: the run doesn't need it

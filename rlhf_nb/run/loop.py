@@ -27,7 +27,7 @@ from rlhf_nb.core import (
     rng_state,
     set_rng_state,
 )
-from .callbacks import Callback, Callbacks, Flags, Progress, Samples, Trackers
+from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
@@ -254,7 +254,7 @@ class Trainer:
         method.attach(self.engine, config)
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
-        own = [*([Progress()] if config.console else []), Samples()]
+        own = [*([Progress()] if config.console else []), SampleLog()]
         own += [stop_by(config.stop_on)] if config.stop_on is not None else []
         self.observers = Callbacks([*own, *map(as_callback, callbacks)])
         if config.trackers:

@@ -16,14 +16,13 @@ from .callbacks import Callback, EarlyStop, Flags, RunView
 from ..sequential import ALPHA, Fall, fall
 
 Floats = NDArray[np.float64]
-Form = Literal["rl", "bon"]
+CurveForm = Literal["rl", "bon"]
 
 # %% auto #0
-__all__ = ['Floats', 'Form', 'GOLD', 'LEAST', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak',
-           'stop_by']
+__all__ = ['Floats', 'CurveForm', 'GOLD', 'GoldFit', 'fit_gold', 'where_to_ask', 'GoldCurve', 'StopAtPeak', 'stop_by']
 
 # %% ../../nbs/run/overopt.ipynb #a0540006
-def _columns(d: Floats, form: Form) -> Floats:
+def _columns(d: Floats, form: CurveForm) -> Floats:
     """What R₀, α and β are multiplied by, float64[n, 3]."""
     bent = np.where(d > 0, d * np.log(np.maximum(d, 1e-300)), 0.0) if form == "rl" else d * d
     return np.stack([np.ones_like(d), d, -bent], axis=1)
@@ -43,7 +42,7 @@ class GoldFit:
         reached: the largest d that was measured.
     """
 
-    form: Form
+    form: CurveForm
     theta: Floats
     cov: Floats
     df: int
@@ -94,7 +93,7 @@ class GoldFit:
 
 
 def fit_gold(
-    kl: Sequence[float] | Floats, gold: Sequence[float] | Floats, form: Form = "rl", error: Sequence[float] | Floats | None = None,
+    kl: Sequence[float] | Floats, gold: Sequence[float] | Floats, form: CurveForm = "rl", error: Sequence[float] | Floats | None = None,
     level: float = 0.95,
 ) -> GoldFit:  # fmt: skip
     """Least squares of Gao's form.
@@ -150,7 +149,7 @@ def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float
 
 # %% ../../nbs/run/overopt.ipynb #a0540015
 GOLD = ("rewards/gold", "eval/gold")
-LEAST = 10  # points before a curve is fitted
+_LEAST = 10  # points before a curve is fitted
 
 
 class GoldCurve:
@@ -191,7 +190,7 @@ class GoldCurve:
         Args:
             level: of the intervals.
         """
-        if len(self.points) < LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
+        if len(self.points) < _LEAST or len({kl for kl, _ in self.points if kl > 0}) < 4:
             return None
         kl, gold = zip(*self.points)
         return fit_gold(kl, gold, level=level)

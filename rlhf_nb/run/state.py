@@ -28,11 +28,11 @@ from rlhf_nb.run.log import (
     FORMAT,
     EventLog,
     History,
-    Requests,
+    ControlRequests,
     RunDir,
     config_changes,
     machine_here,
-    plain,
+    plain_json,
     read_metrics,
 )
 
@@ -58,7 +58,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "step": run.step, "updates": run.updates, "bad_in_a_row": run.bad_in_a_row, "name": run.method.name,
         "engine": engine_meta, "method": method, "source": source, "world_size": engine.world_size,
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
-        "observers": run.observers.state_dict(), "config": plain(run.config.to_dict()),
+        "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
     return snapshot(tensors), meta
 
@@ -82,7 +82,7 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     run.observers.load_state_dict(meta.get("observers", []))
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
-    changes = config_changes(meta.get("config", {}), plain(run.config.to_dict())) if "config" in meta else []
+    changes = config_changes(meta.get("config", {}), plain_json(run.config.to_dict())) if "config" in meta else []
     run.control.take_config(change.partition(": ")[0] for change in changes)
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0
     own = tensors.get(f"rng-{engine.rank}")
@@ -408,7 +408,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
 
 def keep_served(path: Path, step: int) -> None:
     """Cut a control file back to what had been served at a step, so that nothing later is set again."""
-    requests = Requests(path)
+    requests = ControlRequests(path)
     requests.unserved()
     kept = [r for r in requests.served.values() if isinstance(r.get("step"), int) and r["step"] <= step]
     if path.exists():

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
-from .verdict import _codec, _judge, _program, translate
+from .verdict import _codec, _judge, _program, translate_tests
 
 # %% auto #0
 __all__ = ['FENCES', 'SandboxResult', 'Sandbox']
@@ -477,7 +477,7 @@ class Sandbox:
         Args:
             code: the program. Without tests it runs as `__main__`.
             tests: Python with assertions; each passes if it ends without an exception. They run outside the program and
-                ask it for what they don't define (see `translate`).
+                ask it for what they don't define (see `translate_tests`).
             stdin: what the program reads.
             setup: Python that runs before the tests, with what they need.
             entry_point: the name that the tests ask the program for; "": every name that they don't define.
@@ -499,7 +499,7 @@ class Sandbox:
 
     def _run(self, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
         """`run`, and where the fences don't hold a result of a program that wasn't run."""
-        questions, prepared = translate(tests, setup, entry_point)
+        questions, prepared = translate_tests(tests, setup, entry_point)
         todo = marshal.dumps(
             {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
         )

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['Question', 'translate']
+__all__ = ['TestQuestion', 'translate_tests']
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a08
 def _codec() -> tuple[Callable[..., bytes], Callable[..., Any], Callable[[int, bytes], None], Callable[[int], bytes]]:
@@ -430,7 +430,7 @@ def _judge(job: dict[str, Any], ask: int, hear: int, tell: Callable[[str], None]
     return not lost
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a15
-class Question(NamedTuple):
+class TestQuestion(NamedTuple):
     """A test as the judge runs it."""
 
     code: bytes  # compiled, marshalled
@@ -591,7 +591,9 @@ def _compiled(tree: ast.Module) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def translate(tests: tuple[str, ...], setup: str = "", entry_point: str = "") -> tuple[tuple[Question, ...], bytes]:
+def translate_tests(
+    tests: tuple[str, ...], setup: str = "", entry_point: str = ""
+) -> tuple[tuple[TestQuestion, ...], bytes]:
     """Tests as questions to a program, and the compiled setup.
 
     Args:
@@ -611,8 +613,8 @@ def translate(tests: tuple[str, ...], setup: str = "", entry_point: str = "") ->
         raise ValueError(f"a test is no Python: {e}") from e
 
 
-def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[tuple[Question, ...], bytes]:
-    """`translate` without care for what is no Python."""
+def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[tuple[TestQuestion, ...], bytes]:
+    """`translate_tests` without care for what is no Python."""
     own, free = set(dir(builtins)), []
     known = _names(setup)[1] - {entry_point} if setup else set()
     prepared = []
@@ -654,5 +656,5 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
     for tree, used, modules in prepared:
         if why := _unclear(tree, asked & used, known):
             raise ValueError(f"a test can't be judged: {why}")
-        questions.append(Question(_compiled(tree), tuple(sorted(asked & used)), tuple(sorted(modules))))
+        questions.append(TestQuestion(_compiled(tree), tuple(sorted(asked & used)), tuple(sorted(modules))))
     return tuple(questions), _compiled(ast.parse(setup)) if setup else b""

@@ -19,15 +19,15 @@ from ..fast.workers import Replicas, workers_of_size
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
-from .topology import Budget, Job, Shape, Split, job_of, predict, row_tokens, shape_of
+from .topology import Budget, Job, DecoderShape, Split, job_of, predict_memory, row_tokens, decoder_shape
 from ..scoring.head import HeadOptions, read_head
 from ..scoring.scores import completion_logps
 from ..train.registry import of
 from ..types import Completions, PromptBatch
 
 # %% auto #0
-__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LARGE', 'LAYER', 'SAVES', 'Speed', 'measure', 'cores', 'Cost', 'step_cost',
-           'Estimate', 'estimate']
+__all__ = ['VOCABULARY', 'PROBE', 'KEPT', 'LAYER', 'SAVES', 'Speed', 'measure_costs', 'cores', 'Cost', 'step_cost',
+           'CostEstimate', 'estimate']
 
 # %% ../../nbs/scale/cost.ipynb #156544a2
 class Speed(NamedTuple):
@@ -87,7 +87,9 @@ def _rows(job: Job, hidden: int) -> Completions:
     return Completions.from_lists(prompts, completions)
 
 # %% ../../nbs/scale/cost.ipynb #37fe98a8
-def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: SamplingConfig | None = None) -> Speed:
+def measure_costs(
+    model_config: Any, job: Job, lora: LoraSettings | None, sampling: SamplingConfig | None = None
+) -> Speed:
     """What one piece of each kind of work costs here, in a second or two.
 
     Args:
@@ -96,7 +98,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
         lora: adapters that train; None: all weights.
         sampling: of answers; None: there are none.
     """
-    shape = shape_of(model_config)
+    shape = decoder_shape(model_config)
     workers = cores(shape, job)
     c = _rows(job, shape.hidden)
     found: dict[str, list[float]] = {"forward": [], "learn": [], "decode": []}
@@ -130,7 +132,7 @@ def measure(model_config: Any, job: Job, lora: LoraSettings | None, sampling: Sa
     )  # fmt: skip
 
 
-def cores(shape: Shape, job: Job) -> int:
+def cores(shape: DecoderShape, job: Job) -> int:
     """How many cores take rows of their own in an update, by the rule of training (`fast.workers`)."""
     trained = shape.lora(job.lora) if job.lora else shape.total
     decoders = max(1, job.decoders)
@@ -153,7 +155,7 @@ def _learning(module: nn.Module, work: Callable[[nn.Module], Any], workers: int)
     return learn
 
 
-def _head(shape: Shape, trains: bool, workers: int) -> tuple[float, float]:
+def _head(shape: DecoderShape, trains: bool, workers: int) -> tuple[float, float]:
     """Seconds of a predicted token, without and with gradient."""
     head = nn.Linear(shape.hidden, shape.vocab, bias=False, device="meta").to_empty(device="cpu")
     nn.init.constant_(head.weight, 0.01).requires_grad_(trains)
@@ -174,7 +176,7 @@ def _head(shape: Shape, trains: bool, workers: int) -> tuple[float, float]:
     return _timed(score) / n, _timed(_learning(head, read, workers)) / n / workers
 
 
-def _choice(shape: Shape, answers: int, sampling: SamplingConfig) -> float:
+def _choice(shape: DecoderShape, answers: int, sampling: SamplingConfig) -> float:
     """Seconds of the head and the draw for one next token of each of some answers."""
     weight, states = torch.full((shape.vocab, shape.hidden), 0.01), torch.ones(answers, shape.hidden)
     choose, u = Chooser(sampling, torch.tensor([0])), torch.full((answers,), 0.5, dtype=torch.float64)
@@ -216,7 +218,7 @@ class Cost(NamedTuple):
 KEPT = 1.0  # of a forward's activations, what the C library keeps on top
 
 
-def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
+def step_cost(shape: DecoderShape, job: Job, limits: Job, speed: Speed, inner: int = 1, again: bool = False) -> Cost:
     """Seconds and bytes of a step.
 
     Args:
@@ -251,17 +253,17 @@ def step_cost(shape: Shape, job: Job, limits: Job, speed: Speed, inner: int = 1,
     )
     trained = (shape.lora(job.lora) if job.lora else shape.total) * max(1, job.decoders)
     update += inner * answers / job.sides / job.mini_batch * trained * speed.adam
-    need = predict(shape, limits, Split(overhead=0.45e9))
+    need = predict_memory(shape, limits, Split(overhead=0.45e9))
     kept = KEPT * need.by_role()["activations"] if job.device == "cpu" and need.fullest == "backward" else 0.0
     return Cost(generate, score, update, need.peak + kept)
 
 # %% ../../nbs/scale/cost.ipynb #b8d2c096
-LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word
+_LARGE = 64_000_000  # parameters; a step of a smaller model takes no time worth a word
 LAYER = 100_000_000  # parameters; a larger layer is not tried
 SAVES = 0.875  # of seconds or bytes; who saves less isn't worth a word
 
 
-class Estimate(NamedTuple):
+class CostEstimate(NamedTuple):
     """What a run's step costs here, and what would be lighter."""
 
     cost: Cost
@@ -275,7 +277,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     config: Any, model_config: Any, precision: Precision, lengths: tuple[int, int] | None = None
-) -> Estimate | None:
+) -> CostEstimate | None:
     """Seconds and gigabytes of a step on this machine, by timing a little of each kind of work.
 
     Args:
@@ -288,8 +290,8 @@ def estimate(
     Returns:
         None where it isn't known: not on a CPU, for small models (whose steps take no time worth a word), and for layers too large to try.
     """
-    shape = shape_of(model_config)
-    if precision.device.type != "cpu" or shape.total <= LARGE or shape.decoder / shape.layers > LAYER:
+    shape = decoder_shape(model_config)
+    if precision.device.type != "cpu" or shape.total <= _LARGE or shape.decoder / shape.layers > LAYER:
         return None
     speeds: dict[tuple[bool, int], Speed] = {}
     told = _Told(config, model_config, precision, lengths, shape)
@@ -301,7 +303,7 @@ def estimate(
             other = told.cost(config.replace(**changes), speeds)
             if other.seconds < SAVES * cost.seconds or other.bytes < SAVES * cost.bytes:
                 lighter[words] = other
-    return Estimate(cost, lighter)
+    return CostEstimate(cost, lighter)
 
 
 class _Told(NamedTuple):
@@ -311,7 +313,7 @@ class _Told(NamedTuple):
     model_config: Any
     precision: Precision
     lengths: tuple[int, int] | None
-    shape: Shape
+    shape: DecoderShape
 
     def cost(self, config: Any, speeds: dict[tuple[bool, int], Speed]) -> Cost:
         """Of a variant; what was measured is measured once for each kind of training."""
@@ -324,7 +326,7 @@ class _Told(NamedTuple):
             )
         key = (job.lora is None, job.group)
         if key not in speeds:
-            speeds[key] = measure(
+            speeds[key] = measure_costs(
                 self.model_config, job, config.model.lora, config.sampling if job.info.online else None
             )
         half = self.precision.compute_dtype != torch.float32

@@ -40,7 +40,7 @@ from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure',
-           'Attempt', 'watch', 'Launched', 'check_request', 'check_machines', 'wait_for_others', 'launch',
+           'Attempt', 'watch_attempt', 'Launched', 'check_launch', 'check_machines', 'wait_for_others', 'launch',
            'fork_problem', 'fork_launch']
 
 # %% ../../nbs/scale/launch.ipynb #0726eebb
@@ -378,7 +378,7 @@ def _stuck(attempt: Attempt, run: Path, begun: float, hang: float) -> str | None
     return None
 
 # %% ../../nbs/scale/launch.ipynb #2b8a97d8
-def watch(attempt: Attempt, run: Path, hang: float, on_move: Callable[[], None]) -> Failure | None:
+def watch_attempt(attempt: Attempt, run: Path, hang: float, on_move: Callable[[], None]) -> Failure | None:
     """Wait for the end of an attempt; None when it succeeded.
 
     Args:
@@ -426,7 +426,7 @@ class Launched(NamedTuple):
         return f"Launched: {len(self.history)} steps{loss}{tried}, in {self.run_dir.name}"
 
 # %% ../../nbs/scale/launch.ipynb #973ddf89
-def check_request(num_processes: int, strategy: str, cpu: bool, port: int = 0, here: int | None = None) -> None:
+def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, here: int | None = None) -> None:
     """Refuse what cannot work, before anything is started.
 
     Args:
@@ -527,7 +527,7 @@ def launch(
         config = config.replace(output_dir=str(run_dir))
     cpu = device == "cpu" or getattr(config, "device", device) == "cpu" or not torch.cuda.is_available()
     check_machines(num_processes, machines, machine, address, port)
-    check_request(num_processes // machines, strategy, cpu, port if machine == 0 else 0)
+    check_launch(num_processes // machines, strategy, cpu, port if machine == 0 else 0)
     call = _call(config, num_processes, kwargs) if config is not None else {"fn": what, "args": args, "kwargs": kwargs}
     run = RunDir(run_dir or getattr(config, "output_dir", None) or "runs/launch")
     folder = run.path / ("launch" if machines == 1 else f"launch-{machine}")
@@ -603,7 +603,7 @@ def _try_until_done(
         attempt = Attempt(folder, command, env)
         try:
             with _interruptible(attempt, live) as on_move:
-                failure = watch(attempt, run.path, hang, on_move)
+                failure = watch_attempt(attempt, run.path, hang, on_move)
         finally:
             attempt.end(0.0 if attempt.agent.poll() is not None else 3.0)
             live.look(all=True)

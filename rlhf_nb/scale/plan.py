@@ -9,10 +9,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError
-from .topology import Budget, Job, Shape, Split, forward_rows, predict, roles_of, row_tokens, shape_of
+from rlhf_nb.scale.topology import (
+    Budget,
+    Job,
+    DecoderShape,
+    Split,
+    forward_rows,
+    predict_memory,
+    roles_of,
+    row_tokens,
+    decoder_shape,
+)
 
 # %% auto #0
-__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'table']
+__all__ = ['USABLE', 'MACHINE', 'ASSUMPTIONS', 'Plan', 'plan', 'smallest_group', 'sent_per_step', 'plan_table']
 
 # %% ../../nbs/scale/plan.ipynb #a587bfae
 USABLE = 0.9
@@ -95,7 +105,7 @@ def _ways(job: Job, gpus: int) -> Iterator[tuple[Split, bool]]:
         yield Split(gpus, 3, "all", overhead, gather=gather), True
 
 
-def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
+def _first_fit(shape: DecoderShape, job: Job, gpus: int, memory: float, host: float | None) -> Plan | None:
     """The first way that fits, with the largest forward that it allows; GiB of a GPU and of the host, as in `plan`."""
     row, limit, offered = row_tokens(job, shape.hidden)[0], memory * 2**30, math.inf if host is None else host * 2**30
     for least in (max(row, job.token_budget // 4), row):
@@ -104,7 +114,7 @@ def _first_fit(shape: Shape, job: Job, gpus: int, memory: float, host: float | N
             while tokens > least:
                 tokens = max(tokens // 2, least) if tokens <= job.token_budget else job.token_budget
                 smaller = dataclasses.replace(job, token_budget=tokens, recompute=again)
-                found = predict(shape, smaller, split)
+                found = predict_memory(shape, smaller, split)
                 if found.peak <= USABLE * limit and found.host <= offered:
                     return Plan(split, smaller, found, limit, *forward_rows(smaller, shape, gpus)[:2])
     return None
@@ -129,7 +139,7 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
     Raises:
         ConfigError: fewer rows than GPUs; or nothing fits, and then it says what would.
     """
-    shape = shape_of(model)
+    shape = decoder_shape(model)
     _check_machine(gpus, memory)
     if min(job.mini_batch, job.rollout_batch or job.mini_batch) < gpus:
         raise ConfigError(
@@ -142,10 +152,10 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
     return found
 
 # %% ../../nbs/scale/plan.ipynb #58d24015
-def _too_large(shape: Shape, job: Job, gpus: int, memory: float, host: float | None) -> str:
+def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: float | None) -> str:
     """Why nothing fits, and what would."""
     tiny = dataclasses.replace(job, token_budget=1, recompute=True)
-    smallest = predict(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
+    smallest = predict_memory(shape, tiny, Split(gpus, 3 if gpus > 1 else 0, "none", 2.0**30, gather=False))
     role = max(smallest.by_role(), key=lambda r: smallest.by_role()[r])
     shared = {"critic": "critic adapter", "reward model": "reward adapter"}
     one = tuple(shared.get(held, held) for held in job.models)
@@ -176,7 +186,7 @@ def smallest_group(model: Any, found: Plan) -> int:
         model: the plan's.
         found: a plan.
     """
-    shape, s = shape_of(model), found.split
+    shape, s = decoder_shape(model), found.split
     if s.stage == 0:
         return 1
     group = 1
@@ -185,7 +195,7 @@ def smallest_group(model: Any, found: Plan) -> int:
         job = dataclasses.replace(
             found.job, mini_batch=max(1, mini * group // s.gpus), rollout_batch=collected * group // s.gpus
         )
-        if predict(shape, job, dataclasses.replace(s, gpus=group)).peak <= USABLE * found.memory:
+        if predict_memory(shape, job, dataclasses.replace(s, gpus=group)).peak <= USABLE * found.memory:
             return group
         group *= 2
     return s.gpus
@@ -198,7 +208,7 @@ def sent_per_step(model: Any, found: Plan) -> float:
         model: the plan's.
         found: a plan.
     """
-    shape, s, job = shape_of(model), found.split, found.job
+    shape, s, job = decoder_shape(model), found.split, found.job
     if s.gpus == 1:
         return 0.0
     roles = roles_of(shape, job)
@@ -213,7 +223,7 @@ def sent_per_step(model: Any, found: Plan) -> float:
     return (2 * forwards * whole + trained * job.format.grad) * share
 
 # %% ../../nbs/scale/plan.ipynb #5fad65e3
-def table(
+def plan_table(
     model: Any, job: Job, gpus: Sequence[int] = (1, 8, 512, 10_000), memory: float = 80.0, host: float | None = None,
     settings: str = "...",
 ) -> str:  # fmt: skip
@@ -227,7 +237,7 @@ def table(
         host: as in `plan`.
         settings: of the commands, beside those that a plan adds.
     """
-    shape = shape_of(model)
+    shape = decoder_shape(model)
     commands = []
     lines = [
         f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, {memory:g} GiB a GPU", "",

@@ -23,7 +23,7 @@ from ..core import ConfigError, RunError
 from ..run.log import RunDir, read_metrics
 from ..train.entries import RewardEntry, build_rewards
 from ..train.registry import of
-from ..train.replay import NUMBERS, check_parts, as_recorded, record
+from ..train.replay import REPLAYED_NUMBERS, check_parts, as_recorded, record
 from ..train.stage import write_json
 from ..untrusted import dump_yaml
 
@@ -347,7 +347,7 @@ def _as_the_run(config: Any, told: Mapping[str, Any]) -> bool:
     for event, step in zip(events, told["steps"]):
         means = {f"rewards/{n}": [x for x in xs if x is not None] for n, xs in step["parts"].items() if "/" not in n}
         numbers = {k: sum(xs) / len(xs) for k, xs in means.items() if xs} | {
-            k: step["metrics"][k] for k in NUMBERS if k in step["metrics"]
+            k: step["metrics"][k] for k in REPLAYED_NUMBERS if k in step["metrics"]
         }
         for key, now in numbers.items():
             was = event.get(key)

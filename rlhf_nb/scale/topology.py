@@ -15,14 +15,14 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['FORMATS', 'KEPT_LOGITS', 'CHUNK_LOGITS', 'CHUNK_ROWS', 'COLUMNS', 'Moment', 'MOMENTS', 'ROLES', 'Offload',
-           'Shape', 'shape_of', 'Format', 'format_of', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
-           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'Term', 'Weights', 'roles_of', 'Split',
-           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict', 'job_of']
+__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'DecoderShape',
+           'decoder_shape', 'NumberFormat', 'engine_format', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
+           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'MemoryTerm', 'Weights', 'roles_of', 'Split',
+           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict_memory', 'job_of']
 
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """What decides how much memory a decoder needs. Parameters of a layer are computed from the widths unless counted."""
 
     layers: int
@@ -71,7 +71,7 @@ class Shape:
         return self.layers * rank * (self.thin or sum(a + b for a, b in self.matrices))
 
 # %% ../../nbs/scale/topology.ipynb #b6641d0b
-def shape_of(model: Any) -> Shape:
+def decoder_shape(model: Any) -> DecoderShape:
     """The shape of a model, without its weights.
 
     Args:
@@ -80,7 +80,7 @@ def shape_of(model: Any) -> Shape:
     Raises:
         ModelError: the directory has no config, or the config isn't one of a decoder.
     """
-    if isinstance(model, Shape):
+    if isinstance(model, DecoderShape):
         return model
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def shape_of(model: Any) -> Shape:
     return _counted(model.get_text_config(), net)
 
 
-def _counted(text: Any, net: Any) -> Shape:
+def _counted(text: Any, net: Any) -> DecoderShape:
     """Widths from the configuration, numbers of parameters from the (weightless) model."""
     heads = text.num_attention_heads
     head, body = net.get_output_embeddings(), getattr(net, net.base_model_prefix)
@@ -111,7 +111,7 @@ def _counted(text: Any, net: Any) -> Shape:
     gated = any("gate" in name for name, _ in body.named_modules())
     kinds = {type(m).__name__ for m in body.modules()}
     rest = sum(p.numel() for p in body.parameters()) - embedding
-    return Shape(
+    return DecoderShape(
         layers=text.num_hidden_layers, hidden=text.hidden_size, inner=inner, heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -121,7 +121,7 @@ def _counted(text: Any, net: Any) -> Shape:
     )  # fmt: skip
 
 # %% ../../nbs/scale/topology.ipynb #aa8a4dee
-class Format(NamedTuple):
+class NumberFormat(NamedTuple):
     """Bytes of a number."""
 
     weight: float  # trained
@@ -141,21 +141,21 @@ class Format(NamedTuple):
         return self.optimizer - 8.0 + states + (4 if stage and self.weight == 4 else 0)
 
 
-FORMATS: dict[str, Format] = {
-    "fp32": Format(4, 4, 8, 0, 4, 4),
-    "amp": Format(4, 4, 8, 2, 2, 2),
-    "bf16": Format(2, 2, 12, 0, 2, 2),
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    "fp32": NumberFormat(4, 4, 8, 0, 4, 4),
+    "amp": NumberFormat(4, 4, 8, 2, 2, 2),
+    "bf16": NumberFormat(2, 2, 12, 0, 2, 2),
 }
 
 
-def format_of(precision: Precision, quantized: bool = False) -> Format:
+def engine_format(precision: Precision, quantized: bool = False) -> NumberFormat:
     """The format of this package's engine.
 
     Args:
         precision: as `core.decide_precision` gives it.
         quantized: frozen weights are stored in 4 bits.
     """
-    chosen = FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
+    chosen = NUMBER_FORMATS["fp32" if precision.compute_dtype == torch.float32 else "amp"]
     frozen = 0.5 if quantized else float(precision.frozen_dtype.itemsize)
     return chosen._replace(frozen=frozen)
 
@@ -178,7 +178,7 @@ class Job:
     moves_base: bool = False  # whether the adapters' start changes the frozen weights, so that the reference is a copy
     holds: tuple[Held, ...] | None = None  # in memory; None: what the method holds by default, and a reward model
     recompute: bool = False  # activations of a layer are computed again instead of kept
-    format: Format = FORMATS["amp"]
+    format: NumberFormat = NUMBER_FORMATS["amp"]
     device: Literal["cpu", "cuda"] = "cuda"
     optimizer: str = "adamw"  # as in optimizer.name
     cache_limit: float = 2.0 * 2**30  # bytes of keys and values, from which rollouts are drawn in several rounds
@@ -238,7 +238,7 @@ def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
     return p + k * c, k
 
 
-def forward_rows(job: Job, shape: Shape, gpus: int) -> tuple[int, int, int]:
+def forward_rows(job: Job, shape: DecoderShape, gpus: int) -> tuple[int, int, int]:
     """(tokens of the fullest forward, completions in it, tokens of the fullest later forward of the same step) on one GPU.
 
     Args:
@@ -253,7 +253,7 @@ def forward_rows(job: Job, shape: Shape, gpus: int) -> tuple[int, int, int]:
     return tokens, max(1, round(tokens / n * k)), min(rows * n - tokens, tokens)
 
 # %% ../../nbs/scale/topology.ipynb #b3f69e7b
-def layer_activations(shape: Shape, job: Job, row: int = 0) -> float:
+def layer_activations(shape: DecoderShape, job: Job, row: int = 0) -> float:
     """Bytes that one token leaves in one layer for the backward pass.
 
     Args:
@@ -268,7 +268,7 @@ def layer_activations(shape: Shape, job: Job, row: int = 0) -> float:
     return 2 * h * job.format.residual + kept * job.format.compute + 4.0 * (shape.heads + row)
 
 
-def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
+def activations(shape: DecoderShape, job: Job, tokens: int, row: int = 0) -> float:
     """Bytes that one forward of a decoder keeps.
 
     Args:
@@ -283,10 +283,10 @@ def activations(shape: Shape, job: Job, tokens: int, row: int = 0) -> float:
     return shape.layers * one
 
 # %% ../../nbs/scale/topology.ipynb #d0e51da4
-KEPT_LOGITS, CHUNK_LOGITS, CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
+KEPT_LOGITS, _CHUNK_LOGITS, _CHUNK_ROWS = 1 << 24, {"cpu": 1 << 22, "cuda": 1 << 26}, 64  # as in `scoring.head`
 
 
-def head_memory(shape: Shape, job: Job, targets: int) -> float:
+def head_memory(shape: DecoderShape, job: Job, targets: int) -> float:
     """Bytes of logits at the worst moment of a forward and backward pass.
 
     Args:
@@ -294,15 +294,15 @@ def head_memory(shape: Shape, job: Job, targets: int) -> float:
         job: its device decides how large a chunk is.
         targets: tokens that are predicted.
     """
-    chunk = max(CHUNK_LOGITS[job.device] // shape.vocab, CHUNK_ROWS)
+    chunk = max(_CHUNK_LOGITS[job.device] // shape.vocab, _CHUNK_ROWS)
     rows = targets if targets * shape.vocab <= KEPT_LOGITS else min(targets, chunk)
     return 2.0 * 4 * rows * shape.vocab
 
 # %% ../../nbs/scale/topology.ipynb #7c66bcc9
-COLUMNS = 7  # numbers a token that are kept of a rollout, at most
+_COLUMNS = 7  # numbers a token that are kept of a rollout, at most
 
 
-def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
+def cache_rows(shape: DecoderShape, job: Job, gpus: int) -> tuple[int, int]:
     """(rows that are decoded together, rows of a rollout) on one GPU.
 
     Args:
@@ -315,7 +315,7 @@ def cache_rows(shape: Shape, job: Job, gpus: int) -> tuple[int, int]:
     return max(1, min(rows, int(job.cache_limit // per_row))), rows
 
 
-def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
+def sampling_memory(shape: DecoderShape, job: Job, gpus: int) -> dict[str, float]:
     """Bytes of a rollout, by what needs them: cache, logits, copies of weights, and the buffer that stays.
 
     Args:
@@ -334,18 +334,18 @@ def sampling_memory(shape: Shape, job: Job, gpus: int) -> dict[str, float]:
         "cache": 2.0 * shape.layers * shape.keys * (job.prompt + job.completion) * width * at_once,
         "logits": 24.0 * at_once * shape.vocab,
         "copies": copies,
-        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * COLUMNS) * job.completion),
+        "rollouts": rows * (9.0 * job.prompt + (9.0 + 4 * _COLUMNS) * job.completion),
     }
 
 # %% ../../nbs/scale/topology.ipynb #2b7d2aaf
 Moment = Literal["sampling", "scoring", "backward", "step"]
 MOMENTS: tuple[Moment, ...] = ("sampling", "scoring", "backward", "step")
-ROLES = (
+MEMORY_ROLES = (
     "policy", "value", "reference", "reward", "gradients", "optimizer", "activations", "cache", "rollouts", "overhead",
 )  # fmt: skip
 
 
-class Term(NamedTuple):
+class MemoryTerm(NamedTuple):
     """One line of the account."""
 
     role: str
@@ -364,7 +364,7 @@ class Weights(NamedTuple):
     copied: int = 0  # frozen copies of what trains, in its format
 
 # %% ../../nbs/scale/topology.ipynb #62a761ef
-def roles_of(shape: Shape, job: Job) -> list[Weights]:
+def roles_of(shape: DecoderShape, job: Job) -> list[Weights]:
     """How many numbers each model of a job has.
 
     Args:
@@ -420,7 +420,7 @@ class Split:
         return 1 / self.gpus if self.stage >= from_stage else 1.0
 
 
-def averages(job: Job, shape: Shape | None = None) -> float:
+def averages(job: Job, shape: DecoderShape | None = None) -> float:
     """Bytes that the job's optimizer keeps for each trained number: two averages (adamw), one (sgd's momentum), one byte each with their scales (8-bit), a row and
     a column for each matrix (adafactor), one for hidden matrices and two for the rest (muon).
 
@@ -445,20 +445,22 @@ def averages(job: Job, shape: Shape | None = None) -> float:
     return known.get(job.optimizer, 8.0)
 
 
-def weight_terms(roles: Sequence[Weights], job: Job, split: Split, shape: Shape | None = None) -> Iterator[Term]:
+def weight_terms(
+    roles: Sequence[Weights], job: Job, split: Split, shape: DecoderShape | None = None
+) -> Iterator[MemoryTerm]:
     """Weights, optimizer and autocast's copies."""
     f, name = job.format, "Adam" if job.optimizer == "adamw" else job.optimizer
     shown = "" if split.stage < 3 else f" / {split.gpus}"
     for role, trained, frozen, copied in roles:
         size = ((trained + copied) * f.weight + frozen * f.frozen) * split.part(3)
         parts = " + ".join(_product(n, b) for n, b in ((trained + copied, f.weight), (frozen, f.frozen)) if n)
-        yield Term(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
+        yield MemoryTerm(role, "weights", 0.0 if split.offload == "all" else size, f"({parts}){shown}")
     trained = sum(w.trained for w in roles)
     moved, each = split.offload != "none", f.stepped(split.stage, averages(job, shape))
     share = "on the host" if moved else _product(trained, each) + (f" / {split.gpus}" if split.stage else "")
-    yield Term("optimizer", f"{name}'s numbers", 0.0 if moved else trained * each * split.part(1), share)
+    yield MemoryTerm("optimizer", f"{name}'s numbers", 0.0 if moved else trained * each * split.part(1), share)
     cast = trained if split.stage < 3 else 0
-    yield Term("activations", "half-precision copies", cast * f.cast, _product(cast, f.cast), ("backward",))
+    yield MemoryTerm("activations", "half-precision copies", cast * f.cast, _product(cast, f.cast), ("backward",))
 
 
 def _product(numbers: float, width: float) -> str:
@@ -466,7 +468,7 @@ def _product(numbers: float, width: float) -> str:
     return f"{numbers / 1e6:,.1f}M × {width:.3g}"
 
 # %% ../../nbs/scale/topology.ipynb #a8489ede
-def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
+def update_terms(shape: DecoderShape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[MemoryTerm]:
     """Gradients, activations and messages, while a step is computed."""
     tokens, rows, later = forward_rows(job, shape, split.gpus)
     sizes = _gradients(roles, job, split)
@@ -476,17 +478,19 @@ def update_terms(shape: Shape, roles: Sequence[Weights], job: Job, split: Split)
     else:  # the fullest moment is the first forward, which finds no gradients
         waiting = 0.0
     text = f"{tokens:,} tokens × {shape.layers} layers × {job.decoders}"
-    yield Term("activations", "of the layers", kept, text, ("backward",))
+    yield MemoryTerm("activations", "of the layers", kept, text, ("backward",))
     if job.info.leaves == "policy":
         n = min(tokens, rows * job.completion)
-        yield Term("activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",))
+        yield MemoryTerm(
+            "activations", "logits", head_memory(shape, job, n), f"of {n:,} targets, in chunks", ("backward",)
+        )
     head = 0 if job.lora or job.info.leaves in ("reward", "process") else shape.vocab * shape.hidden
     trained, f = sum(w.trained for w in roles), job.format
     text = _product(trained, f.grad) + (f" / {split.gpus}" if split.stage >= 2 else "")
-    yield Term("gradients", "of earlier forwards", waiting, text, ("backward",))
-    yield Term("gradients", "of the head", head * f.grad, _product(head, f.grad), ("backward",))
-    yield Term("gradients", "all", sizes["stepping"], "what the optimizer is given", ("step",))
-    yield Term("gradients", "ZeRO-3's buffer", sizes["buffer"], text)
+    yield MemoryTerm("gradients", "of earlier forwards", waiting, text, ("backward",))
+    yield MemoryTerm("gradients", "of the head", head * f.grad, _product(head, f.grad), ("backward",))
+    yield MemoryTerm("gradients", "all", sizes["stepping"], "what the optimizer is given", ("step",))
+    yield MemoryTerm("gradients", "ZeRO-3's buffer", sizes["buffer"], text)
     yield from _gathered(shape, roles, job, split)
 
 
@@ -501,7 +505,7 @@ def _gradients(roles: Sequence[Weights], job: Job, split: Split) -> dict[str, fl
     return {"waiting": 0.0, "stepping": in_fp32 * split.part(3), "buffer": trained * split.part(3)}
 
 # %% ../../nbs/scale/topology.ipynb #72392ab7
-def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
+def _kept(shape: DecoderShape, job: Job, split: Split, tokens: int) -> float:
     """Activations of a forward on one GPU."""
     row, k = row_tokens(job, shape.hidden)
     kept = activations(shape, job, tokens, row if k > 1 else 0) * job.decoders
@@ -510,31 +514,33 @@ def _kept(shape: Shape, job: Job, split: Split, tokens: int) -> float:
     return kept
 
 # %% ../../nbs/scale/topology.ipynb #01295538
-def _gathered(shape: Shape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[Term]:
+def _gathered(shape: DecoderShape, roles: Sequence[Weights], job: Job, split: Split) -> Iterator[MemoryTerm]:
     """Messages; in stage 3 the layers at work, and the policy while it samples."""
     if split.gpus == 1 and split.offload == "none":
         return
     trained, what = sum(w.trained for w in roles), "gradients on their way"
     if split.stage == 0:
-        yield Term("overhead", what, trained * job.format.grad, f"DDP's buckets: {trained / 1e6:,.1f}M numbers")
+        yield MemoryTerm("overhead", what, trained * job.format.grad, f"DDP's buckets: {trained / 1e6:,.1f}M numbers")
     else:
         size = split.bucket if job.device == "cuda" else min(split.bucket, trained)
         moments: tuple[Moment, ...] = MOMENTS if split.stage == 3 else ("backward",)
-        yield Term("overhead", what, size * job.format.grad, f"a message of {size / 1e6:g}M numbers", moments)
+        yield MemoryTerm("overhead", what, size * job.format.grad, f"a message of {size / 1e6:g}M numbers", moments)
     if split.stage == 3:
         each = max(job.format.weight, job.format.cast) if not job.lora else job.format.frozen
         layer = max(shape.decoder / shape.layers, shape.vocab * shape.hidden)
         now = min(max(2 * layer, split.live), shape.total) * each
         when: tuple[Moment, ...] = ("scoring", "backward") if split.gather else ("sampling", "scoring", "backward")
-        yield Term("policy", "layers at work", now, "two layers, and what is needed again soon", when)
+        yield MemoryTerm("policy", "layers at work", now, "two layers, and what is needed again soon", when)
         if job.info.online and split.gather:
-            yield Term("policy", "gathered to sample", shape.total * each, _product(shape.total, each), ("sampling",))
+            yield MemoryTerm(
+                "policy", "gathered to sample", shape.total * each, _product(shape.total, each), ("sampling",)
+            )
 
 # %% ../../nbs/scale/topology.ipynb #1dfb0b56
 class Budget(NamedTuple):
     """The account of a GPU."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[MemoryTerm, ...]
     host: float  # bytes moved to the host's memory, for each GPU
 
     def at(self, moment: Moment) -> float:
@@ -554,19 +560,19 @@ class Budget(NamedTuple):
     def by_role(self, moment: Moment | None = None) -> dict[str, float]:
         """Bytes of each role at a moment (default: the fullest)."""
         now = moment or self.fullest
-        return {r: sum(t.bytes for t in self.terms if t.role == r and now in t.when) for r in ROLES}
+        return {r: sum(t.bytes for t in self.terms if t.role == r and now in t.when) for r in MEMORY_ROLES}
 
     def table(self) -> str:
         """All terms with their formulas, as Markdown."""
         lines = ["| role | what | formula | GiB | when |", "|---|---|---|---:|---|"]
-        for t in sorted(self.terms, key=lambda t: ROLES.index(t.role)):
+        for t in sorted(self.terms, key=lambda t: MEMORY_ROLES.index(t.role)):
             when = "always" if t.when == MOMENTS else ", ".join(t.when)
             lines.append(f"| {t.role} | {t.what} | {t.formula} | {t.bytes / 2**30:.2f} | {when} |")
         lines.append(f"| **peak** | while: {self.fullest} | | **{self.peak / 2**30:.2f}** | |")
         return "\n".join(lines)
 
 # %% ../../nbs/scale/topology.ipynb #65168777
-def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
+def predict_memory(model: Any, job: Job, split: Split = Split()) -> Budget:
     """The memory of one GPU, term by term.
 
     Args:
@@ -574,7 +580,7 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
         job: method and batch.
         split: GPUs, ZeRO stage, offload.
     """
-    shape = shape_of(model)
+    shape = decoder_shape(model)
     roles = roles_of(shape, job)
     terms = [*weight_terms(roles, job, split, shape), *update_terms(shape, roles, job, split)]
     if job.info.online:
@@ -583,13 +589,15 @@ def predict(model: Any, job: Job, split: Split = Split()) -> Budget:
         at_once, rows = cache_rows(shape, job, split.gpus)
         size = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × {job.format.compute:g}"
         terms += [
-            Term("cache", "keys and values", need["cache"], size, ("sampling",)),
-            Term("cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", ("sampling",)),
-            Term("policy", "side by side, to sample", copies, "small models, or rounded ones", ("sampling",)),
-            Term("rollouts", "ids, log-probs, values", need["rollouts"], f"{rows} answers"),
+            MemoryTerm("cache", "keys and values", need["cache"], size, ("sampling",)),
+            MemoryTerm(
+                "cache", "one step's logits", need["logits"], f"24 × {at_once} × {shape.vocab:,}", ("sampling",)
+            ),
+            MemoryTerm("policy", "side by side, to sample", copies, "small models, or rounded ones", ("sampling",)),
+            MemoryTerm("rollouts", "ids, log-probs, values", need["rollouts"], f"{rows} answers"),
         ]
     if split.overhead:
-        terms.append(Term("overhead", "libraries, context", split.overhead, "assumed"))
+        terms.append(MemoryTerm("overhead", "libraries, context", split.overhead, "assumed"))
     return Budget(tuple(t for t in terms if t.bytes), _on_host(roles, job, split))
 
 
@@ -623,5 +631,5 @@ def job_of(config: Any, precision: Precision) -> Job:
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
         moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
-        holds=held, recompute=config.recompute, format=format_of(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..types import Completions, host, sent_together
 
 # %% auto #0
 __all__ = ['HEAD', 'PAIR', 'WASTE', 'Pack', 'visible', 'locate', 'pack_rows', 'work', 'Cores', 'split_among', 'Item',
-           'cut_into_items', 'fill']
+           'cut_into_items', 'pack_alike']
 
 # %% ../../nbs/scoring/packing.ipynb #94c6e692
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ def cut_into_items(c: Completions, starts: Tensor, unit: int) -> list[Item]:
     return items
 
 # %% ../../nbs/scoring/packing.ipynb #517f0454
-def fill(items: list[Item], budget: int, max_rows: int | None, alike: bool = False) -> list[tuple[list[int], bool]]:
+def pack_alike(
+    items: list[Item], budget: int, max_rows: int | None, alike: bool = False
+) -> list[tuple[list[int], bool]]:
     """Forward passes that hold rows of similar length (`alike`: of the same), as many as fit."""
     out: list[tuple[list[int], bool]] = []
     rows, longest, waste = 0, 0, 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import ConfigError, DataError, ModelError
 from ..fast.attention import Flat, branches_pay, flat_kernel
-from ..fast.blocks import decode_states, shape_of
+from ..fast.blocks import decode_states, attention_shape
 from ..fast.linear import half_copies
 from ..fast.support import can_run, decoder_of, enabled, split, unwrapped, use_fast
 from ..fast.workers import spread, workers_for
@@ -35,11 +35,11 @@ from .trees import TOKEN_BUDGET, TREE_FAMILIES, Share, pack, plan_passes, rope_l
 from ..types import Completions, along, host, sent, where_true
 
 log = logging.getLogger(__name__)
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 # %% auto #0
-__all__ = ['log', 'Found', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps',
-           'completion_values', 'completion_reads', 'sequence_scores', 'logps']
+__all__ = ['log', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
+           'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(
@@ -97,7 +97,7 @@ def _fast_states(decoder: nn.Module, p: Pack, wanted: Tensor | None, tied: bool)
     )  # under autocast, too: attention stays in float32
     real = where_true(p.token_mask) if wanted is not None else None
     apart = real is not None and on_cpu and branches_pay(p.branches, width_of(decoder))
-    shape = shape_of(decoder)
+    shape = attention_shape(decoder)
     kernel = None if real is None or apart else flat_kernel(shape)
     flat = None if kernel is None else Flat(kernel, shape, p.branches)
     if real is not None and not apart and flat is None and len(real) > FULL * p.token_mask.numel():
@@ -150,10 +150,10 @@ def _forwards(
     share: Share,
     targets: Literal["mask", "all"],
     places: Callable[[Pack], Tensor | None],
-    read: Callable[[Tensor, Pack, Tensor], Found],
+    read: Callable[[Tensor, Pack, Tensor], _Found],
     tied: bool = False,
     output: str = "last_hidden_state",
-) -> list[Found]:
+) -> list[_Found]:
     """read(row indices, pack, states at its places) of each forward pass; without gradients, on several cores at
     once."""
     width, device, causal = width_of(net), c.prompt_ids.device, _is_causal(net)
@@ -184,7 +184,7 @@ def _forwards(
             )
         parts = [(sorted(r for rows, _ in parts for r in rows), False)]
 
-    def one(entry: tuple[list[int], bool]) -> Found:
+    def one(entry: tuple[list[int], bool]) -> _Found:
         index = torch.tensor(entry[0])
         columns = (c.prompt_ids, c.prompt_mask, c.completion_ids, c.completion_lens, c.completion_mask)
         part = Completions(*(x.index_select(0, index) for x in columns))

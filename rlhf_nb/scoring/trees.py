@@ -12,11 +12,11 @@ from ..core import ConfigError, DataError, ModelError
 from ..fast.support import MOVERS, changed
 from ..fast.workers import balance
 from .head import text_config
-from .packing import Cores, Pack, cut_into_items, fill, locate, pack_rows
+from .packing import Cores, Pack, cut_into_items, pack_alike, locate, pack_rows
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan', 'PackingStats',
+__all__ = ['Share', 'TREE_COST', 'TOKEN_BUDGET', 'TREE_FAMILIES', 'pack', 'plan_passes', 'plan_trees', 'PackingStats',
            'packing_stats', 'why_no_trees', 'rope_limit']
 
 # %% ../../nbs/scoring/trees.ipynb #765003d1
@@ -131,12 +131,12 @@ def plan_passes(
         raise DataError(f"{b} rows can't be split into units of {unit}: rows that belong together must all be there.")
     items = cut_into_items(c, _tree_starts(c, share, width, budget), unit)
     if Cores.number == 1:
-        return fill(items, budget, max_rows, alike)
+        return pack_alike(items, budget, max_rows, alike)
     shares = balance([x.work for x in items], Cores.number)
-    return [entry for share_ in shares for entry in fill([items[i] for i in share_], budget, max_rows, alike)]
+    return [entry for share_ in shares for entry in pack_alike([items[i] for i in share_], budget, max_rows, alike)]
 
 # %% ../../nbs/scoring/trees.ipynb #47da9d74
-def plan(
+def plan_trees(
     c: Completions,
     token_budget: int,
     max_rows: int | None = None,

@@ -31,7 +31,7 @@ from ..types import prompt_uid
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Token', 'Piece', 'Ask', 'Lane', 'Batcher']
+__all__ = ['log', 'Token', 'AnswerPiece', 'Ask', 'Lane', 'Batcher']
 
 # %% ../../nbs/serve/batcher.ipynb #5e883007
 class Token(NamedTuple):
@@ -42,7 +42,7 @@ class Token(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # the likeliest at its place, if somebody asked
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What is new in an answer."""
 
     text: str
@@ -72,7 +72,7 @@ class Ask:
     ids: Sequence[int]
     sampling: SamplingConfig
     eos: Sequence[int]
-    tell: Callable[[Piece], None]
+    tell: Callable[[AnswerPiece], None]
     greedy: bool = False
     seed: int = 0
     sample: int = 0
@@ -94,7 +94,7 @@ class Ask:
     def end(self, finish: str, problem: str = "") -> None:
         """Tell how it ended, where no row is writing it."""
         rest, held = ("", ()) if self.row is None else (self.row.words.end(), tuple(self.row.held))
-        self.tell(Piece(rest, held, finish, problem))
+        self.tell(AnswerPiece(rest, held, finish, problem))
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
@@ -153,7 +153,7 @@ class _Row:
             if self.finish == "error"
             else ""
         )
-        piece, self.held = Piece(text, tuple(self.held), self.finish, problem), []
+        piece, self.held = AnswerPiece(text, tuple(self.held), self.finish, problem), []
         self.ask.tell(piece)
 
 # %% ../../nbs/serve/batcher.ipynb #5e883013
@@ -316,7 +316,7 @@ class Lane:
         for row in self.rows:
             ended, row.finish = row.finish, row.finish or why(row.ask)
             if row.finish and not ended:
-                row.ask.tell(Piece(row.words.end(), tuple(row.held), row.finish, problem))
+                row.ask.tell(AnswerPiece(row.words.end(), tuple(row.held), row.finish, problem))
         self.leave()
 
 # %% ../../nbs/serve/batcher.ipynb #5e883017

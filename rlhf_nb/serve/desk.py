@@ -17,7 +17,7 @@ from ..core import RlhfError
 from ..feedback.traffic import Served, TrafficLog
 from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
-from .batcher import Ask, Piece, Token
+from .batcher import Ask, AnswerPiece, Token
 from .gate import Gate, Ticket
 from .intake import Intake, log
 from .meters import Meters
@@ -41,7 +41,7 @@ class Answer:
     finish: str | None = None
     problem: str = ""
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: AnswerPiece) -> None:
         """A piece has come."""
         self.text += piece.text
         self.tokens += piece.tokens
@@ -64,7 +64,7 @@ class Exchange:
     def __init__(self, desk: Desk, id: str, ticket: Ticket | None, who: str, user: str, prompt: Any) -> None:
         self.desk, self.id, self.ticket, self.who, self.user, self.prompt = desk, id, ticket, who, user, prompt
         self.answers: list[Answer] = []
-        self.queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
         self.watch: Any = None  # a task that looks after the client
         self.loop = asyncio.get_running_loop()
 
@@ -72,7 +72,7 @@ class Exchange:
         """Ask for one more answer; see `Ask` for `how`."""
         index = len(self.answers)
 
-        def tell(piece: Piece) -> None:  # in the batcher's thread
+        def tell(piece: AnswerPiece) -> None:  # in the batcher's thread
             try:
                 self.loop.call_soon_threadsafe(self._come, index, piece)
             except RuntimeError:
@@ -85,7 +85,7 @@ class Exchange:
         for answer in self.answers:
             self.desk.site.batcher.put(answer.model.name, answer.ask)
 
-    def _come(self, index: int, piece: Piece) -> None:
+    def _come(self, index: int, piece: AnswerPiece) -> None:
         """A piece has come."""
         answer = self.answers[index]
         answer.take(piece)
@@ -95,7 +95,7 @@ class Exchange:
             self.desk.ended(self, answer)
         self.queue.put_nowait((index, piece))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """What comes, until all answers have ended."""
         left = len(self.answers)
         while left:

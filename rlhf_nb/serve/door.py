@@ -24,7 +24,7 @@ def uvicorn() -> Any:
     return package_of_serving("uvicorn")
 
 # %% auto #0
-__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'Reading', 'check_json', 'read_body',
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'PatientReading', 'check_json', 'read_body',
            'check_host', 'gone', 'bind', 'make_server']
 
 # %% ../../nbs/serve/door.ipynb #5e889006
@@ -110,7 +110,7 @@ def _misshapen(scope: Any) -> tuple[int, str] | None:
     return None
 
 
-class Reading:
+class PatientReading:
     """Lets a client be slow to read, but not for ever, and answers what is misshapen itself.
 
     Args:
@@ -258,7 +258,7 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
 
     return Door(
         package.Config(
-            Reading(app, config.timeout), http=patient_protocol(config.header_seconds, config.max_connections), ws="none", lifespan="off", access_log=False, log_config=None,
+            PatientReading(app, config.timeout), http=patient_protocol(config.header_seconds, config.max_connections), ws="none", lifespan="off", access_log=False, log_config=None,
             log_level="warning", server_header=False, timeout_keep_alive=5,
             timeout_graceful_shutdown=math.ceil(config.drain), h11_max_incomplete_event_size=16384, proxy_headers=False,
         )

@@ -13,7 +13,7 @@ from ..decode.speculative import Tape
 from ..fast.decode import prefill
 
 # %% auto #0
-__all__ = ['LEAST', 'READ', 'FIRST', 'Memory', 'OwnCaches', 'alike', 'token_bytes', 'most_tokens', 'SharedTape']
+__all__ = ['READ', 'Memory', 'OwnCaches', 'alike', 'token_bytes', 'most_tokens', 'SharedTape']
 
 # %% ../../nbs/serve/memory.ipynb #5e882507
 class Memory(Protocol):
@@ -71,7 +71,7 @@ class OwnCaches:
         self.caches[to], self.lens[to], self.caches[row] = self.caches[row], self.lens[row], None
 
 # %% ../../nbs/serve/memory.ipynb #5e882509
-LEAST = 8  # tokens: a shorter beginning isn't copied
+_LEAST = 8  # tokens: a shorter beginning isn't copied
 READ = 512  # tokens that are read in one pass, padding included, where beginnings were copied
 
 
@@ -110,7 +110,7 @@ def most_tokens(rows: int, columns: int, tokens: float) -> int:
     return int(max(min(rows, 2) * columns, min(rows * columns, tokens)))
 
 
-FIRST = 256  # columns of a tape that has read little; it grows to twice as many whenever it must
+_FIRST = 256  # columns of a tape that has read little; it grows to twice as many whenever it must
 
 
 class SharedTape(Tape):
@@ -134,7 +134,7 @@ class SharedTape(Tape):
 
     def blank(self, rows: int, columns: int) -> Tensor:
         """See `Tape`; the first one is small."""
-        return super().blank(rows, columns) if hasattr(self, "cache") else super().blank(1, min(columns, FIRST))
+        return super().blank(rows, columns) if hasattr(self, "cache") else super().blank(1, min(columns, _FIRST))
 
     def grow(self, rows: int, columns: int) -> None:
         """Have room for so many rows and columns; what stands in rows beyond is lost where the memory is needed."""
@@ -195,14 +195,14 @@ class SharedTape(Tape):
         own = [(alike(held, new.text), r) for r, held in enumerate(self.held) if self.owners[r] == new.owner]
         n, row = max(own, default=(0, new.rows[0]))
         n = min(n, len(new.text) - 1)
-        return row, n if n >= LEAST else 0
+        return row, n if n >= _LEAST else 0
 
     def _apart(self, waiting: list[_New]) -> tuple[list[_New], list[_New]]:
         """Prompts that are read now, and those that wait for one of them because they begin like it."""
         now, later = list[_New](), list[_New]()
         for new in waiting:
             same = max((alike(new.text, other.text) for other in now if other.owner == new.owner), default=0)
-            (now if same < self._source(new)[1] + LEAST else later).append(new)
+            (now if same < self._source(new)[1] + _LEAST else later).append(new)
         return now, later
 
     def _begin(self, new: _New) -> None:

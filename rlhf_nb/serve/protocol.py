@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..config import SamplingConfig, explain
 from ..data.formats import Message
-from .batcher import Piece, Token
+from .batcher import AnswerPiece, Token
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -340,7 +340,7 @@ class Form:
             [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}]
         )
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
         """What is new in an answer."""
         offset = self.offsets.get(index, 0)
         self.offsets[index] = offset + len(piece.text)

@@ -25,7 +25,7 @@ from ..models.files import base_of_adapter, find_model, load_or_explain
 from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
-from ..scale.topology import shape_of
+from ..scale.topology import decoder_shape
 from .batcher import Batcher, Lane
 from .memory import most_tokens
 from .protocol import Refused
@@ -33,8 +33,7 @@ from .settings import ServeConfig
 from .upstream import Upstream, find_upstream
 
 # %% auto #0
-__all__ = ['LETTERS', 'SMALL', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned',
-           'memory_plan']
+__all__ = ['LETTERS', 'Model', 'settled', 'version_of', 'Site', 'sticky', 'load_site', 'Planned', 'memory_plan']
 
 # %% ../../nbs/serve/site.ipynb #5e886006
 LETTERS = 32  # of a prompt, at most, for each token; ordinary text has four
@@ -184,7 +183,7 @@ def sticky(split: str, user: str, shares: Mapping[str, float]) -> str:
     return list(shares)[-1]
 
 # %% ../../nbs/serve/site.ipynb #5e886011
-SMALL = 1 << 28  # bytes of weights that are laid out anew in any case, and the most where there is no CPU
+_SMALL = 1 << 28  # bytes of weights that are laid out anew in any case, and the most where there is no CPU
 
 
 def _adapter_homes(config: ServeConfig) -> dict[str, str]:
@@ -266,7 +265,7 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
                 models[each].length,
                 adapter,
                 config.ahead.get(each, 0),
-                copies=max(left, SMALL) if precision.device.type == "cpu" else SMALL,
+                copies=max(left, _SMALL) if precision.device.type == "cpu" else _SMALL,
                 cache=cache,
             )
             left -= lanes[each].copies
@@ -349,13 +348,13 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
     size, on_cpu = precision.frozen_dtype.itemsize, precision.device.type == "cpu"
     for name, place in config.models.items():
         made = model_world(place)
-        shape = shape_of(
+        shape = decoder_shape(
             load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
         )
         token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size
         for each in (name, *(n for n, home in homes.items() if home == name)):
             columns = config.max_context + config.ahead.get(each, 0) + 1
-            copies = weights if on_cpu and weights <= max(left, SMALL) else 0
+            copies = weights if on_cpu and weights <= max(left, _SMALL) else 0
             left -= copies
             places = most_tokens(config.max_concurrent, columns, cache / token)
             out.append(Planned(each, weights if each == name else 0, copies, token, places * token))

@@ -15,7 +15,7 @@ from .protocol import Refused
 from .settings import ServeConfig, package_of_serving
 
 # %% auto #0
-__all__ = ['MAX_BODY', 'Turn', 'Said', 'feedback_router']
+__all__ = ['MAX_BODY', 'PromptTurn', 'FeedbackRequest', 'feedback_router']
 
 # %% ../../nbs/serve/thumbs.ipynb #f8880006
 MAX_BODY = 1 << 17  # bytes
@@ -23,7 +23,7 @@ _Text = Annotated[str, Field(max_length=50_000)]
 _Name = Annotated[str, Field(max_length=200)]
 
 
-class Turn(BaseModel):
+class PromptTurn(BaseModel):
     """A message of a prompt."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -31,13 +31,13 @@ class Turn(BaseModel):
     content: str = Field(max_length=50_000)
 
 
-class Said(BaseModel):
+class FeedbackRequest(BaseModel):
     """A request to /v1/feedback."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rating: Literal["up", "down"] | None = None
     choice: Literal["first", "second", "tie", "both_bad", "skip"] | None = None
-    prompt: _Text | Annotated[list[Turn], Field(max_length=1000, fail_fast=True)] | None = None
+    prompt: _Text | Annotated[list[PromptTurn], Field(max_length=1000, fail_fast=True)] | None = None
     answer: _Text | None = None
     answers: Annotated[list[_Text], Field(min_length=2, max_length=2, fail_fast=True)] | None = None
     version: _Name | None = None
@@ -48,7 +48,7 @@ class Said(BaseModel):
     consent: bool = False
 
     @model_validator(mode="after")
-    def _one_thing(self) -> Said:
+    def _one_thing(self) -> FeedbackRequest:
         """A rating is about one answer, a choice about two, and not both at once."""
         if self.rating is not None and self.choice is not None:
             raise ValueError("send a rating or a choice, not both")
@@ -91,7 +91,7 @@ def feedback_router(path: Any, intake: Intake | None = None, most: int = MAX_BOD
     way, store, router = intake or Intake(Gate(ServeConfig())), FeedbackStore(path), web.APIRouter()
 
     async def feedback(request: Any) -> Any:
-        who, said = await way.read(request, Said, most)
+        who, said = await way.read(request, FeedbackRequest, most)
         try:
             kept = await way.turns.do(who, 1024.0, store.add, said.user, said.feedback(), who)
         except DataError as e:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import ModelConfig, SamplingConfig
 from ..core import ConfigError, decide_precision
-from ..data.worlds import FIRST
+from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
 from ..decode.named import KINDS, DecoderConfig, make_decoder
 from ..decode.search import critic_scorer
@@ -32,7 +32,7 @@ def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = Fal
         trust_remote_code: run Python code that comes with them.
     """
     if said in ("gold", "check"):
-        said = getattr(FIRST, said)
+        said = getattr(FIRST_WORLD, said)
     if isinstance(said, str):
         said = {"model": said}
     found = build_rewards(said, device=device, key="decoder.reward", trust_remote_code=trust_remote_code)

@@ -20,8 +20,8 @@ from ..scoring.head import text_config
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states', 'answer_states',
-           'Fit', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
+__all__ = ['RIDGES', 'FOLDS', 'HEAD_FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states',
+           'answer_states', 'Fit', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -257,7 +257,7 @@ def set_heads(members: Sequence[RewardModel], fitted: Fitted, cut: bool) -> None
             member.head.last.weight.copy_(weight[None])
 
 # %% ../../nbs/train/fit_head.ipynb #716fc26c
-FILE = "fitted_head.safetensors"
+HEAD_FILE = "fitted_head.safetensors"
 
 
 def read_fit(folder: str | Path, of: str) -> Fitted | None:
@@ -268,7 +268,7 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
         of: hash of what it depends on.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / FILE), framework="pt") as f:
+        with safe_open(str(Path(folder).expanduser() / HEAD_FILE), framework="pt") as f:
             told = f.metadata() or {}
             return Fitted(f.get_tensor("weights"), json_value(told["about"].encode())) if told.get("of") == of else None
     except (OSError, SafetensorError, Unreadable, KeyError):  # it is made again
@@ -277,7 +277,7 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
 
 def keep_fit(folder: str | Path, of: str, fitted: Fitted) -> None:
     """Write a fit into a run's folder."""
-    path = Path(folder) / FILE
+    path = Path(folder) / HEAD_FILE
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     save_file({"weights": fitted.weights.contiguous()}, aside, metadata={"of": of, "about": json.dumps(fitted.about)})
     os.replace(aside, path)

@@ -19,7 +19,7 @@ from ..data.formats import DataWarning
 from ..data.sources import tokenize_sft
 from ..data.templates import speaks_chat
 from ..data.worlds import toy_presets
-from ..scoring.trees import plan
+from ..scoring.trees import plan_trees
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
 from ..models.adapters import Reference
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
@@ -231,7 +231,7 @@ class KTO(OfflineMethod):
 
     def micro_batches(self, mini: LabelledAnswers) -> list[LabelledAnswers]:
         """One forward each: answers of similar length, within the token budget."""
-        return [mini[rows] for rows in plan(mini.plain(), self.config.token_budget, self.config.micro_batch_size)]
+        return [mini[rows] for rows in plan_trees(mini.plain(), self.config.token_budget, self.config.micro_batch_size)]
 
     def loss(self, micro: LabelledAnswers) -> dict[str, tuple[LossSum, float]]:
         """Each answer's loss around the baseline."""

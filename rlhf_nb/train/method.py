@@ -24,11 +24,11 @@ from ..rewards.classifier import ClassifierReward
 from ..run.loop import BaseMethod
 from ..scoring.check import self_check
 from ..scoring.scores import TokenScores, completion_logps
-from ..scoring.trees import plan
+from ..scoring.trees import plan_trees
 from ..types import Completions, PreferenceBatch
 
 # %% auto #0
-__all__ = ['Pairs', 'CausalScorer', 'TextConfig', 'TextMethod', 'frozen_parts', 'split_pairs']
+__all__ = ['CausalScorer', 'TextConfig', 'TextMethod', 'frozen_parts', 'split_pairs']
 
 # %% ../../nbs/train/method.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -117,7 +117,7 @@ class TextMethod(BaseMethod):
 
     def micro_batches(self, mini: Any) -> list[Any]:
         """One forward each: rows of similar length, within the token budget."""
-        return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, self.config.micro_batch_size)]
+        return [mini[rows].trim() for rows in plan_trees(mini, self.config.token_budget, self.config.micro_batch_size)]
 
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
@@ -140,10 +140,10 @@ def frozen_parts(reference: Reference | None, rewards: Iterable[Any] = ()) -> li
     return [model for model in found if isinstance(model, nn.Module)]
 
 # %% ../../nbs/train/method.ipynb #ade18f29
-Pairs = TypeVar("Pairs", bound=PreferenceBatch)
+_Pairs = TypeVar("_Pairs", bound=PreferenceBatch)
 
 
-def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[Pairs]:
+def split_pairs(mini: _Pairs, pad_id: int, token_budget: int, micro_batch_size: int | None) -> list[_Pairs]:
     """A mini-batch of pairs in pieces for one forward each.
 
     Args:
@@ -153,5 +153,5 @@ def split_pairs(mini: Pairs, pad_id: int, token_budget: int, micro_batch_size: i
         micro_batch_size: pairs of one forward at most; None: as many as fit.
     """
     limit = 2 * micro_batch_size if micro_batch_size else None
-    parts = plan(mini.completions(pad_id), token_budget, limit, unit=2)
+    parts = plan_trees(mini.completions(pad_id), token_budget, limit, unit=2)
     return [mini[sorted({row // 2 for row in rows})] for rows in parts]

@@ -40,7 +40,7 @@ from ..data.worlds import Row
 from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .watched import EvalConfig, entries_as_rewards, held_out_rewards, with_watched
+from .watched import HeldOutConfig, entries_as_rewards, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
@@ -77,8 +77,9 @@ class RewardPart(StrictConfig):
     watch: list[RewardEntry] = Field(
         default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
     )
-    eval: EvalConfig = Field(
-        default_factory=EvalConfig, description="who looks at the answers to held-out prompts, beside rewards and watch"
+    eval: HeldOutConfig = Field(
+        default_factory=HeldOutConfig,
+        description="who looks at the answers to held-out prompts, beside rewards and watch",
     )
     reward_timeout: float | None = option(
         3600.0, "seconds that a reward function may take for a batch; null: no limit", gt=0

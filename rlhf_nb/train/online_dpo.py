@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..judges.judge import among_siblings, as_duel
 from ..losses.preference import PairLogps, preference_loss
-from ..scoring.trees import plan
+from ..scoring.trees import plan_trees
 from ..models.reference import MovingReference
 from .nash import NashMD
 from .online import OnlineMethod, OnlineTrainer
@@ -59,7 +59,7 @@ class OnlineDPO(PairMethod):
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
         """One forward each; a pair is never split."""
         limit = None if self.config.micro_batch_size is None else max(2, self.config.micro_batch_size // 2 * 2)
-        return [mini[rows].trim() for rows in plan(mini, self.config.token_budget, limit, unit=2)]
+        return [mini[rows].trim() for rows in plan_trees(mini, self.config.token_budget, limit, unit=2)]
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Pairs that aren't ties."""

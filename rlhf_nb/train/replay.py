@@ -23,12 +23,18 @@ from ..types import Rollout, pad_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['FORMAT', 'NUMBERS', 'SAME', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded',
-           'step_of', 'about', 'record', 'refuse', 'check_parts', 'read_replay', 'replay']
+__all__ = ['REPLAYED_NUMBERS', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded', 'step_of',
+           'about', 'record', 'refuse', 'check_parts', 'read_replay', 'replay']
 
 # %% ../../nbs/train/replay.ipynb #0846279f
-FORMAT = 1
-NUMBERS = ("loss", "grad_norm", "reward", "objective/scores", "objective/kl")  # of a step, as far as it has them
+_FORMAT = 1
+REPLAYED_NUMBERS = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "objective/scores",
+    "objective/kl",
+)  # of a step, as far as it has them
 
 
 def row_logps(trainer: Any, r: Rollout) -> list[float]:
@@ -68,7 +74,7 @@ def step_of(trainer: Any) -> dict[str, Any]:
     }
     found["logps"] = row_logps(trainer, as_recorded(r, found, trainer.method.tokenizer.pad_token_id))
     event = trainer.finish_step(trainer.update(r))
-    return found | {"metrics": {k: event[k] for k in NUMBERS if isinstance(event.get(k), float)}, "rollout": r}
+    return found | {"metrics": {k: event[k] for k in REPLAYED_NUMBERS if isinstance(event.get(k), float)}, "rollout": r}
 
 
 def about(trainer: Any) -> dict[str, Any]:
@@ -103,12 +109,12 @@ def record(trainer: Any, steps: int = 2) -> tuple[dict[str, Any], list[Rollout]]
     if not found:
         raise ConfigError("the data has no rows for a step, so there is nothing to compare with: give more.")
     rewards = trainer.method.rewards
-    told = {"format": FORMAT, "method": of(trainer.config).name, "config": trainer.config.to_dict()} | about(trainer)
+    told = {"format": _FORMAT, "method": of(trainer.config).name, "config": trainer.config.to_dict()} | about(trainer)
     rollouts = [s.pop("rollout") for s in found]
     return told | {"weights": dict(zip(rewards.names, rewards.weights)), "steps": found}, rollouts
 
 # %% ../../nbs/train/replay.ipynb #68ba9a4a
-SAME, CLOSE = 1e-5, 1e-3  # of a number: from a function; from a model
+_SAME, CLOSE = 1e-5, 1e-3  # of a number: from a function; from a model
 LIKELY, LIKELY_ELSEWHERE = 1e-3, 0.05  # nats per token: fp32 on both sides; other formats
 LATER = 0.9  # share of answers that are the same, at steps after an update
 
@@ -135,7 +141,7 @@ def check_parts(rewards: Any, r: Rollout, step: Mapping[str, Any], number: int) 
     for name, theirs in step["parts"].items():
         if name not in parts:
             raise refuse(f"the notebook's reward {name!r} is none of this job's: {', '.join(rewards.names)}.")
-        bound = CLOSE if name.split("/")[0] in models else SAME
+        bound = CLOSE if name.split("/")[0] in models else _SAME
         for row, (was, now) in enumerate(zip(theirs, parts[name].tolist(), strict=True)):
             both = was is not None and not math.isnan(now)
             if both and abs(was - now) <= bound * max(1.0, abs(was)):
@@ -169,9 +175,9 @@ def read_replay(path: str | Path) -> dict[str, Any]:
         ) from e
     except (OSError, Unreadable) as e:
         raise ConfigError(f"replay: {str(path)!r} can't be read ({e}): promote the notebook's run again.") from e
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("steps"):
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not found.get("steps"):
         raise ConfigError(
-            f"replay: {str(path)!r} is no record of steps in the form {FORMAT}: promote the notebook's run again."
+            f"replay: {str(path)!r} is no record of steps in the form {_FORMAT}: promote the notebook's run again."
         )
     return found
 
@@ -281,7 +287,7 @@ def _again(
     return {
         "tokens": tokens,
         "texts": list(r.texts),
-        "metrics": {k: event[k] for k in NUMBERS if isinstance(event.get(k), float)},
+        "metrics": {k: event[k] for k in REPLAYED_NUMBERS if isinstance(event.get(k), float)},
     }
 
 

@@ -34,7 +34,7 @@ from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'report_of',
+__all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 'calibration_error', 'accuracy_report',
            'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/train/reward.ipynb #407b06d2
@@ -236,7 +236,7 @@ class Reward(TextMethod):
             found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
             scores = list(found.view(len(rows), 2, 2).cpu())
         every = torch.stack(engine.in_turn(scores)).view(-1, 2)
-        report = report_of(Prediction(every[:, 0], every[:, 1]), len(self.members))
+        report = accuracy_report(Prediction(every[:, 0], every[:, 1]), len(self.members))
         self.by_question = {"eval/accuracy": (every[0::2, 0] > every[1::2, 0]).double().tolist()}
         if self._baselines is None:
             known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
@@ -316,7 +316,7 @@ def _share(name: str, right: Tensor) -> dict[str, float]:
     return {name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(len(right), 1))}
 
 
-def report_of(scores: Prediction, members: int = 1) -> dict[str, float]:
+def accuracy_report(scores: Prediction, members: int = 1) -> dict[str, float]:
     """How well reward models predict choices.
 
     Args:

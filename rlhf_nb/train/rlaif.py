@@ -22,7 +22,7 @@ from pydantic import model_validator
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, RunError, decide_precision, derive_seed
 from ..data.templates import encode_pairs, encode_prompts, is_blank, pairs_as_chat, speaks_chat
-from ..data.worlds import World, gold_of, FIRST, world_of
+from ..data.worlds import World, gold_of, FIRST_WORLD, world_of
 from ..rewards.base import RewardModelFn, Rewards
 from ..models.heads import RewardModel
 from ..types import Completions, Rollout, prompt_uid
@@ -42,11 +42,11 @@ from rlhf_nb.judges.judge import (
     Verdicts,
 )
 from ..judges.judge import agreement, label_pairs, verdicts_of
-from ..judges.judge import plain as plain_text
+from ..judges.judge import judged_text as plain_text
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
 from ..run.lock import RunLock
-from ..run.log import EventLog, RunDir, config_changes, plain, read_metrics
+from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from .entries import RewardEntry, build_rewards
 from .registry import register
 from ..untrusted import Unreadable, json_value
@@ -55,7 +55,7 @@ from ..data.worlds import Row
 
 # %% auto #0
 __all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of',
-           'known_pairs', 'append_rows', 'keep_rows', 'sum_up', 'Labelling']
+           'known_pairs', 'append_rows', 'keep_rows', 'sum_statistics', 'Labelling']
 
 # %% ../../nbs/train/rlaif.ipynb #8d90abfe
 class JudgeConfig(StrictConfig):
@@ -179,7 +179,7 @@ def toy_judge(seed: int = 0, world: World | None = None) -> FunctionJudge:
         seed: of the errors.
         world: that has labellers; default: the first.
     """
-    world = world or FIRST
+    world = world or FIRST_WORLD
     assert world.taste is not None, f"{world.name} has no labellers"
     how: dict[str, Any] = {"noise": 0.7, "position_bias": 0.5, "seed": seed, "name": f"{world.name} labellers"}
     return FunctionJudge(world.taste, clarity=world.clarity, **how)
@@ -191,8 +191,8 @@ class RLAIFConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST.name}, "data": {"path": FIRST.name, "max_prompt_length": 64},
-            "device": "cpu", "judge": {"model": FIRST.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
+            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST_WORLD.name}, "data": {"path": FIRST_WORLD.name, "max_prompt_length": 64},
+            "device": "cpu", "judge": {"model": FIRST_WORLD.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
         },
     }  # fmt: skip
 
@@ -353,7 +353,7 @@ def _row_number(line: bytes) -> float:
         return math.inf
 
 # %% ../../nbs/train/rlaif.ipynb #4aca92d3
-def sum_up(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+def sum_statistics(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The statistics of a whole job from those of its chunks.
 
     Args:
@@ -416,7 +416,7 @@ class Labelling:
         self.path = Path(config.output_dir) / "preferences.jsonl"
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, float]:
-        """Label all prompts; returns what `sum_up` says, and the check's `judge/*`.
+        """Label all prompts; returns what `sum_statistics` says, and the check's `judge/*`.
 
         Args:
             resume: go on after what is labelled (from the start when nothing is).
@@ -446,7 +446,7 @@ class Labelling:
         finally:
             log.close()
         checked = {k.removeprefix("eval/"): v for e in events for k, v in e.items() if k.startswith("eval/")}
-        return sum_up(_steps(events)) | checked
+        return sum_statistics(_steps(events)) | checked
 
     def chunk(self, log: EventLog, first: int) -> dict[str, Any]:
         """Label the chunk that begins at a prompt, put its rows on the disk, then its event."""
@@ -473,7 +473,7 @@ class Labelling:
         folder, config = RunDir(self.config.output_dir), self.config.to_dict()
         if resume and folder.holds_run():
             try:
-                changes = config_changes(folder.config(), plain(config))
+                changes = config_changes(folder.config(), plain_json(config))
             except Unreadable as e:
                 changes = []
                 warnings.warn(
@@ -545,7 +545,7 @@ class Labelling:
         rank, world = self.engine.rank, self.engine.world_size
         cuts = [first + (stop - first) * i // world for i in range(world + 1)]
         rows, revised, stats = zip(*self.engine.gather_object(self.label(cuts[rank], cuts[rank + 1])))
-        whole = sum_up([s for s in stats if s]) if world > 1 else stats[0]
+        whole = sum_statistics([s for s in stats if s]) if world > 1 else stats[0]
         if world > 1 and self.gold:
             whole = {k: v for k, v in whole.items() if k != "gold/agreement"}
             whole["gold/right"] = sum(s.get("gold/right", 0.0) for s in stats)

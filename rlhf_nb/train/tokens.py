@@ -13,7 +13,7 @@ from ..data.cache import cache_key, code_digest, default_folder, files_digest, k
 from ..data.formats import DataWarning
 from ..data.rows import load_parts, parts_of, place_of, weights_of
 from ..data.shapes import DataNote
-from ..data.worlds import Kind, Row
+from ..data.worlds import RowKind, Row
 from .method import TextMethod
 
 # %% auto #0
@@ -23,7 +23,7 @@ __all__ = ['token_key', 'tokens_of']
 _UNTOLD = {"path", "mix", "cache", "streaming", "shuffle_buffer"}  # of data: contents stand for paths
 
 
-def token_key(config: Any, kind: Kind, tokenizer: Any, method: TextMethod) -> str | None:
+def token_key(config: Any, kind: RowKind, tokenizer: Any, method: TextMethod) -> str | None:
     """The name under which a run's tokens are kept; None where nobody can say what they depend on.
 
     Args:
@@ -52,7 +52,7 @@ def token_key(config: Any, kind: Kind, tokenizer: Any, method: TextMethod) -> st
 
 
 def tokens_of(
-    config: Any, kind: Kind, tokenizer: Any, method: TextMethod, loaded: list[tuple[list[Row], list[Row]]]
+    config: Any, kind: RowKind, tokenizer: Any, method: TextMethod, loaded: list[tuple[list[Row], list[Row]]]
 ) -> list[Any]:
     """A run's tokenized rows, source by source, and at last those held out: from the cache, or made and kept there.
 

@@ -28,7 +28,7 @@ from rlhf_nb.data.rows import (
     weights_of,
 )
 from ..data.sources import MemorySource, row_lengths
-from ..data.worlds import Kind, Row, world_of
+from ..data.worlds import RowKind, Row, world_of
 from ..models.load import check_window
 from ..models.policy import check_adapters, dropout_left_out, load_policy
 from ..models.starts import keep_starts
@@ -82,7 +82,7 @@ class TextTrainer(Trainer, Generic[_T]):
         ConfigError: a model without its tokenizer.
     """
 
-    kind: ClassVar[Kind]  # of the rows
+    kind: ClassVar[RowKind]  # of the rows
     reads_rows: ClassVar[bool] = False  # whether `make_method` looks at the rows, and not only at their tokens
     method_class: Callable[..., TextMethod]
 

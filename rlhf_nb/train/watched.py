@@ -19,7 +19,7 @@ from .entries import RewardedRun, RewardEntry, from_entries
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'EvalConfig', 'EvaluatedRun', 'Against', 'entries_as_rewards',
+__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'EvaluatedRun', 'Against', 'entries_as_rewards',
            'entries_by_name', 'held_out_rewards']
 
 # %% ../../nbs/train/watched.ipynb #b0bc1254
@@ -53,7 +53,7 @@ class EvalJudge(JudgeConfig):
         return self
 
 
-class EvalConfig(StrictConfig):
+class HeldOutConfig(StrictConfig):
     """Who looks at the answers to held-out prompts, beside the rewards."""
 
     metrics: list[RewardEntry] = Field(default_factory=list, description="entries as in rewards, each as eval/NAME")
@@ -66,7 +66,7 @@ class EvaluatedRun(RewardedRun, Protocol):
     """A config with `eval`, and what a judge's own settings come from."""
 
     @property
-    def eval(self) -> EvalConfig: ...
+    def eval(self) -> HeldOutConfig: ...
     @property
     def output_dir(self) -> str: ...
     @property

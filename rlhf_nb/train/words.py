@@ -15,7 +15,7 @@ from torch import nn
 from ..aliases import trl_words
 from ..config import LoraSettings, ModelConfig, StrictConfig
 from ..core import ConfigError, DataError
-from ..data.worlds import model_world, FIRST
+from ..data.worlds import model_world, FIRST_WORLD
 from ..models.adapters import Reference, add_lora
 from ..models.heads import RewardModel
 from ..models.policy import load_policy
@@ -25,10 +25,10 @@ from ..rewards.base import RewardModelFn
 from .registry import config_of
 
 # %% auto #0
-__all__ = ['rows_of', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
+__all__ = ['dataset_rows', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
 
 # %% ../../nbs/train/words.ipynb #a5461fe6
-def rows_of(data: Any, what: str) -> Any:
+def dataset_rows(data: Any, what: str) -> Any:
     """A dataset as a list of rows.
 
     Args:
@@ -108,7 +108,7 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 def _model_type(model: Any, config: Any) -> str:
     """The architecture of a model, or of the one that a config names."""
     name = config.model.name_or_path
-    if model is None and (world := FIRST if name is None else model_world(name)) is not None:
+    if model is None and (world := FIRST_WORLD if name is None else model_world(name)) is not None:
         assert world.model is not None
         model = world.model()
     if model is None:
@@ -161,7 +161,7 @@ def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: di
             continue
         if ours in out:
             raise ConfigError(f"{trainer}: {ours} is given twice ({name} is TRL's name for it): leave one of them out.")
-        out[ours] = rows_of(value, name) if ours in ("rows", "eval_rows") else value
+        out[ours] = dataset_rows(value, name) if ours in ("rows", "eval_rows") else value
     return out
 
 

@@ -17,7 +17,7 @@ from .html import escape, svg_page, svg_text
 Floats = npt.NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Line', 'Band', 'Mark', 'Panel', 'nice_step',
+__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step',
            'Axes', 'ticks', 'tick_text', 'line_chart', 'to_png']
 
 # %% ../../nbs/widgets/charts.ipynb #ed442d8e
@@ -63,7 +63,7 @@ def thin(steps: Floats, values: Floats, most: int) -> tuple[Floats, Floats]:
 
 # %% ../../nbs/widgets/charts.ipynb #f667ccc3
 @dataclass
-class Line:
+class Curve:
     """A curve.
 
     Args:
@@ -108,7 +108,7 @@ class Panel:
     """Curves that share an axis."""
 
     title: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Curve] = field(default_factory=list)
     bands: list[Band] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     log: bool = False
@@ -238,7 +238,7 @@ class _Plot:
         return "M" + " ".join(map(str, np.rint(xy).astype(np.int64).ravel().tolist())) if len(xy) else ""
 
 
-def _draw_line(plot: _Plot, line: Line, most: int, dash: str = "") -> str:
+def _draw_line(plot: _Plot, line: Curve, most: int, dash: str = "") -> str:
     """One curve: faint, error band, bold."""
     color, parts = color_of(line.color), []
     style = f'fill="none" stroke="{escape(color)}" stroke-linejoin="round" vector-effect="non-scaling-stroke"'
@@ -258,7 +258,7 @@ def _draw_line(plot: _Plot, line: Line, most: int, dash: str = "") -> str:
     return "".join(parts) + f'<path d="{d}" {style} stroke-width="1.6"{dashes}/>'
 
 
-def _draw_shapes(plot: _Plot, line: Line, number: int, of: int) -> str:
+def _draw_shapes(plot: _Plot, line: Curve, number: int, of: int) -> str:
     """Dots, or the `number`-th of `of` groups of bars."""
     color, good = escape(color_of(line.color)), np.isfinite(line.values)
     xs, ys = plot.px(line.steps[good]).tolist(), plot.py(line.values[good]).tolist()

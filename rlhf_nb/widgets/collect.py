@@ -20,7 +20,7 @@ from ..evaluate.policy import wilson_interval
 from ..rollout.sampler import eval_mode
 from .html import escape, table_html
 from .kernel import show_live
-from .labels import Agreement, Answers, Label, LabelStore, Pair, agreement
+from .labels import AnnotatorAgreement, Answers, Label, LabelStore, Pair, annotator_agreement
 from .labels import export_preferences, make_pairs, tally, to_preferences
 
 # %% auto #0
@@ -322,9 +322,9 @@ class PreferenceCollector:
         """Write them to a file; see `export_preferences`."""
         return export_preferences(self.labels(), path, ties)
 
-    def agreement(self) -> list[Agreement]:
+    def annotator_agreement(self) -> list[AnnotatorAgreement]:
         """How far people agree; see `cohen_kappa`."""
-        return agreement(self.labels())
+        return annotator_agreement(self.labels())
 
     def tally(self) -> list[dict[str, Any]]:
         """Which policy won how often; look at it when you are done, the comparison is blind only until then."""

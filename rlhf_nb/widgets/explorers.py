@@ -24,7 +24,7 @@ from .plots import Explorer, Knob, Picture, curve, plot
 
 # %% auto #0
 __all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum',
-           'TAILS', 'best_of_n', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
+           'TAILS', 'best_of_n_law', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
            'optimal_policy', 'optimum_picture', 'best_of_n_picture', 'Explorers']
 
 # %% ../../nbs/widgets/explorers.ipynb #09c9335e
@@ -295,12 +295,12 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
 TAILS = ("normal", "heavy (t, 3)", "very heavy (t, 2)")
 _knobs = {"n": Knob(16, 1, 1000, log=True), "error": Knob(1.0, 0.0, 3.0, 0.1)}
 _knobs["tails"] = Knob("very heavy (t, 2)", choices=TAILS)
-best_of_n = Explorer("Best of n against Gao's law", _knobs, best_of_n_picture)
+best_of_n_law = Explorer("Best of n against Gao's law", _knobs, best_of_n_picture)
 
 # %% ../../nbs/widgets/explorers.ipynb #950ed589
 EXPLORERS: dict[str, Explorer] = {
     "ppo_clip": ppo_clip, "gae_lambda": gae_lambda, "preference_losses": preference_losses, "kl_estimators": kl_estimators,
-    "optimum": optimum, "best_of_n": best_of_n,
+    "optimum": optimum, "best_of_n": best_of_n_law,
 }  # fmt: skip
 
 

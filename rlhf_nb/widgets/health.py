@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..run.overopt import LEAST, GoldFit, fit_gold
+from ..run.overopt import _LEAST, GoldFit, fit_gold
 from ..sequential import ALPHA, Fall, fall
 from .charts import Floats
 from .reader import RunReader
@@ -18,7 +18,7 @@ from .reader import RunReader
 Known = Mapping[str, tuple[Floats, Floats]]  # metric -> steps, values
 
 # %% auto #0
-__all__ = ['Known', 'Found', 'CHECKS', 'Light', 'recent', 'fallen', 'gold_fit', 'health', 'health_of']
+__all__ = ['Known', 'Concern', 'CHECKS', 'Light', 'recent', 'fallen', 'gold_fit', 'health', 'health_of']
 
 # %% ../../nbs/widgets/health.ipynb #775c19db
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Light:
     text: str
 
 
-Found = tuple[str, str] | None  # state and text; None: there is nothing to say
+Concern = tuple[str, str] | None  # state and text; None: there is nothing to say
 
 
 def recent(values: Floats, share: float = 0.1) -> float:
@@ -69,7 +69,7 @@ def fallen(known: Known) -> bool:
     return fell is not None and fell.clear
 
 
-def _gold(known: Known, config: Mapping[str, Any]) -> Found:
+def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
     """Does the reward rise for the right reason?"""
     _, steps, proxy = _first(known, "objective/scores", "reward", "eval/reward", least=5)
     if not len(proxy):
@@ -95,7 +95,7 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Found:
     return "bad", f"{text}, while the reward rose: the policy exploits the reward. Raise kl_coef{back}"
 
 # %% ../../nbs/widgets/health.ipynb #ce308646
-def _kl(known: Known, config: Mapping[str, Any]) -> Found:
+def _kl(known: Known, config: Mapping[str, Any]) -> Concern:
     """Has the policy run away from the reference?"""
     _, _, kl = _first(known, "objective/kl", least=2)
     if not len(kl):
@@ -116,8 +116,8 @@ def gold_fit(known: Known) -> tuple[Floats, Floats, Floats, GoldFit] | None:
     Args:
         known: steps and values by metric.
     """
-    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=LEAST)
-    _, steps, kl = _first(known, "objective/kl", least=LEAST)
+    _, at, gold = _first(known, "eval/gold", "rewards/gold", "gold", least=_LEAST)
+    _, steps, kl = _first(known, "objective/kl", least=_LEAST)
     if not len(gold) or not len(kl):
         return None
     there = np.interp(at, steps, kl)
@@ -126,7 +126,7 @@ def gold_fit(known: Known) -> tuple[Floats, Floats, Floats, GoldFit] | None:
     return at, there, gold, fit_gold(there, gold)
 
 
-def _left(known: Known, config: Mapping[str, Any]) -> Found:
+def _left(known: Known, config: Mapping[str, Any]) -> Concern:
     """How much KL is left before gold peaks, as far as the curve so far tells?"""
     found = gold_fit(known)
     if found is None:
@@ -145,7 +145,7 @@ def _left(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch", f"{fit}, and the KL is {now:.2g}. Stop here{back}"
 
 
-def _estimators(known: Known, config: Mapping[str, Any]) -> Found:
+def _estimators(known: Known, config: Mapping[str, Any]) -> Concern:
     """Were the tokens sampled from the policy that scored them?"""
     keys = ("objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr")
     if any(k not in known or not len(known[k][1]) for k in keys):
@@ -158,7 +158,7 @@ def _estimators(known: Known, config: Mapping[str, Any]) -> Found:
     return "ok", f"k1 {k1:.3g} and k3 {k3:.3g} agree"
 
 
-def _entropy(known: Known, config: Mapping[str, Any]) -> Found:
+def _entropy(known: Known, config: Mapping[str, Any]) -> Concern:
     """Does the policy still try different things?"""
     name, steps, entropy = _first(known, "policy/entropy_avg", "objective/entropy", least=10)
     if not len(entropy):
@@ -174,10 +174,12 @@ def _entropy(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch" if now < 0.3 * begin else "ok", text
 
 # %% ../../nbs/widgets/health.ipynb #4de44276
-def _above(key: str, watch: float, bad: float, words: str, advice: str) -> Callable[[Known, Mapping[str, Any]], Found]:
+def _above(
+    key: str, watch: float, bad: float, words: str, advice: str
+) -> Callable[[Known, Mapping[str, Any]], Concern]:
     """A light for a share that should be small."""
 
-    def look(known: Known, config: Mapping[str, Any]) -> Found:
+    def look(known: Known, config: Mapping[str, Any]) -> Concern:
         if key not in known or not len(known[key][1]):
             return None
         now = recent(known[key][1])
@@ -187,7 +189,7 @@ def _above(key: str, watch: float, bad: float, words: str, advice: str) -> Calla
     return look
 
 
-def _value(known: Known, config: Mapping[str, Any]) -> Found:
+def _value(known: Known, config: Mapping[str, Any]) -> Concern:
     """Does the critic know anything?"""
     _, _, explained = _first(known, "val/explained_variance", least=10)
     if not len(explained):
@@ -200,7 +202,7 @@ def _value(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch" if now > -1 else "bad", text
 
 
-def _skipped(known: Known, config: Mapping[str, Any]) -> Found:
+def _skipped(known: Known, config: Mapping[str, Any]) -> Concern:
     """Were updates skipped because something was not finite?"""
     _, steps, loss = _first(known, "loss", "grad_norm")
     if not len(steps):
@@ -215,7 +217,7 @@ def _skipped(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch" if len(late) else "ok", f"{total}, the last at step {at[-1]:,.0f}; they were skipped"
 
 
-def _stall(known: Known, config: Mapping[str, Any]) -> Found:
+def _stall(known: Known, config: Mapping[str, Any]) -> Concern:
     """Does the run wait for data or disk?"""
     if any(k not in known or not len(known[k][1]) for k in ("perf/stall_s", "perf/step_s")):
         return None
@@ -224,7 +226,7 @@ def _stall(known: Known, config: Mapping[str, Any]) -> Found:
     return "watch" if share > 0.3 else "ok", f"{share:.0%} of the time{advice}"
 
 # %% ../../nbs/widgets/health.ipynb #07bfee79
-CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Found]] = {
+CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "entropy": _entropy, "value": _value,
     "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)", "prompts are too easy or too hard; choose others, or resample"),
     "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit", "raise max_new_tokens, or punish the missing end"),

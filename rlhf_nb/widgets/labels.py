@@ -27,8 +27,8 @@ from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
-__all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'Agreement',
-           'cohen_kappa', 'agreement', 'to_preferences', 'tally', 'export_preferences']
+__all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'AnnotatorAgreement',
+           'cohen_kappa', 'annotator_agreement', 'to_preferences', 'tally', 'export_preferences']
 
 # %% ../../nbs/widgets/labels.ipynb #72ebeaa7
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LabelStore:
         return len(self.labels())
 
 # %% ../../nbs/widgets/labels.ipynb #56ef3a86
-class Agreement(NamedTuple):
+class AnnotatorAgreement(NamedTuple):
     """How far two people agree on the pairs both labelled."""
 
     annotators: tuple[str, str]
@@ -309,7 +309,7 @@ def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> tuple[float, float]:
     return (agree - chance) / (1 - chance), math.sqrt(agree * (1 - agree) / n) / (1 - chance)
 
 
-def agreement(labels: Sequence[Label]) -> list[Agreement]:
+def annotator_agreement(labels: Sequence[Label]) -> list[AnnotatorAgreement]:
     """Agreement of every two annotators on the pairs that both decided.
 
     Args:
@@ -324,7 +324,7 @@ def agreement(labels: Sequence[Label]) -> list[Agreement]:
         shared = [k for k in said[one] if k in said[two]]
         a, b = [said[one][k] for k in shared], [said[two][k] for k in shared]
         same = sum(x == y for x, y in zip(a, b)) / max(len(a), 1)
-        found.append(Agreement((one, two), len(a), same, *cohen_kappa(a, b)))
+        found.append(AnnotatorAgreement((one, two), len(a), same, *cohen_kappa(a, b)))
     return found
 
 # %% ../../nbs/widgets/labels.ipynb #c0008042

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..run.callbacks import short_number
-from .charts import Band, Line, Mark, Panel, line_chart, smooth, to_png
+from .charts import Band, Curve, Mark, Panel, line_chart, smooth, to_png
 from .health import Light, fallen, gold_fit, health_of
 from .html import escape
 from .reader import RunReader, open_runs
@@ -141,7 +141,7 @@ def _peak_mark(reader: RunReader) -> list[Mark]:
     return [Mark(float(at[int((kl >= fit.peak**2).argmax())]), f"stop here: {fit}", 3)]
 
 
-def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, kind: str) -> Line:
+def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float, kind: str) -> Curve:
     """One curve with its smoothed version and its error."""
     steps, values = reader.series(key)
     at, means = reader.means(key)
@@ -155,7 +155,7 @@ def _curve(reader: RunReader, key: str, label: str, color: int, smoothing: float
         error = np.interp(at, where, wide) if len(where) else None
     half_life = 0.1 * smoothing * float(at[-1] - at[0]) if len(at) > 9 else 0.0
     bold = (at, smooth(at, means, half_life)) if half_life > 0 or error is not None else None
-    return Line(label, steps, values, color, bold, error, kind)
+    return Curve(label, steps, values, color, bold, error, kind)
 
 
 def marks_of(reader: RunReader, most: int = 40) -> list[Mark]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..core import ConfigError, check_choice
-from .charts import Line, Mark, Panel, line_chart, to_png
+from .charts import Curve, Mark, Panel, line_chart, to_png
 from .html import escape, table_html
 from .kernel import show_live
 
@@ -19,7 +19,7 @@ from .kernel import show_live
 __all__ = ['curve', 'plot', 'Picture', 'picture_html', 'picture_png', 'Knob', 'Explorer']
 
 # %% ../../nbs/widgets/plots.ipynb #5e1c0a91
-def curve(label: str, x: Sequence[float], y: Sequence[float], color: int = 0, kind: str = "line") -> Line:
+def curve(label: str, x: Sequence[float], y: Sequence[float], color: int = 0, kind: str = "line") -> Curve:
     """Points that belong together.
 
     Args:
@@ -28,11 +28,11 @@ def curve(label: str, x: Sequence[float], y: Sequence[float], color: int = 0, ki
         color: number in the palette.
         kind: "line", "dash", "dots" or "bars".
     """
-    return Line(label, np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), color, kind=kind)
+    return Curve(label, np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), color, kind=kind)
 
 
 def plot(
-    title: str, curves: Sequence[Line], xlabel: str = "", ylim: tuple[float, float] | None = None, marks: Sequence[float] = ()
+    title: str, curves: Sequence[Curve], xlabel: str = "", ylim: tuple[float, float] | None = None, marks: Sequence[float] = ()
 ) -> Panel:  # fmt: skip
     """Curves on common axes.
 

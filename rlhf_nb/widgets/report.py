@@ -29,7 +29,7 @@ from ..untrusted import dump_yaml
 from .reader import RunReader, open_runs, spell_seconds
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'prometheus', 'exposition',
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition',
            'serve_metrics']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
@@ -245,7 +245,7 @@ def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console
         time.sleep(every)
 
 # %% ../../nbs/widgets/report.ipynb #75bf3ec6
-def prometheus(run: Any) -> str:
+def metrics_text(run: Any) -> str:
     """The newest value of every metric, in Prometheus' text format.
 
     Args:
@@ -321,7 +321,7 @@ def serve_metrics(run: Any, port: int = 9464, host: str = "127.0.0.1", block: bo
         def do_GET(self) -> None:
             known = self.path.split("?")[0] in ("/", "/metrics")
             with lock:
-                body = (prometheus(readers) if known else "only /metrics is served here\n").encode()
+                body = (metrics_text(readers) if known else "only /metrics is served here\n").encode()
             self.send_response(200 if known else 404)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -30,7 +30,7 @@ from .reader import SampleIndex
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ORDERS', 'MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples',
+__all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples',
            'select_samples', 'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png',
            'rescore', 'weights_at', 'Tokens', 'Samples']
 
@@ -158,7 +158,7 @@ class Measure(NamedTuple):
     about: str
 
 
-MEASURES: tuple[Measure, ...] = (
+TOKEN_MEASURES: tuple[Measure, ...] = (
     Measure("advantage", "a", True, "advantage: blue better, orange worse than expected"),
     Measure("shift", "s", True, "log π − log π_ref in nats: blue likelier than under the reference"),
     Measure("kl", "k", False, "k3 estimate of the KL to the reference, nats"),
@@ -187,7 +187,7 @@ def token_measures(row: Mapping[str, Any]) -> dict[str, list[float]]:
         out |= {"shift": shift.tolist(), "kl": kl_terms(shift, "k3").tolist()}
     if old and row.get("logps"):
         out["update"] = [float(a) - float(b) for a, b in zip(row["logps"], old)]
-    return {m.name: out[m.name] for m in MEASURES if m.name in out}
+    return {m.name: out[m.name] for m in TOKEN_MEASURES if m.name in out}
 
 
 def token_texts(row: Mapping[str, Any], tokenizer: Any = None) -> list[str]:
@@ -239,13 +239,13 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
         raise DataError("this sample holds no per-token numbers (old_logps, values, ...): nothing to colour.")
     name = by or next(iter(there))
     if name not in there:
-        known = [m.name for m in MEASURES]
+        known = [m.name for m in TOKEN_MEASURES]
         if name in ("entropy", "update"):
             raise DataError(f"{name} isn't in samples.jsonl: rescore(sample, model, tokenizer) measures it.")
         near = suggest(name, known)
         hint = f" Did you mean {near!r}?" if near and near != name else ""
         raise DataError(f"this sample has no {name!r}; it has {', '.join(there)}.{hint}")
-    return next(m for m in MEASURES if m.name == name), there
+    return next(m for m in TOKEN_MEASURES if m.name == name), there
 
 
 def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[str] | None = None) -> str:
@@ -409,7 +409,7 @@ class Tokens:
 
     def switch(self, to: str) -> None:
         """Colour by another measure, given by name or key; an unknown one changes nothing."""
-        name = next((m.name for m in MEASURES if to in (m.name, m.key)), "")
+        name = next((m.name for m in TOKEN_MEASURES if to in (m.name, m.key)), "")
         if name in self.names:
             self.by = name
             if self._parts:
@@ -421,7 +421,7 @@ class Tokens:
         if not self._parts:
             import ipywidgets as w
 
-            known = " ".join(m.key for m in MEASURES if m.name in self.names)
+            known = " ".join(m.key for m in TOKEN_MEASURES if m.name in self.names)
             keys = w.Text(placeholder=f"keys: {known}", layout=w.Layout(width="11em"))
             by = w.ToggleButtons(options=self.names, value=self.by, style={"button_width": "auto"})
             self._parts = {"html": w.HTML(self.html()), "by": by, "keys": keys}
@@ -564,7 +564,7 @@ class _Browser:
         self.steps = w.IntRangeSlider(description="steps", continuous_update=False, min=0, max=1)
         self.list = w.Select(rows=12, layout=w.Layout(width="42%"))
         self.measure = w.ToggleButtons(options=["–"], style={"button_width": "auto"})
-        known = "keys: n next, b back, " + " ".join(m.key for m in MEASURES)
+        known = "keys: n next, b back, " + " ".join(m.key for m in TOKEN_MEASURES)
         self.keys = w.Text(placeholder=known, layout=w.Layout(width="18em"))
         self.detail = w.HTML(layout=w.Layout(width="57%", padding="0 0 0 12px"))
         self.fill()
@@ -611,7 +611,7 @@ class _Browser:
         at = self.list.index
         if key in ("n", "b") and at is not None:
             self.list.index = min(max(at + (1 if key == "n" else -1), 0), len(self.rows) - 1)
-        name = next((m.name for m in MEASURES if m.key == key), "")
+        name = next((m.name for m in TOKEN_MEASURES if m.key == key), "")
         if name in self.measure.options:
             self.measure.value = name
 
