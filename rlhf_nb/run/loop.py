@@ -266,8 +266,13 @@ class Trainer:
             None  # the source's state before this step's rows, of a method that asks the outside
         )
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
-        self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
+        self.ending = threading.Event()
         self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
+
+    @cached_property
+    def writer(self) -> AsyncWriter:
+        """Writes checkpoints, beside the training where `async_save` is on; made for the first of them."""
+        return AsyncWriter(self.config.async_save)
 
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train to the end, or until somebody asks to stop; a checkpoint is left in either case.

@@ -158,7 +158,7 @@ class GRPO(OnlineMethod):
             clip_eps_high=cfg.switch("clip_eps_high"), level=cfg.switch("level"), soft=cfg.switch("soft"), correction=self.correction(micro), **weigh,
         )  # fmt: skip
         terms = {"policy": (policy, 1.0)}
-        if self.reference is not None and self.kl_coef:
+        if self.kl_coef:
             terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), self.kl_coef)
         return terms
 

@@ -20,7 +20,7 @@ from ..core import ConfigError, derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
-from ..evaluate.policy import evaluate, in_turns, shown_as
+from ..evaluate.policy import OWN_NUMBERS, evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import AdaptiveKL, FixedKL, kl_report
 from ..models.adapters import Reference
@@ -30,7 +30,7 @@ from .decoders import sampler_for
 from .entries import RewardEntry, from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
-from ..rollout.backends import OurSampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -140,6 +140,9 @@ class KLPrice(KLBudget):
         return self
 
 
+_PLAIN = DecoderConfig()
+
+
 class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
@@ -147,7 +150,7 @@ class OnlineConfig(RewardPart, TextConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     decoder: DecoderConfig = option(
-        DecoderConfig(),
+        _PLAIN,
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
@@ -312,7 +315,10 @@ class OnlineMethod(TextMethod):
         self.rewards, self.reference, self.watch = rewards, reference, dict(watch or {})
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
-        self.sampler = sampler_for(config, rewards, self.name, self.imitates)
+        plain = config.decoder == _PLAIN
+        self.sampler = (
+            make_sampler(config.sampling) if plain else sampler_for(config, rewards, self.name, self.imitates)
+        )
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
@@ -623,14 +629,12 @@ class OnlineTrainer(TextTrainer[_O]):
         if budget is not None:
             callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
-        for name in dict.fromkeys((*self.method.rewards.names, *self.method.watch)):
-            if shown_as(name) != name:
-                warnings.warn(
-                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' "
-                    "own.",
-                    DataNote,
-                    stacklevel=3,
-                )
+        for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:
+            warnings.warn(
+                f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
+                DataNote,
+                stacklevel=3,
+            )
         if budget is not None and self.method.reference is None:
             raise ConfigError(
                 f"kl_budget is {budget:g} nats, but without a price of drift no reference is kept that they could be "

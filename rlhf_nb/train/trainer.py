@@ -65,7 +65,21 @@ def kept_length(row: Row) -> int:
 _T = TypeVar("_T", bound=TextConfig)
 
 
-class TextTrainer(Trainer, Generic[_T]):
+if TYPE_CHECKING:
+
+    class _OfConfig(Generic[_T]):
+        """Whose config it is."""
+
+else:
+
+    class _OfConfig:
+        """`TextTrainer[SFTConfig]` is `TextTrainer` while it runs: real generics break classes that are sent to ranks."""
+
+        def __class_getitem__(cls, config: Any) -> type:
+            return cls
+
+
+class TextTrainer(Trainer, _OfConfig[_T]):
     """A method with its model and its rows, ready to `fit()`.
 
     Args:
