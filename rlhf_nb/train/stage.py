@@ -18,7 +18,8 @@ from ..run.lock import RunLock
 from ..run.log import RunDir
 from .registry import MethodInfo, of
 from .replay import replay
-from ..untrusted import json_value
+from ..files import read_regular, write_whole
+from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
 __all__ = ['make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
@@ -48,16 +49,8 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
     Raises:
         RunError: it can't be written.
     """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=2, ensure_ascii=False)
-            if sync:
-                f.flush()
-                os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, json.dumps(value, indent=2, ensure_ascii=False), durable=sync)
     except OSError as e:
         raise RunError(f"cannot write {path}: {e}. Make room, then continue with resume.") from e
 
@@ -65,7 +58,7 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file as a dict; empty where there is none, or it is torn."""
     try:
-        found = json_value(Path(path).read_bytes())
+        found = json_value(read_regular(path, MAX_LINE))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -38,7 +38,8 @@ from ..run.loop import Trainer
 from .method import TextConfig, TextMethod
 from .tokens import tokens_of
 from .words import says_where, takes_trl
-from ..untrusted import json_value
+from ..files import read_regular, write_whole
+from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
 __all__ = ['kept_length', 'TextTrainer']
@@ -186,9 +187,9 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         before: list[Any] = []
         if resume:
             with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a torn one
-                before = list(json_value(place.read_bytes())["read"])
+                before = list(json_value(read_regular(place, MAX_LINE))["read"])
         read = [*before, *(r for r in self.reads if r not in before)]
-        place.write_text(json.dumps({"read": read}, indent=1), encoding="utf-8")
+        write_whole(place, json.dumps({"read": read}, indent=1))
 
     def make_method(self, config: _T, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""
