@@ -27,7 +27,7 @@ from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..decode.named import DecoderConfig
 from .decoders import sampler_for
-from .entries import RewardEntry, from_entries, has_entries, load_models
+from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, make_sampler, needs_scoring, sampling_metrics
@@ -40,11 +40,11 @@ from ..data.worlds import Row
 from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .watched import HeldOutConfig, entries_as_rewards, held_out_rewards, with_watched
+from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
-__all__ = ['online_presets', 'RewardPart', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples',
+__all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples',
            'group_metrics', 'reward_metrics', 'kl_controls', 'OnlineMethod', 'load_reward', 'as_rewards', 'rewarded',
            'OnlineTrainer']
 
@@ -62,55 +62,6 @@ def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict
         "sampling": {"max_new_tokens": 28},
     }  # fmt: skip
     return toy_presets(folder, {"lr": lr, "schedule": "constant"}, **toy_run | more)
-
-
-class RewardPart(StrictConfig):
-    """Settings of a method that asks what its answers are worth."""
-
-    reward: PathText | None = option(
-        None, "folder of a reward model (or an ensemble's members); in worlds that are made here 'check' or 'gold'"
-    )
-    rewards: list[RewardEntry] = Field(
-        default_factory=list,
-        description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
-    )
-    watch: list[RewardEntry] = Field(
-        default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
-    )
-    eval: HeldOutConfig = Field(
-        default_factory=HeldOutConfig,
-        description="who looks at the answers to held-out prompts, beside rewards and watch",
-    )
-    reward_timeout: float | None = option(
-        3600.0, "seconds that a reward function may take for a batch; null: no limit", gt=0
-    )
-    missing_eos: float | None = option(
-        None, "what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says"
-    )
-    missing_eos_mode: Literal["subtract", "fixed"] = Field(
-        default_factory=lambda d: "subtract" if (d.get("missing_eos") or 0.0) > 0 else "fixed",
-        description="taken from the score, or instead of it; by default a number above 0 is taken from it",
-    )
-
-    @model_validator(mode="after")
-    def _one_list(self) -> RewardPart:
-        """What is maximised is said once."""
-        if self.reward is not None and self.rewards:
-            raise ValueError(
-                f"reward is {self.reward!r}, and rewards has {len(self.rewards)} entries: leave out reward, and write "
-                f"it as an entry, {{model: {self.reward}}}."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ends_pay(self) -> RewardPart:
-        """A penalty takes away."""
-        if self.missing_eos_mode == "subtract" and (self.missing_eos or 0.0) < 0:
-            raise ValueError(
-                f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use "
-                f"missing_eos={-(self.missing_eos or 0.0):g}."
-            )
-        return self
 
 
 class KLBudget(StrictConfig):
