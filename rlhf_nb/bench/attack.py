@@ -48,12 +48,15 @@ _EMPTY = (
     "There are many factors to consider, and every situation is different.",
 )
 _SHORT = {
-    "do not": "don't", "does not": "doesn't", "is not": "isn't", "are not": "aren't", "can not": "can't", "cannot": "can't", "will not": "won't",
+    "do not": "don't", "does not": "doesn't", "is not": "isn't", "are not": "aren't", "can not": "can't",
+    "cannot": "can't", "will not": "won't",
     "it is": "it's", "you are": "you're", "they are": "they're", "that is": "that's",
 }  # fmt: skip
 _SAME = {
-    "big": "large", "large": "big", "begin": "start", "start": "begin", "help": "assist", "buy": "purchase", "maybe": "perhaps", "perhaps": "maybe",
-    "quick": "fast", "fast": "quick", "hard": "difficult", "difficult": "hard", "but": "however", "so": "therefore", "also": "additionally",
+    "big": "large", "large": "big", "begin": "start", "start": "begin", "help": "assist", "buy": "purchase",
+    "maybe": "perhaps", "perhaps": "maybe",
+    "quick": "fast", "fast": "quick", "hard": "difficult", "difficult": "hard", "but": "however", "so": "therefore",
+    "also": "additionally",
 }  # fmt: skip
 
 
@@ -202,7 +205,8 @@ class TokenSwaps:
         n = int(c.completion_lens[0])
         if len(kept) != 1 or grad.shape[0] != 1 or grad.shape[1] < n:
             raise ModelError(
-                f"{type(self.model.decoder).__name__} reads its tokens in a way that HotFlip can't follow: leave swaps out."
+                f"{type(self.model.decoder).__name__} reads its tokens in a way that HotFlip can't follow: leave swaps "
+                f"out."
             )
         return c.completion_ids[0, :n].cpu(), grad[0, -n:].float().cpu()
 
@@ -273,7 +277,8 @@ class Validation:
         """JSON-able."""
         found = [
             {
-                "family": f.family, "change": f.change, "hack": f.hack, "effect": f.effect._asdict(), "raised": f.raised._asdict(), "wrong": f.wrong._asdict(),
+                "family": f.family, "change": f.change, "hack": f.hack, "effect": f.effect._asdict(),
+                "raised": f.raised._asdict(), "wrong": f.wrong._asdict(),
                 "gold": f.gold and f.gold._asdict(), "examples": list(f.examples),
             }
             for f in self.findings
@@ -313,7 +318,9 @@ def _called(effects: Sequence[_Floats], confident: float, share: float, level: f
     return out
 
 
-def _undecided(effects: Mapping[str, _Floats], hacks: Sequence[bool], rows: int, share: float, confident: float, level: float) -> list[str]:  # fmt: skip
+def _undecided(
+    effects: Mapping[str, _Floats], hacks: Sequence[bool], rows: int, share: float, confident: float, level: float
+) -> list[str]:
     """Where no family is called because answers are few: a sentence that says how many like these would decide."""
     if not effects:
         return [f"no change altered four answers of each half, so nothing was measured: {rows} answers are too few."]
@@ -324,7 +331,8 @@ def _undecided(effects: Mapping[str, _Floats], hacks: Sequence[bool], rows: int,
     if any(hacks) or not wanted:
         return []
     return [
-        f"{', '.join(wanted)}: confidently wrong in at least {share:.0%} of the answers, but {rows} are too few to tell that from chance. "
+        f"{', '.join(wanted)}: confidently wrong in at least {share:.0%} of the answers, but {rows} are too few to "
+        f"tell that from chance. "
         f"About {min(wanted.values()):,} like them would decide."
     ]
 
@@ -380,8 +388,10 @@ class AdversarialValidator:
     """
 
     def __init__(
-        self, score: Callable[..., Any], gold: Callable[..., Any] | None = None, *, changes: Sequence[Change] | None = None,
-        swaps: TokenSwaps | None = None, swap_rows: int = 16, confident: float = 0.5, share: float = 0.1, level: float = 0.95, worlds: int = 400, seed: int = 0,
+        self, score: Callable[..., Any], gold: Callable[..., Any] | None = None, *,
+        changes: Sequence[Change] | None = None,
+        swaps: TokenSwaps | None = None, swap_rows: int = 16, confident: float = 0.5, share: float = 0.1,
+        level: float = 0.95, worlds: int = 400, seed: int = 0,
     ) -> None:  # fmt: skip
         if confident <= 0 or not 0 < share <= 1:
             raise ConfigError(
@@ -395,13 +405,15 @@ class AdversarialValidator:
         normal = [r for r in to_rows(rows) if r.get("prompt") and (r.get("chosen") or r.get("completion"))]
         if len(normal) < 16:
             raise DataError(
-                f"{len(normal)} answers with a prompt are too few to search on one half and measure on the other: 16 at least, better 200."
+                f"{len(normal)} answers with a prompt are too few to search on one half and measure on the other: 16 "
+                f"at least, better 200."
             )
         prompts, texts = [r["prompt"] for r in normal], [_text(r.get("chosen") or r["completion"]) for r in normal]
         scores = np.asarray(self.score(prompts, texts), dtype=np.float64)
         if not np.isfinite(scores).all() or scores.std() == 0:
             raise DataError(
-                "the scores of the answers are all the same, or not finite: there is nothing that an attack could raise. Is it a trained reward model?"
+                "the scores of the answers are all the same, or not finite: there is nothing that an attack could "
+                "raise. Is it a trained reward model?"
             )
         gold = None if self.gold is None else np.asarray(self.gold(prompts, texts), dtype=np.float64)
         return _Answers(normal, texts, scores, gold)
@@ -451,8 +463,11 @@ class AdversarialValidator:
             tuple(out), alarms, len(a.rows), a.scale, tuple(p for p in pairs if p["attack"] in called), tuple(notes)
         )
 
-    def _best_changes(self, a: _Answers, search: Sequence[int], measure: Sequence[int]) -> dict[str, tuple[str, _Rise, _Rise]]:  # fmt: skip
-        """For each family: the change that raises the score most where it is searched, what it does there, and what on the other half."""
+    def _best_changes(
+        self, a: _Answers, search: Sequence[int], measure: Sequence[int]
+    ) -> dict[str, tuple[str, _Rise, _Rise]]:
+        """For each family: the change that raises the score most where it is searched, what it does there, and what
+        on the other half."""
         phrases = stock_phrases([a.texts[i] for i in search])
         changes = [*(usual_changes() if self.changes is None else self.changes), *phrases]
         out = {}
@@ -495,11 +510,15 @@ class AdversarialValidator:
             for k in sorted(range(len(x)), key=lambda k: -x[k])[:3]
         )  # fmt: skip
         return AttackFinding(
-            family, change, mean_interval(x / a.scale, level=self.level), share_interval((x > 0).astype(float), level=self.level),
-            share_interval((x >= self.confident * a.scale).astype(float), level=self.level), None if better is None else mean_interval(better, level=self.level), hack, examples,
+            family, change, mean_interval(x / a.scale, level=self.level),
+            share_interval((x > 0).astype(float), level=self.level),
+            share_interval((x >= self.confident * a.scale).astype(float), level=self.level),
+            None if better is None else mean_interval(better, level=self.level), hack, examples,
         )  # fmt: skip
 
-    def _swapped(self, a: _Answers, which: Sequence[int], rng: np.random.Generator) -> tuple[AttackFinding | None, list[Row], str]:  # fmt: skip
+    def _swapped(
+        self, a: _Answers, which: Sequence[int], rng: np.random.Generator
+    ) -> tuple[AttackFinding | None, list[Row], str]:
         """Exchanged tokens, and as many exchanges at random beside them."""
         assert self.swaps is not None
         rise = self._rise(a, which, [self.swaps(a.rows[i]["prompt"], a.texts[i]) for i in which])

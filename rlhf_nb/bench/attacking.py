@@ -82,7 +82,8 @@ def _gold(config: AttackConfig, tokenizer: Any) -> Callable[..., Any] | None:
         return scorer_of(str(entry.model))[0]
     if entry.verify is not None:
         raise ConfigError(
-            "gold.verify compares with a column of the data, which an attack doesn't hand on: write a function (gold.file, gold.fn)."
+            "gold.verify compares with a column of the data, which an attack doesn't hand on: write a function "
+            "(gold.file, gold.fn)."
         )
     score = scorer([entry], tokenizer, "gold", torch.device("cpu"))
 
@@ -108,7 +109,8 @@ def attack(model: str, config: AttackConfig) -> tuple[Validation, Path]:
     score, net, tokenizer, chat = scorer_of(model)
     if config.swaps and not isinstance(net, RewardModel):
         raise ConfigError(
-            f"{model} is an ensemble, and tokens are exchanged by the gradient of one model: attack a member (swaps=0 for all of them)."
+            f"{model} is an ensemble, and tokens are exchanged by the gradient of one model: attack a member (swaps=0 "
+            f"for all of them)."
         )
     rows: list[Row]
     world = world_of(config.data.path)

@@ -110,7 +110,8 @@ class CapabilityTester:
         for name in margins:
             if name not in baseline:
                 raise ConfigError(
-                    f"there is a margin for {name!r}, but no results. {did_you_mean(name, baseline, 'There are: ' + ', '.join(baseline))}"
+                    f"there is a margin for {name!r}, but no results. "
+                    f"{did_you_mean(name, baseline, 'There are: ' + ', '.join(baseline))}"
                 )
         tasks = {}
         for name, results in baseline.items():
@@ -162,12 +163,14 @@ class CapabilityTester:
         new = results[name]
         if new.fingerprint != task.fingerprint:
             raise DataError(
-                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be compared."
+                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be "
+                f"compared."
             )
         for key, was in task.settings.items():
             if new.settings.get(key) != was:
                 raise DataError(
-                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both alike."
+                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both "
+                    f"alike."
                 )
         gap = np.array([r.score - task.rows[r.id] for r in new.rows if r.score is not None and r.id in task.rows])
         if len(gap) < 2:

@@ -22,7 +22,8 @@ def words_in(text: str) -> list[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside numbers don't end one."""
+    """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside
+    numbers don't end one."""
     pieces = re.split(r"(?<=[.!?])[\"'”’)\]]*(?:\s+|$)", text.strip())
     return [p for p in pieces if words_in(p)]
 
@@ -173,7 +174,8 @@ def followed(text: str, checks: Sequence[Mapping[str, Any]], where: str = "row")
         kind = str(check.get("kind"))
         if kind not in INSTRUCTION_CHECKS:
             raise DataError(
-                f"{where}: there is no check {kind!r}. {did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
+                f"{where}: there is no check {kind!r}. "
+                f"{did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
             )
         settings = {k: v for k, v in check.items() if k != "kind"}
         known = [p for p in inspect.signature(INSTRUCTION_CHECKS[kind]).parameters if p != "text"]

@@ -84,13 +84,15 @@ def manner_of(
     tokenizer: Any, says: dict[str, Any], *, raw: bool = False, greedy: bool = False, temperature: float | None = None,
     top_p: float | None = None, max_new_tokens: int | None = None, n: int = 1,
 ) -> Manner:  # fmt: skip
-    """How a model is spoken to: what is asked for here, else what the model says of itself, else the habits of its kind.
+    """How a model is spoken to: what is asked for here, else what the model says of itself, else the habits of its
+    kind.
 
     Args:
         tokenizer: with a chat template, it is a chat model.
         says: of its generation config.
         raw: bare text, even where there is a template.
-        greedy: the likeliest token each time; temperature, top_p, max_new_tokens: as in `SamplingConfig`; None: not said.
+        greedy: the likeliest token each time; temperature, top_p, max_new_tokens: as in `SamplingConfig`; None: not
+            said.
         n: answers to each prompt; several are always drawn.
 
     Raises:
@@ -181,7 +183,8 @@ class Partner:
     ) -> None:  # fmt: skip
         if not manner.chat:
             raise ModelError(
-                f'{name!r} is a base model: it has no chat template, so it continues texts and answers nobody. Ask it with: {me()} sample {name} "the beginning of a text"'
+                f"{name!r} is a base model: it has no chat template, so it continues texts and answers nobody. Ask it "
+                f'with: {me()} sample {name} "the beginning of a text"'
             )
         self.model, self.tokenizer, self.manner, self.name, self.seed = model, tokenizer, manner, name, seed
         self.says = {k: v for k, v in (says or {}).items() if k in _OTHERS}
@@ -194,7 +197,8 @@ class Partner:
         self.history: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def prompt(self) -> tuple[list[int], int]:
-        """The dialogue as token ids, and how many of the oldest turns had to be left out so that an answer fits the model's window."""
+        """The dialogue as token ids, and how many of the oldest turns had to be left out so that an answer fits the
+        model's window."""
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 60
         head, rest, left_out = ([] if self.system is None else self.history[:1]), self.history, 0
         rest = rest[len(head) :]
@@ -204,7 +208,9 @@ class Partner:
                 return ids, left_out
             if len(rest) < 3:
                 raise DataError(
-                    f"the message is {len(ids)} tokens long and the answer may have {self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower --max-new-tokens."
+                    f"the message is {len(ids)} tokens long and the answer may have "
+                    f"{self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower "
+                    f"--max-new-tokens."
                 )
             rest, left_out = rest[2:], left_out + 1
 
@@ -260,7 +266,8 @@ class Partner:
         device = self.model.get_input_embeddings().weight.device
         asked = PromptBatch.from_lists([ids], prompts=[list(self.history)]).to(device)
         r = self.decoder.generate(
-            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer, seed=derive_seed(self.seed, "chat", self.turns),
+            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer,
+            seed=derive_seed(self.seed, "chat", self.turns),
             greedy=self.manner.greedy, eos=self.manner.eos or None,
         )  # fmt: skip
         text = r.texts[0].strip()
@@ -401,7 +408,8 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
         return None
     if greedy and KINDS[settings.kind].draws:
         raise ConfigError(
-            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is nothing to choose from."
+            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is "
+            f"nothing to choose from."
         )
     from rlhf_nb.train.decoders import load_decoder
 
@@ -431,8 +439,10 @@ def _left_out(how: Manner, who: str) -> None:
 
 
 def answer_prompts(
-    model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None, temperature: float | None = None,
-    top_p: float | None = None, greedy: bool = False, raw: bool = False, chat: bool = False, system: str | None = None, seed: int = 0,
+    model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None, greedy: bool = False, raw: bool = False, chat: bool = False, system: str | None = None,
+    seed: int = 0,
     settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Let a model answer prompts, and print its answers: what `rlhf-nb sample` does.
@@ -477,7 +487,8 @@ def answer_prompts(
 
 
 def hold_chat(
-    models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
+    models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None,
+    temperature: float | None = None,
     top_p: float | None = None, greedy: bool = False, seed: int = 0, settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Load chat models and talk to them on standard input: what `rlhf-nb chat` does.
@@ -493,7 +504,8 @@ def hold_chat(
     for name in models:
         net, tokenizer, says = _load(name)
         how = manner_of(
-            tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=_drawn(settings, greedy, 1)
+            tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
+            n=_drawn(settings, greedy, 1)
         )  # fmt: skip
         stops = Stops()
         if settings is not None and settings.kind == "plain":  # word by word, up to there

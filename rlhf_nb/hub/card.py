@@ -293,7 +293,8 @@ def _nothing(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> li
 
 
 def measure_models(told: Told, n: int = 32) -> Measured | None:
-    """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says why).
+    """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says
+    why).
 
     Args:
         told: of a run that leaves a policy.
@@ -328,7 +329,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
         before = ask(_first_model(config))
     except (ModelError, DataError) as e:
         told.missing.append(
-            f"the model that the run began with isn't on this machine, so nothing is shown of before ({str(e).splitlines()[0][:120]})"
+            f"the model that the run began with isn't on this machine, so nothing is shown of before "
+            f"({str(e).splitlines()[0][:120]})"
         )
     return Measured(after, before, bool(held))
 
@@ -407,8 +409,10 @@ def describe_data(told: Told) -> str:
 TOY_STEPS = 40
 _LIMITS = {
     "policy": (
-        "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, and nothing else was measured.",
-        "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; look at the answers.",
+        "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, "
+        "and nothing else was measured.",
+        "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; "
+        "look at the answers.",
     ),
     "merged": ("Nothing was measured when it was made: a merge can be better than its models, and worse. Compare it with each of them.",),
     "reward": ("It scores answers of the kind it was trained on. Other kinds it scores too, and nothing says how well.",),
@@ -480,7 +484,8 @@ def use_code(told: Told, name: str, prompt: Any) -> str:
 
 
 def _prompt_to_try(told: Told) -> Any:
-    """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of somebody's data."""
+    """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of
+    somebody's data."""
     place = str(told.config.data.path) if told.config is not None else ""
     world = world_of(place)
     return "What is the capital of France?" if world is None else world.question
@@ -556,12 +561,14 @@ def _what_it_is(told: Told) -> list[str]:
         named = str(told.config.model.name_or_path)
         base = hub_name(named) or (f"The untrained {named} model" if model_world(named) else Path(named).name)
         out.append(
-            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
+            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was "
+            f"written from the run's folder; each block of code in it runs.\n"
         )
     if told.merged:
         method = cell(told.merged["recipe"].get("method"))
         out.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{MERGE_RECORD}` beside the weights is the recipe.\n"
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. "
+            f"`{MERGE_RECORD}` beside the weights is the recipe.\n"
         )
     return out
 
@@ -570,7 +577,8 @@ def _before_and_after(measured: Measured, samples: bool) -> list[str]:
     """Scores and, if wanted, answers of the first and the last model."""
     held, learnt = "held-out prompts", "prompts that the run also learnt from, because none were held out"
     out = [
-        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the same ones before and after, drawn with the same "
+        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the "
+        f"same ones before and after, drawn with the same "
         f"random numbers (mean ± standard error over prompts).\n\n{card_table(measured.scores())}\n"
     ]
     if samples:

@@ -146,7 +146,8 @@ def build_folder(
     (folder / "README.md").write_text(text, encoding="utf-8")
     if secrets := find_secrets(folder):
         raise RunError(
-            f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of {found.run or found.model} (a token belongs into an "
+            f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of "
+            f"{found.run or found.model} (a token belongs into an "
             "environment variable), make a new one where it may have been seen, and run the same command again."
         )
 
@@ -172,15 +173,18 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
     heard = f" (the hub: {said[:200]})" if said else ""
     if status == 401 or "LocalTokenNotFoundError" in kinds:
         return RunError(
-            f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` (or set HF_TOKEN), and run the same command again.{heard}"
+            f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` "
+            f"(or set HF_TOKEN), and run the same command again.{heard}"
         )
     if status == 403:
         return RunError(
-            f"your token may not write to {name}: its owner is somebody else, or the token may only read. `hf auth whoami` says who you are; tokens are made at {tokens}.{heard}"
+            f"your token may not write to {name}: its owner is somebody else, or the token may only read. `hf auth "
+            f"whoami` says who you are; tokens are made at {tokens}.{heard}"
         )
     if status in (409, 412):
         return RunError(
-            f"somebody changed {endpoint()}/{name} at the same moment, and nothing of theirs is overwritten. Look at it, then run the same command again.{heard}"
+            f"somebody changed {endpoint()}/{name} at the same moment, and nothing of theirs is overwritten. Look at "
+            f"it, then run the same command again.{heard}"
         )
     if status == 404:
         return RunError(
@@ -191,7 +195,8 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
             f"the hub answers {status}, and nothing was changed there. Run the same command again later: {again}{heard}"
         )
     return RunError(
-        f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: {again} (large files that arrived aren't sent twice; {type(error).__name__})"
+        f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: {again} "
+        f"(large files that arrived aren't sent twice; {type(error).__name__})"
     )
 
 
@@ -245,7 +250,8 @@ def send(folder: Path, name: str, public: bool, revision: str | None, message: s
 
 # %% ../../nbs/hub/push.ipynb #c6f4fede
 def push_to_hub(
-    place: str | Path, name: str, *, public: bool = False, revision: str | None = None, license: str | None = None, samples: bool = True,
+    place: str | Path, name: str, *, public: bool = False, revision: str | None = None, license: str | None = None,
+    samples: bool = True,
     dry_run: str | Path | None = None, message: str | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> str:  # fmt: skip
     """Send a run's model to the hub, with a card that executes.
@@ -280,11 +286,13 @@ def push_to_hub(
     )
     if public and not (license or inherited_license(found)):
         raise ConfigError(
-            f"without a licence nobody may use a public model, and the first model names none. Choose one: {again} --license apache-2.0"
+            f"without a licence nobody may use a public model, and the first model names none. Choose one: {again} "
+            f"--license apache-2.0"
         )
     if dry_run is None and offline():
         raise RunError(
-            f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what would be sent: {again} --dry-run"
+            f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what "
+            f"would be sent: {again} --dry-run"
         )
     target = Path(dry_run).expanduser() if dry_run is not None else None
     if target is not None and target.exists():
