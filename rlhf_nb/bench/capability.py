@@ -56,7 +56,8 @@ class Capability(NamedTuple):
     def __str__(self) -> str:
         d = self.difference
         more = f"; about {_round(self.needed):,} prompts would do" if self.needed else ""
-        return f"{self.suite}: {self.verdict}, {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
+        found = f"{d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
+        return f"{self.suite}: {self.verdict}, {found}"
 
 
 _SAME = (
@@ -82,7 +83,7 @@ def _paired(gap: Any, level: float) -> Estimate:
     s = share_interval((gap + 1) / 2, level=max(both, 0.5))
     return Estimate(2 * s.value - 1, 2 * s.low - 1, 2 * s.high - 1, s.n, s.level, s.method)
 
-
+# %% ../../nbs/bench/capability.ipynb #68059493
 class CapabilityTester:
     """Tests models against a frozen baseline, suite by suite.
 

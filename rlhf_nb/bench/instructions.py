@@ -137,6 +137,7 @@ def _table(text: str) -> bool:
     return bool(re.search(r"(?m)^\s*\|.*\|\s*\n\s*\|[\s:|-]*-[\s:|-]*\|\s*\n\s*\|.*\|", text))
 
 
+_HIGHLIGHT = re.compile(r"(?<![*\w])\*{1,2}(?=[^\s*])[^*\n]+?(?<=[^\s*])\*{1,2}(?!\*)")
 INSTRUCTION_CHECKS: dict[str, _Check] = {
     "words": _counting(lambda t: len(words_in(t))),
     "sentences": _counting(lambda t: len(sentences_of(t))),
@@ -145,7 +146,7 @@ INSTRUCTION_CHECKS: dict[str, _Check] = {
     "bullets": _counting(lambda t: len(_lines(t, r"[-*•+]"))),
     "numbered": _counting(lambda t: len(_lines(t, r"\d+[.)]"))),
     "headings": _counting(lambda t: len(_lines(t, r"#{1,6}"))),
-    "highlights": _counting(lambda t: len(re.findall(r"(?<![*\w])\*{1,2}(?=[^\s*])[^*\n]+?(?<=[^\s*])\*{1,2}(?!\*)", t))),
+    "highlights": _counting(lambda t: len(_HIGHLIGHT.findall(t))),
     "placeholders": _counting(lambda t: len(re.findall(r"\[[^\[\]\n]+\](?!\()", t))),
     "questions": _counting(lambda t: t.count("?")),
     "include": _include, "exclude": _exclude, "word_count": _word_count, "letter_count": _letter_count,

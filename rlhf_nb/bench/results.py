@@ -179,7 +179,7 @@ def _row_results(
         )  # fmt: skip
     return rows
 
-
+# %% ../../nbs/bench/results.ipynb #83b24b5d
 def results_of(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,

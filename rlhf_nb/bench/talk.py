@@ -158,9 +158,9 @@ class _Pieces:
             self.done = len(text)
         self.text = text
 
-
+# %% ../../nbs/bench/talk.ipynb #6c24a8cc
 class Partner:
-    """A chat model that somebody talks to.
+    """A chat model in a dialogue with a person.
 
     Args:
         model: causal language model of transformers.
@@ -200,8 +200,8 @@ class Partner:
         """The dialogue as token ids, and how many of the oldest turns had to be left out so that an answer fits the
         model's window."""
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 60
-        head, rest, left_out = ([] if self.system is None else self.history[:1]), self.history, 0
-        rest = rest[len(head) :]
+        head, left_out = [] if self.system is None else self.history[:1], 0
+        rest = self.history[len(head) :]
         while True:
             ids = encode_chat(self.tokenizer, [*head, *rest])
             if len(ids) + self.manner.sampling.max_new_tokens <= window:
@@ -235,20 +235,14 @@ class Partner:
             if self.decoder is not None:
                 return self._whole(ids, say)
             s, device = self.manner.sampling, self.model.get_input_embeddings().weight.device
-            how: dict[str, Any] = {
-                "max_new_tokens": s.max_new_tokens,
-                "do_sample": not self.manner.greedy,
-                "eos_token_id": self.manner.eos,
-            }
+            how: dict[str, Any] = {"max_new_tokens": s.max_new_tokens, "eos_token_id": self.manner.eos}
             if not self.manner.greedy:
-                how |= {
-                    "temperature": s.temperature,
-                    "top_p": s.top_p,
-                    "top_k": s.top_k or None,
-                    "min_p": s.min_p or None,
-                }
+                how |= {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or None}
+                how |= {"min_p": s.min_p or None}
             pieces, asked = _Pieces(self.tokenizer, say, self.stops), torch.tensor([ids], device=device)
-            config = GenerationConfig(pad_token_id=self.tokenizer.pad_token_id, **how, **self.says)
+            config = GenerationConfig(
+                do_sample=not self.manner.greedy, pad_token_id=self.tokenizer.pad_token_id, **how, **self.says
+            )
             torch.manual_seed(derive_seed(self.seed, "chat", self.turns))
             with evaluating(self.model):
                 self.model.generate(
@@ -282,7 +276,10 @@ class Partner:
         return text
 
 # %% ../../nbs/bench/talk.ipynb #f1e0d35d
-HELP = "/reset: forget what was said · /system TEXT: begin anew with these instructions · /quit or Ctrl-D: end · Ctrl-C: stop an answer"
+HELP = (
+    "/reset: forget what was said · /system TEXT: begin anew with these instructions · /quit or Ctrl-D: end · "
+    "Ctrl-C: stop an answer"
+)
 _COMMANDS = ("/reset", "/system", "/help", "/quit", "/exit")
 
 
@@ -437,13 +434,11 @@ def _left_out(how: Manner, who: str) -> None:
     if how.unused:
         tell(f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which {who}.")
 
-
+# %% ../../nbs/bench/talk.ipynb #0b6b5689
 def answer_prompts(
     model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None, greedy: bool = False, raw: bool = False, chat: bool = False, system: str | None = None,
-    seed: int = 0,
-    settings: DecoderConfig | None = None,
+    temperature: float | None = None, top_p: float | None = None, greedy: bool = False, raw: bool = False,
+    chat: bool = False, system: str | None = None, seed: int = 0, settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Let a model answer prompts, and print its answers: what `rlhf-nb sample` does.
 
@@ -488,8 +483,8 @@ def answer_prompts(
 
 def hold_chat(
     models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None, greedy: bool = False, seed: int = 0, settings: DecoderConfig | None = None,
+    temperature: float | None = None, top_p: float | None = None, greedy: bool = False, seed: int = 0,
+    settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Load chat models and talk to them on standard input: what `rlhf-nb chat` does.
 

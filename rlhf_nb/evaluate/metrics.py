@@ -280,7 +280,11 @@ def kmeans(vectors: _Floats, k: int, seed: int = 0, rounds: int = 50) -> list[in
 
 
 _EMPTY_WORDS = frozenset(
-    "a about an and any please many are as at be but by can do does for from had has have how i if in into is it its me my no not of on or our so that the their them there these they this to was we were what when where which who why will with would you your".split()
+    (
+        "a about an and any please many are as at be but by can do does for from had has have how "
+        "i if in into is it its me my no not of on or our so that the their them there these "
+        "they this to was we were what when where which who why will with would you your"
+    ).split()
 )
 
 

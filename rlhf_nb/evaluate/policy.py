@@ -40,7 +40,8 @@ class WinRate(NamedTuple):
     losses: int
 
     def __str__(self) -> str:
-        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] ({self.wins} wins, {self.ties} ties, {self.losses} losses)"
+        counts = f"{self.wins} wins, {self.ties} ties, {self.losses} losses"
+        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] ({counts})"
 
 
 def wilson_interval(rate: float, n: float, z: float = 1.959964) -> tuple[float, float]:

@@ -95,9 +95,12 @@ def recipe_of(
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
     if rescale is not None:
         check_choice("--rescale", rescale, ("density", "l1", "none"))
-    unused = {"--t": (t, method == "slerp"), "--scale": (scale, method in NEEDS_BASE), "--density": (density, "ties" in method or "dare" in method),
-              "--rescale": (rescale, "ties" in method or "dare" in method), "--weights": (weights, method != "slerp"),
-              "--normalize": (normalize, method not in ("slerp", "warp"))}  # fmt: skip
+    sparse = "ties" in method or "dare" in method
+    unused = {
+        "--t": (t, method == "slerp"), "--scale": (scale, method in NEEDS_BASE), "--density": (density, sparse),
+        "--rescale": (rescale, sparse), "--weights": (weights, method != "slerp"),
+        "--normalize": (normalize, method not in ("slerp", "warp")),
+    }  # fmt: skip
     for flag, (value, means) in unused.items():
         if value is not None and not means:
             raise ConfigError(f"{flag} means nothing to {method}: leave it out.")
@@ -112,15 +115,8 @@ def recipe_of(
         for i, part in enumerate(parts if values else []):
             assert values is not None
             part[key] = values[i if len(values) > 1 else 0]
-    settings: dict[str, Any] = {
-        "method": method,
-        "models": parts,
-        "base": base,
-        "dtype": dtype,
-        "seed": seed,
-        "normalize": normalize,
-        "rescale": rescale,
-    }
+    settings: dict[str, Any] = {"method": method, "models": parts, "base": base, "dtype": dtype, "seed": seed}
+    settings |= {"normalize": normalize, "rescale": rescale}
     for flag, key, text in (("--t", "t", t), ("--scale", "scale", scale)):
         values = numbers(flag, text)
         if values is not None:
@@ -171,12 +167,9 @@ def write_card(out: Path) -> None:
 
 def merge_named(
     models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None,
-    density: str | None = None,
-    t: str | None = None, scale: str | None = None, normalize: bool | None = None, rescale: str | None = None,
-    dtype: str = "auto",
-    adapter: bool = False, seed: int = 0, shard_size: str = "5GB", suite: str | None = None, file: str | None = None,
-    limit: int | None = None,
-    overwrite: bool = False,
+    density: str | None = None, t: str | None = None, scale: str | None = None, normalize: bool | None = None,
+    rescale: str | None = None, dtype: str = "auto", adapter: bool = False, seed: int = 0, shard_size: str = "5GB",
+    suite: str | None = None, file: str | None = None, limit: int | None = None, overwrite: bool = False,
 ) -> tuple[Merged, Recipe]:  # fmt: skip
     """Merge models with everything as it is typed, and write a card beside the result: what `rlhf-nb merge` does.
 
@@ -199,8 +192,10 @@ def merge_named(
     if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
         raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
     most = size_of(shard_size)
-    flags = {"--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale, "--normalize": normalize,
-             "--rescale": rescale}  # fmt: skip
+    flags = {
+        "--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale,
+        "--normalize": normalize, "--rescale": rescale,
+    }  # fmt: skip
     if any(Path(m).suffix in _SUFFIXES for m in models):
         recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
     else:
