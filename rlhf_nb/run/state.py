@@ -294,7 +294,7 @@ def _check(run: Any) -> dict[str, Any] | None:
         before = copy.deepcopy(run.source.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
-            rows = run.source.next_batch(run.config.rollout_batch_size)
+            rows = run.source.next_batch(run.rows_per_step)
         run.source.load_state_dict(before)
         batch: Any = run.method.collate(rows[:n]) if rows else None
         return batch.to(run.engine.device) if hasattr(batch, "to") else batch
