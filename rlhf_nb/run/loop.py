@@ -499,7 +499,6 @@ class Trainer:
             raise self.failure
         return event
 
-
     def train_step(self) -> dict[str, Any]:
         """One turn of the loop, by hand; returns the step's event (empty when the source has run dry).
 
