@@ -145,3 +145,20 @@ def test_what_failed_before_a_slice_was_cut_off_fails(tmp_path: Path) -> None:
     assert "FAILED tests/test_a.py::test_b" in lines and "was cut off" in done.stdout
     done = ci(tmp_path, f"echo '{FINE}' > $XML", "exit 124", 3600)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "10 passed, 0 failed, 1 skipped", done.stdout
+
+
+def test_what_tests_cost_is_counted_with_the_processes_they_start(tmp_path: Path) -> None:
+    work = "sum(range(10**7))"
+    (tmp_path / "test_x.py").write_text(
+        "import subprocess, sys\n"
+        f"def test_here(): {work}\n"
+        f"def test_there(): subprocess.run([sys.executable, '-c', '{work}'], check=True)\n"
+        "def test_nothing(): pass\n"
+    )
+    times = tmp_path / "times.txt"
+    here = [sys.executable, "-m", "pytest", "-q", "-p", "cpu_times", "-p", "no:cacheprovider", str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RLHF_NB_TEST_TIMES": str(times)}
+    done = subprocess.run(here, env=env, cwd=tmp_path, capture_output=True, text=True)
+    seconds = {x.split("::")[1]: float(x.split(" ")[0]) for x in times.read_text().splitlines()}
+    assert min(seconds["test_here"], seconds["test_there"]) > 5 * seconds["test_nothing"] + 0.05, seconds
+    assert "the dearest files" in done.stdout and "test_x.py" in done.stdout
