@@ -212,7 +212,7 @@ def attack_command(
 ) -> None:
     """Search changes that make no answer better, and say which of them a reward model pays for."""
     with told(debug):
-        from rlhf_nb.bench.attacking import AttackConfig, attack, attack_table, examples_of
+        from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
         from rlhf_nb.data.worlds import gold_of
 
         config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, swaps=swaps, output_dir=out))
