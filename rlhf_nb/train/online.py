@@ -329,11 +329,10 @@ class OnlineMethod(TextMethod):
             model: who answers; None: the policy.
             how: num_samples (default: num_generations), seed (default: the run's), greedy.
         """
-        cfg = self.config
         prompts.before = self.engine.repeats(prompts.uid)  # the same samples on any number of processes
-        how = {"tokenizer": self.tokenizer, "seed": cfg.seed, "num_samples": cfg.num_generations} | how
+        how = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": self.group} | how
         with self.policy_adapter(), self.meter.time("generate"):
-            r = self.sampler.generate(model or self.model, prompts, cfg.sampling, step=step, **how)
+            r = self.sampler.generate(model or self.model, prompts, self.config.sampling, step=step, **how)
         self.meter.generated += int(host(r.completion_lens).sum())
         return r
 
