@@ -105,7 +105,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_pack_trees", "answers go on counting positions", "position.view(-1)[at] -= before[:, None].expand_as(real)[real]", "pass", "nb, test_logprobs"),
     ("scoring.head:_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
     ("why_no_trees", "a window that is too short", "and longest > window", "and longest > 10 * window", "nb, test_logprobs"),
-    ("_mean_states", "the prompt does not count", "(p.branch == 0).sum(1)[p.tree] + sent", "sent", "nb, test_logprobs"),
+    ("_pooled", "the prompt does not count", "(counts + (p.branch == 0).sum(1)[p.tree][:, None])", "counts", "nb, test_logprobs"),
     # models
     ("MovingReference.follow", "the policy's share is the old reference's", "self.mixup)", "1 - self.mixup)", "test_notice::test_moving_reference_moves"),
     # rollout
