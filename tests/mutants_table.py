@@ -173,7 +173,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("PPO.loss", "entropy_coef is ignored", "cfg.entropy_coef)\n", "1.0)\n", "test_notice::test_ppo_adds_its_three_losses_by_their_weights"),
     ("PPO.finish_step", "the KL controller never looks", 'self.kl.update(self._collected["objective/kl"], self.config.rollout_batch_size)', "pass", "test_notice::test_ppo_tells_its_controller_what_it_measured"),
     ("PPO.advantages", "values and returns swapped", "advantages, returns = gae", "returns, advantages = gae", "test_notice::test_ppo_returns_are_advantages_plus_values"),
-    ("OfflineMethod.finish_step", "the reference never moves", "self.reference.follow(self.model, step)", "pass", "test_notice::test_moving_reference_moves"),
+    ("TextMethod.finish_step", "the reference never moves", "self.reference.follow(self.model, step)", "pass", "test_notice::test_moving_reference_moves"),
     ("OfflineMethod.collect", "sides of the reference swapped", "setattr(batch, first, sums[0::2])", "setattr(batch, first, sums[1::2])", "test_dpo_like_trl"),
     ("DPO.pair_logps", "the reference is the policy", "sums[0::2], sums[1::2], *ref,", "sums[0::2], sums[1::2], sums[0::2], sums[1::2],", "test_dpo_like_trl"),
     ("DPO.denominators", "the anchor is averaged over pairs", '"nll": mini.chosen_mask.sum()', '"nll": torch.tensor(len(mini))', "test_notice::test_the_anchor_of_dpo_is_averaged_over_tokens"),
