@@ -9,12 +9,9 @@ from pathlib import Path
 
 from test_layers import imports
 
-from rlhf_nb.cli.settings import ELSEWHERE
-
 ROOT = Path(__file__).resolve().parent.parent
 # doors that a reader opens in Python, each with the guide or notebook that shows it
 DOORS = {
-    "bench.capability": "docs/evaluate.md: a frozen baseline that later models are tested against",
     "decode.compress": "docs/decoding.md: a long dialogue within a number of tokens",
     "feedback.people": "the simulated users that the notebooks of feedback and its tests measure with",
     "scale.promote": "docs/rewards.md: a notebook's reward functions as a job",
@@ -64,7 +61,6 @@ def roots() -> set[str]:
     graph = graph_of(ROOT / "rlhf_nb")
     out = {name for name in graph if name == "__main__" or name.split(".")[0] in ("cli", "train") or name == "app.cli"}
     out |= public((ROOT / "rlhf_nb" / "__init__.py").read_text(encoding="utf-8"))
-    out |= {place.partition(":")[0] for place in ELSEWHERE.values()}
     for path in (ROOT / "nbs" / "tutorials").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         out |= named("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), graph)

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import Field
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .evals import scorer
 from ..config import DataConfig, ModelConfig, PrecisionName, SamplingConfig, StrictConfig, option, parse_overrides
 from ..core import ConfigError, DataError, RunError, decide_precision
@@ -37,7 +35,7 @@ from ..data.rows import raw_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['LabelStepsConfig', 'questions_of', 'check_of', 'answers_to', 'label_file', 'label_steps_command']
+__all__ = ['LabelStepsConfig', 'questions_of', 'check_of', 'answers_to', 'label_file', 'label_answers', 'labels_told']
 
 # %% ../../nbs/bench/label_steps.ipynb #93600007
 class LabelStepsConfig(StrictConfig):
@@ -80,7 +78,8 @@ def questions_of(config: LabelStepsConfig) -> list[Row]:
     for i, row in enumerate(rows):
         if not row.get("prompt") or is_blank(row["prompt"]):
             raise DataError(
-                f"row {i} of {config.data.path} has the columns {', '.join(row)}, and no prompt: name the column, data.columns={{question: prompt}}."
+                f"row {i} of {config.data.path} has the columns {', '.join(row)}, and no prompt: name the column, "
+                f"data.columns={{question: prompt}}."
             )
     return rows
 
@@ -103,11 +102,13 @@ def check_of(config: LabelStepsConfig, tokenizer: Any, device: Any = "cpu") -> R
         entry = RewardEntry.model_validate(world.check)
     if entry is None:
         raise ConfigError(
-            "what says that an answer is right? Add --right '{verify: number, answer: answer}' for a column of the data, or --right '{file: check.py, fn: NAME}'."
+            "what says that an answer is right? Add --right '{verify: number, answer: answer}' for a column of the "
+            "data, or --right '{file: check.py, fn: NAME}'."
         )
     if entry.model is not None or entry.process is not None:
         raise ConfigError(
-            f"right is {entry.where}, and its scores say how good an answer is, not whether it is right: use a verifier, a function, a server or a classifier."
+            f"right is {entry.where}, and its scores say how good an answer is, not whether it is right: use a "
+            f"verifier, a function, a server or a classifier."
         )
     score = scorer([entry], tokenizer, "right", device)
 
@@ -128,7 +129,8 @@ def answers_to(
         config: how many are drawn, and how.
 
     Returns:
-        (number of the question, row with an answer), and how many drawn answers were left out, because they were cut off or empty.
+        (number of the question, row with an answer), and how many drawn answers were left out, because they were cut
+        off or empty.
     """
     asked = [i for i, row in enumerate(rows) if not (row.get("completions") or row.get("completion"))]
     drawn: dict[int, list[str]] = {}
@@ -192,13 +194,15 @@ def label_file(
     Args:
         model, tokenizer: who answers and continues.
         config: settings.
-        out: the file, JSON lines with row (number of the question), prompt, completions, labels and stderr, and the data's further columns.
+        out: the file, JSON lines with row (number of the question), prompt, completions, labels and stderr, and the
+            data's further columns.
         name: of the model, for messages about another one.
         overwrite: throw away what is there.
         say: told about progress; None: nobody.
 
     Returns:
-        Numbers: done (questions), answers, right (of them), steps, lost (answers), tokens (drawn for labels), continued (different beginnings), stderr (mean, of
+        Numbers: done (questions), answers, right (of them), steps, lost (answers), tokens (drawn for labels), continued
+            (different beginnings), stderr (mean, of
         steps that were continued).
 
     Raises:
@@ -207,7 +211,8 @@ def label_file(
     rows, out = questions_of(config), Path(out)
     if not config.boundary.complete:
         raise ConfigError(
-            "boundary.complete is false, but the last step's label is whether the answer is right, so answers must be whole: leave it out."
+            "boundary.complete is false, but the last step's label is whether the answer is right, so answers must be "
+            "whole: leave it out."
         )
     device = model.get_input_embeddings().weight.device
     right, chat = check_of(config, tokenizer, device), speaks_chat(tokenizer, config.data.as_chat)
@@ -228,7 +233,8 @@ def label_file(
             found = StepLabels([], 0, 0, 0)
             if answered:
                 found = label_steps(
-                    model, tokenizer, [row for _, row in answered], right, n=config.continuations, sampling=config.sampling,
+                    model, tokenizer, [row for _, row in answered], right, n=config.continuations,
+                    sampling=config.sampling,
                     rule=config.boundary.rule, seed=config.seed, chat=chat, batch_size=config.batch_size,
                 )  # fmt: skip
             numbered = [{"row": start + i, **row} for (i, _), row in zip(answered, found.rows)]
@@ -239,50 +245,50 @@ def label_file(
                 say(f"{total['done']} of {len(rows)} questions, {total['answers']} answers, {total['steps']} steps")
     if not total["answers"]:
         raise DataError(
-            f"all {total['lost']} answers were empty or cut off at sampling.max_new_tokens={config.sampling.max_new_tokens}: raise it, and --overwrite."
+            f"all {total['lost']} answers were empty or cut off at "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}: raise it, and --overwrite."
         )
     return total
 
 # %% ../../nbs/bench/label_steps.ipynb #93600020
-_Words = typer.Argument(
-    None, metavar="[KEY=VALUE]...", help="settings, for example sampling.max_new_tokens=256 boundary.separator=';'"
-)
+def label_answers(
+    model: str,
+    config: LabelStepsConfig,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Label the steps of the answers of a model by its name: `label_file` with a model that is loaded here.
+
+    Args:
+        model: directory, short name or hub name.
+        config: settings.
+        out, overwrite, say: as in `label_file`.
+    """
+    place = ModelConfig(name_or_path=model)
+    tokenizer = load_tokenizer(place)
+    precision = decide_precision(config.device, config.precision)
+    net = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
+    return label_file(net, tokenizer, config, out, name=model, overwrite=overwrite, say=say)
 
 
-def label_steps_command(
-    model: str = typer.Argument(..., help="whose steps are labelled: directory, short name or hub name"),
-    data: str = typer.Argument(..., help="questions with or without answers: a file, a folder, a hub name; legs, sums"),
-    words: list[str] = _Words,
-    out: str = typer.Option(..., "--out", metavar="FILE", help="the rows, JSON lines for rlhf-nb process"),
-    continuations: int = typer.Option(None, "--continuations", "-n", min=1, help="of each beginning; default: 8"),
-    answers: int = typer.Option(None, "--answers", min=1, help="drawn to each question without one; default: 4"),
-    right: str = typer.Option(
-        None, "--right", metavar="ENTRY", help="says what is right, as in rewards: '{verify: number, answer: answer}'"
-    ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what FILE holds"),
-    debug: bool = Debug,
-) -> None:
-    """Label each step of a model's answers by rollouts: the share of continuations that end right. The same line goes on after an interruption."""
-    with told(debug, shlex.join([me(), *(w for w in sys.argv[1:] if w != "--overwrite")])):
-        said = {"data.path": data, "continuations": continuations, "answers": answers, "right": right}
-        typed = [f"{k}={v}" for k, v in said.items() if v is not None]
-        config = LabelStepsConfig.load(None, [*(words or []), *typed])
-        place = ModelConfig(name_or_path=model)
-        tokenizer = load_tokenizer(place)
-        net = load_causal_lm(
-            place, decide_precision(config.device, config.precision), tokenizer=tokenizer, trainable=False
-        )
-        total = label_file(net, tokenizer, config, out, name=model, overwrite=overwrite, say=tell)
-        if total["lost"]:
-            tell(
-                f"Note: {total['lost']} answers were empty or cut off at sampling.max_new_tokens={config.sampling.max_new_tokens} and are left out."
-            )
-        tell(
-            f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: {out}. Labels count {config.continuations} "
-            f"continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean standard error {total['stderr']:.2f}.", err=False,
-        )  # fmt: skip
-        said_of_steps = config.boundary.to_dict().items() - StepConfig().to_dict().items()
-        where = [
-            f"boundary.{k}={v if parse_overrides([f'k={v}'])['k'] == v else json.dumps(v)}" for k, v in said_of_steps
-        ]
-        tell(f"Next: {shlex.join([me(), 'process', f'model.name_or_path={model}', f'data.path={out}', *where])}")
+def labels_told(model: str, config: LabelStepsConfig, out: str | Path, total: Mapping[str, Any]) -> tuple[str, str]:
+    """What labelling came to, and the command that trains on the labels.
+
+    Args:
+        model: whose answers were labelled.
+        config: of the labels.
+        out: the file.
+        total: as `label_file` returns it.
+    """
+    words = (
+        f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: "
+        f"{out}. Labels count "
+        f"{config.continuations} continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean "
+        f"standard error "
+        f"{total['stderr']:.2f}."
+    )
+    changed = config.boundary.to_dict().items() - StepConfig().to_dict().items()
+    where = [f"boundary.{k}={v if parse_overrides([f'k={v}'])['k'] == v else json.dumps(v)}" for k, v in changed]
+    return words, shlex.join([me(), "process", f"model.name_or_path={model}", f"data.path={out}", *where])

@@ -17,11 +17,12 @@ from ..config import StrictConfig, option
 from ..core import DataError
 from ..decode.decoder import DecodeCost, total
 from rlhf_nb.evaluate.intervals import (
-    Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled, majority_interval,
+    Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled,
+    majority_interval,
     mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
 )  # fmt: skip
 from ..evaluate.metrics import by_slice, describe
-from .suites import Row, Suite, Work, dialogue, replace_file
+from .suites import Row, Suite, Work, criteria_of, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -131,7 +132,7 @@ class Results(StrictConfig):
             raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
         return cls.model_validate(value)
 
-
+# %% ../../nbs/bench/results.ipynb #83b24b5c
 def _estimate(
     values: Sequence[Any], clusters: Sequence[str], level: float, scale: tuple[float, float] | None = None
 ) -> Estimate | None:
@@ -170,13 +171,15 @@ def _row_results(
         known, long = [v for v in scored[own] if v is not None], [x for x in lengths[own] if x is not None]
         rows.append(
             RowResult(
-                id=row["id"], score=sum(known) / len(known) if known else None, length=sum(long) / len(long) if long else None,
-                slice=None if slices is None else str(slices[i]), samples=[None if v is None else float(v) for v in scored[own]],
+                id=row["id"], score=sum(known) / len(known) if known else None,
+                length=sum(long) / len(long) if long else None,
+                slice=None if slices is None else str(slices[i]),
+                samples=[None if v is None else float(v) for v in scored[own]],
             )
         )  # fmt: skip
     return rows
 
-
+# %% ../../nbs/bench/results.ipynb #83b24b5d
 def results_of(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
@@ -210,12 +213,18 @@ def results_of(
         whole = {"ece": found_calibration.ece, "ece_if_perfect": found_calibration.ece_if_perfect}
         metrics |= {"brier": found_calibration.brier}
         metrics |= {k: Estimate(v, math.nan, math.nan, len(lines), level, "whole") for k, v in whole.items()}
+    if samples == 1 and "longer" in columns and sum(v is not None for v in scored) >= 10:
+        points = [math.nan if v is None else v for v in scored]
+        metrics["score_at_equal_length"] = length_controlled(
+            points, columns["longer"], [0.0] * len(lines), level=level
+        ).rate
     lengths: list[float | None] = [None] * len(lines)
     if suite.config.task == "answer":
         lengths = [float(sum(line["tokens"])) for line in lines]
         flat = [(i, j) for i, line in enumerate(lines) for j in range(len(line["answers"]))]
         metrics |= describe(
-            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat], [lines[i]["tokens"][j] for i, j in flat],
+            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat],
+            [lines[i]["tokens"][j] for i, j in flat],
             [lines[i]["finished"][j] for i, j in flat], level,
         )  # fmt: skip
         cut = 1 - metrics["finished"].value
@@ -229,7 +238,8 @@ def results_of(
         parts = by_slice([math.nan if v is None else v for v in scored], each, ids, level)
     rows = _row_results(suite, scored, lengths, slices, samples)
     return Results(
-        model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes, rows=rows,
+        model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes,
+        rows=rows,
         cost=Paid.of([line["cost"] for line in lines if "cost" in line]),
         metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
     )  # fmt: skip
@@ -258,7 +268,8 @@ def compare_results(
         results: of the same suite.
         names: how they are called; None: their models.
         level: of intervals; seed: of flips, futures and the order in which prompts are thought to be seen.
-        judged: for each pair (i, j), i < j, a judge's probability that i is better, one for each row; None: scores decide.
+        judged: for each pair (i, j), i < j, a judge's probability that i is better, one for each row; None: scores
+            decide.
             The difference is then that of wins and losses, in [−1, 1].
 
     Raises:
@@ -271,11 +282,19 @@ def compare_results(
         if r.fingerprint != results[0].fingerprint:
             what = f"suite {r.suite!r}" if r.suite != results[0].suite else "other rows, or another rule or limit,"
             raise DataError(
-                f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be paired. Evaluate both alike."
+                f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be "
+                f"paired. Evaluate both alike."
             )
-        if judged is None and r.settings.get("judge") != results[0].settings.get("judge"):
+        other = results[0].settings
+        if judged is None and r.settings.get("judge") != other.get("judge"):
             raise DataError(
                 f"{name} and {called[0]} were rated by different judges: only scores of one judge can be compared."
+            )
+        if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
+            raise DataError(
+                f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "
+                f"{other['rules']}: "
+                "evaluate the older one again (--overwrite)."
             )
     pairs = []
     for i in range(len(results)):
@@ -293,8 +312,10 @@ def compare_results(
             enough = int((~np.isnan(points)).sum()) >= 10 and all(x is not None for side in long for x in side)
             pairs.append(
                 ModelPair(
-                    called[i], called[j], mean_interval(gap, level=level), compare_paired(points, level=level, seed=seed),
-                    sign_flip_test(gap, seed=seed), 1.0, length_controlled(points, long[0], long[1], level=level) if enough else None,
+                    called[i], called[j], mean_interval(gap, level=level),
+                    compare_paired(points, level=level, seed=seed),
+                    sign_flip_test(gap, seed=seed), 1.0,
+                    length_controlled(points, long[0], long[1], level=level) if enough else None,
                     decide(points[order], level=level, seed=seed),
                 )
             )  # fmt: skip
@@ -314,7 +335,8 @@ class Judged(NamedTuple):
     def __str__(self) -> str:
         kappa = "" if math.isnan(self.kappa) else f" (κ {self.kappa:.2f})"
         return (
-            f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias {round(self.position_bias, 3) + 0.0:+.3f}, "
+            f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias "
+            f"{round(self.position_bias, 3) + 0.0:+.3f}, "
             f"{self.flips:.0%} turn with the order, {self.no_opinion} without opinion"
         )
 
@@ -330,17 +352,21 @@ def _transcript(turns: Sequence[Any], said: Sequence[str]) -> Any:
 def pair_work(
     first: Mapping[str, Sequence[str]], second: Mapping[str, Sequence[str]], verdicts: Callable[..., Any]
 ) -> Work:
-    """Rows on which a judge compares two models, turn by turn; a later turn with the dialogue that led to it, each model's own.
+    """Rows on which a judge compares two models, turn by turn; a later turn with the dialogue that led to it, each
+    model's own.
 
     Args:
         first, second: the models' answers to each turn, by the row's id.
-        verdicts: `f(prompts, firsts, seconds)` with `.forward` and `.backward`, such as `judges.judge.verdicts_of` for a judge.
+        verdicts: `f(prompts, firsts, seconds)` with `.forward` and `.backward`, such as `judges.judge.verdicts_of` for
+            a judge; where rows have a `reference`, `criteria` comes fourth.
     """
 
     def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
         places = [(row, t) for row in rows for t in range(len(row["turns"]))]
         shown = [[_transcript(row["turns"], side[row["id"]][: t + 1]) for row, t in places] for side in (first, second)]
-        said = verdicts([row["turns"][0] for row, _ in places], *shown)
+        criteria = criteria_of(places)
+        more = () if criteria is None else (criteria,)
+        said = verdicts([row["turns"][0] for row, _ in places], *shown, *more)
         both = {id(row): ([], []) for row in rows}  # type: dict[int, tuple[list[Any], list[Any]]]
         for (row, _), f, b in zip(places, said.forward, said.backward, strict=True):
             both[id(row)][0].append(f)

@@ -204,8 +204,7 @@ class ScalarModel(nn.Module):
         if config is not None and config.modules_to_save:
             raise ModelError(
                 f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved "
-                "without them: leave it out (its head trains "
-                "in full anyway); for PPO use critic=shared."
+                "without them: leave it out (its head trains in full anyway); for PPO use critic=shared."
             )
         if not names:
             decoder.requires_grad_(True)
@@ -389,9 +388,8 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
         raise ModelError(
             f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence "
-            f"by its not being PAD, so a {model.role} model "
-            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the "
-            "model's config."
+            f"by its not being PAD, so a {model.role} model needs a PAD that differs from EOS. Pass the tokenizer "
+            "(load_tokenizer gives it one), or set it in the model's config."
         )
     config.pad_token_id, config.num_labels = pad, 1
     config.problem_type = "regression"

@@ -280,9 +280,8 @@ class ModelTensors(Mapping[str, Tensor]):
             ):
                 raise ModelError(
                     f"the adapter {self.place!r} changes {here[0]}, a weight that both ends of the model share "
-                    "(tie_word_embeddings): added to it, it would change the "
-                    "other end too, and the model would be another one. Use the adapter with peft, or train without "
-                    "that layer."
+                    "(tie_word_embeddings): added to it, it would change the other end too, and the model would be "
+                    "another one. Use the adapter with peft, or train without that layer."
                 )
             found[here[0]] = value
         return layers, wholes

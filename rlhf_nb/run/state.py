@@ -19,10 +19,12 @@ from torch import Tensor
 from rlhf_nb.core import (
     CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state, suggest,
 )  # fmt: skip
+from .engine import engine_state, load_engine_state
 from rlhf_nb.run.checkpoint import (
     AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, problem_of,
     save_checkpoint, snapshot, split_state,
 )  # fmt: skip
+from ..files import copy_regular, write_whole
 from .lock import RunLock
 from rlhf_nb.run.log import (
     FORMAT,
@@ -48,7 +50,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         run: a trainer.
     """
     engine = run.engine
-    tensors, engine_meta = engine.state_dict()
+    tensors, engine_meta = engine_state(engine)
     method, tensors["method"] = split_state(run.method.state_dict())
     source, tensors["source"] = split_state(run.source.state_dict())
     tensors[f"rng-{engine.rank}"] = rng_state()
@@ -70,12 +72,12 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
         CheckpointError: it was written by another method, or belongs to another model.
     """
     engine = run.engine
-    if meta["name"] != run.method.name:
+    if meta["name"] not in (run.method.name, *run.method.formerly):
         raise CheckpointError(
             f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the same method, "
             "or choose another output_dir"
         )
-    engine.load_state(tensors, meta["engine"])
+    load_engine_state(engine, tensors, meta["engine"])
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
     run.control.load_state_dict(control)
     run.saves.best = meta.get("best")
@@ -292,7 +294,7 @@ def _check(run: Any) -> dict[str, Any] | None:
         before = copy.deepcopy(run.source.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
-            rows = run.source.next_batch(run.config.rollout_batch_size)
+            rows = run.source.next_batch(run.rows_per_step)
         run.source.load_state_dict(before)
         batch: Any = run.method.collate(rows[:n]) if rows else None
         return batch.to(run.engine.device) if hasattr(batch, "to") else batch
@@ -324,7 +326,7 @@ def condition(run: Any) -> str:
         run: a trainer; every rank must call this.
     """
     broken, largest = 0, 0.0
-    for tensor in run.engine.state_dict()[0]["model"].values():
+    for tensor in engine_state(run.engine)[0]["model"].values():
         values = tensor.detach().float()
         finite = values.isfinite()
         broken += int((~finite).sum())
@@ -386,8 +388,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         aside = next(p for i in range(1, 10**6) if not (p := run_dir.rolled_back / f"{i:03d}").exists())
         aside.mkdir(parents=True)
         for path in filter(Path.exists, [*logs, run_dir.control_path]):
-            shutil.copy2(path, aside)
-            fsync_path(aside / path.name)
+            copy_regular(path, aside / path.name)
         for path in filter(Path.exists, [*reversed(later), run_dir.path / "stage.json", run_dir.path / "model"]):
             os.replace(path, aside / path.name)  # newest first: killed at any moment, what is left is a run, too
         if failed:
@@ -412,6 +413,4 @@ def keep_served(path: Path, step: int) -> None:
     requests.unserved()
     kept = [r for r in requests.served.values() if isinstance(r.get("step"), int) and r["step"] <= step]
     if path.exists():
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))

@@ -14,16 +14,14 @@ from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
-from ..models.reference import MovingReference
-from ..run.control import Control
-from .online import OnlineConfig, OnlineMethod, online_presets
+from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets, shuffled
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['OnlineDPOConfig', 'PairMethod']
 
 # %% ../../nbs/train/pairs.ipynb #15533e7a
-class OnlineDPOConfig(OnlineConfig):
+class OnlineDPOConfig(KLBudget, OnlineConfig):
     """Everything that an online DPO run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("online", lr=5e-4)
@@ -43,7 +41,6 @@ class OnlineDPOConfig(OnlineConfig):
         None, "steps after which the policy becomes the reference (1: iterative DPO); null: never", ge=1
     )
     xpo_alpha: float = option(0.0, "XPO's bonus for leaving the reference's answers; needs opponent=reference", ge=0)
-    kl_coef: float = option(0.0, "unused: beta is the price of drift", ge=0, le=0)
 
     @model_validator(mode="after")
     def _fits(self) -> OnlineDPOConfig:
@@ -80,13 +77,9 @@ class PairMethod(OnlineMethod):
     config: OnlineDPOConfig
 
     @property
-    def imitates(self) -> bool:
-        """Of two answers of whomever the better one is preferred; against another opponent both sides must be who they say they are."""
+    def imitates(self) -> bool:  # type: ignore[override]
+        """Of two answers of any origin the better one is preferred; an opponent's answers must be the opponent's own."""
         return self.config.opponent == "policy" and self.config.loss != "nash_md"
-
-    def controls(self) -> dict[str, Control]:
-        """The sampling temperature; the price of drift is `beta`, which doesn't move."""
-        return {"temperature": super().controls()["temperature"]}
 
     @torch.no_grad()
     def rollout(self, prompts: PromptBatch, step: int = 0, again: int = 0) -> Rollout:
@@ -121,29 +114,7 @@ class PairMethod(OnlineMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole pairs in a seeded order; `mini_batch_size` counts the answers that were drawn for them."""
-        size = self.config.mini_batch_size // self.config.num_generations
-        order = torch.randperm(len(data) // 2, generator=torch.Generator().manual_seed(seed))
-        rows = (order[:, None] * 2 + torch.arange(2)).flatten()
-        for start in range(0, len(rows), 2 * size):
-            yield self.engine.share(data if len(rows) <= 2 * size else data[rows[start : start + 2 * size]])
-
-    def finish_step(self, step: int) -> None:
-        """A round is over: the reference becomes the policy, if asked for."""
-        super().finish_step(step)
-        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
-            with self.engine.generation_mode():
-                self.reference.follow(self.model, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A moving reference; a frozen one doesn't change."""
-        moving = isinstance(self.reference, MovingReference)
-        return super().state_dict() | ({"reference": self.reference.state_dict()} if moving else {})  # type: ignore[union-attr]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        super().load_state_dict(state)
-        if isinstance(self.reference, MovingReference):
-            self.reference.load_state_dict(state["reference"])
+        return shuffled(self.engine, data, seed, 2, 2 * (self.config.mini_batch_size // self.config.num_generations))
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, with the share of ties."""
