@@ -123,7 +123,10 @@ def _merge_record(path: Path) -> dict[str, Any]:
 def _method_of(run: Path, logged: str) -> MethodInfo:
     """The method of a run, by its stage, or by the name that its log gives it."""
     stage = str(read_json(run / "stage.json").get("stage", ""))
-    alike = [m for m in methods().values() if getattr(getattr(m.trainer, "method_class", None), "name", None) == logged]
+    alike = []
+    for info in methods().values():
+        kind = getattr(info.trainer, "method_class", None)
+        alike += [info] if kind is not None and logged in (kind.name, *kind.formerly) else []
     return get(stage) if stage else alike[0] if alike else get(logged)
 
 
@@ -730,7 +733,7 @@ def rebuild_notebook(told: Told, name: str) -> str:
     made: list[dict[str, Any]] = []
     for i, source in enumerate(cells):  # text and code in turn
         one: dict[str, Any] = {"id": f"rebuild-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}
-        code = {"cell_type": "code", "execution_count": None, "outputs": []}
+        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
         made.append(one | (code if i % 2 else {"cell_type": "markdown"}))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
