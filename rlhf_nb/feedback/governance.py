@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,15 +143,15 @@ def _named_folders(folder: Path) -> set[Path]:
     return {Path(os.path.abspath(p)) for p in places} | {Path(p).resolve() for p in places if "\0" not in p}
 
 
-def models_that_saw(user: str, store: FeedbackStore, roots: Iterable[str | Path]) -> list[Saw]:
+def models_that_saw(users: Set[str], store: FeedbackStore, roots: Iterable[str | Path]) -> list[Saw]:
     """Runs and versions that learnt from a user's words, directly or through another model.
 
     Args:
-        user: the hash, as in the store.
+        users: the user's hashes, as in the store: one for each key and address.
         store: whose exports are looked through.
         roots: folders below which runs and versions are looked for.
     """
-    digests = {e.digest: e.path.name for e in exports_of(store) if user in e.users}
+    digests = {e.digest: e.path.name for e in exports_of(store) if not users.isdisjoint(e.users)}
     folders = sorted({p.parent.resolve() for root in roots for name in _RECORDS for p in Path(root).rglob(name)})
     saw: dict[Path, str] = {}
     for folder in folders:

@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import Debug, me, tell, told
-from ..core import ConfigError, check_choice, printable, suggest
+from ..core import ConfigError, DataError, check_choice, printable, suggest
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate
 from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
 from .scrub import Scrubber, presidio
-from .store import Feedback, FeedbackStore, forget
+from .store import Feedback, FeedbackStore, Forgotten, forget
+from .traffic import erase_traffic, read_traffic
 
 # %% auto #0
 __all__ = ['open_store', 'by_version', 'agreement_of', 'users_table', 'feedback_command']
@@ -145,17 +146,28 @@ def _shown(store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, scr
     tell(f"Rows to train on: {len(found.pairs)} pairs, {len(found.thumbs)} thumbs. Left out: {out}.", err=False)
 
 
-def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path]) -> None:
-    """Delete, and say what is left elsewhere."""
-    gone = forget(store, user)
-    tell(f"Deleted: {len(gone.ids)} lines of {gone.user} in {store.path}; {gone.kept} are left.", err=False)
+def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path], logs: Sequence[Path]) -> None:
+    """Delete from the store and from traffic logs, and say what is left elsewhere."""
+    beside = [p for p in map(Path.resolve, store.path.parent.glob("*.jsonl")) if next(read_traffic(p), None)]
+    erased: dict[Path, int] = {}
+    for log in dict.fromkeys((*map(Path.resolve, logs), *beside)):
+        erased |= erase_traffic(log, user)
+    try:
+        gone = forget(store, user)
+    except DataError:
+        if not erased:
+            raise
+        gone = Forgotten(set(), [], [])
+    for path, n in ({store.path: len(gone.ids)} | erased).items():
+        tell(f"Deleted: {n} lines of {user} in {path}.", err=False)
     for path in gone.copies:
-        tell(f"Not touched, and it may be a copy: {path}", err=False)
+        if path.resolve() not in erased:
+            tell(f"Not touched, and it may be a copy: {path}", err=False)
     for made in exports_of(store):
-        if gone.user in made.users and made.path.exists():
+        if gone.users.intersection(made.users) and made.path.exists():
             tell(f"Still in an export: {made.path}", err=False)
     there = [r for r in roots if r.is_dir()]
-    saw = models_that_saw(gone.user, store, there)
+    saw = models_that_saw(gone.users, store, there)
     for x in saw:
         tell(f"Learnt from it: {x.folder} (through {x.through})", err=False)
     where = ", ".join(map(str, there)) or "no folder"
@@ -194,6 +206,12 @@ _Models = typer.Option(
     "--models",
     help="with --forget: folders of runs and versions; may be given several times",
 )
+_Traffic = typer.Option(
+    None,
+    "--traffic",
+    metavar="LOG",
+    help="with --forget: traffic logs, their earlier parts included; those beside FILE (NAME.jsonl) are found",
+)
 _Out = typer.Option(None, "--export", metavar="OUT", help="write rows that data.path takes")
 
 
@@ -201,6 +219,7 @@ def feedback_command(
     file: str = typer.Argument(..., metavar="FILE", help="the store, or the file of the preference collector"),
     user: str = typer.Option(None, "--forget", metavar="USER", help="delete all that a user said (id as the server got it, or the hash), and list the models that saw it"),
     models: list[Path] = _Models,
+    traffic: list[Path] = _Traffic,
     export: Path = _Out,
     kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
@@ -222,7 +241,7 @@ def feedback_command(
             raise ConfigError("--names says what --scrub looks for: add --scrub.")
         store = open_store(file)
         if user is not None:
-            _forgotten(store, user, models)
+            _forgotten(store, user, models, traffic or [])
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture

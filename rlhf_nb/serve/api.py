@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..feedback.traffic import TrafficLog
-from .desk import Answer, Desk, Exchange, hashed
+from .desk import Answer, Desk, Exchange
 from .door import gone
 from .gate import Gate, read_keys
 from .meters import Meters
@@ -125,8 +125,7 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     responses = fastapi().responses
     who, asked = await desk.intake.read(request, kind)
     if asked.model in desk.site.upstreams:
-        user = hashed(f"{who}\0{asked.user or ''}")
-        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who, user)
+        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)

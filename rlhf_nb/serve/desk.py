@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +25,7 @@ from .site import Model, Site
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['Answer', 'Exchange', 'Desk', 'hashed']
+__all__ = ['Answer', 'Exchange', 'Desk']
 
 # %% ../../nbs/serve/desk.ipynb #5e887006
 @dataclass(eq=False)
@@ -57,8 +56,8 @@ class Exchange:
         desk: whose it is.
         id: of the request.
         ticket: its places; None: of a shadow, which has none.
-        who: asks, as the gate knows them.
-        user: a hash; prompt: as it was asked, for the log.
+        who: asks, as the gate knows them; user: as the client names them.
+        prompt: as it was asked, for the log.
     """
 
     def __init__(self, desk: Desk, id: str, ticket: Ticket | None, who: str, user: str, prompt: Any) -> None:
@@ -130,8 +129,7 @@ class Desk:
         Raises:
             Refused: it may not.
         """
-        user = f"{who}\0{asked.user or ''}"
-        model = self.site.choose(asked.model, user)
+        model = self.site.choose(asked.model, f"{who}\0{asked.user or ''}")
         if isinstance(asked, TextAsked):
             given: list[Any] = list(asked.prompts)
             draws = asked.best_of or asked.n
@@ -155,7 +153,7 @@ class Desk:
             ticket.back(ticket.left, answered=False)
             raise
         id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
-        exchange = Exchange(self, id, ticket, who, hashed(user), given[0] if len(given) == 1 else given)
+        exchange = Exchange(self, id, ticket, who, asked.user or "", given[0] if len(given) == 1 else given)
         self._ask(exchange, asked, model, prompts, draws, most)
         for shadow in self.site.shadows(model.name):
             await self._shadow(exchange, asked, shadow, given)
@@ -231,16 +229,20 @@ class Desk:
             seconds,
         )
         line = Served(
-            time.time(), exchange.id, answer.model.name, answer.model.version, exchange.user, len(ask.ids), len(answer.tokens), first, seconds,
+            time.time(), exchange.id, answer.model.name, answer.model.version, "", len(ask.ids), len(answer.tokens), first, seconds,
             finish, ask.shadow, exchange.prompt, answer.text,
         )  # fmt: skip
-        self.write(line)
+        self.write(line, exchange.user, exchange.who)
 
-    def write(self, line: Served) -> None:
-        """Put a line into the traffic log, if there is one."""
+    def write(self, line: Served, user: str, who: str) -> None:
+        """Put a line into the traffic log, if there is one.
+
+        Args:
+            line: an answer; user: as the client names them; who: asks, as the gate knows them.
+        """
         try:
             if self.traffic is not None:
-                self.traffic.add(line)
+                self.traffic.add(line, user, who)
         except (OSError, RlhfError) as e:  # a full disk ends no conversation
             log.error("traffic is not logged: %s", e)
 
@@ -276,8 +278,3 @@ def _settle(done: asyncio.Future[Any], value: Any, problem: Exception | None) ->
     """End a wait, unless nobody waits any more."""
     if not done.done():
         done.set_result(value) if problem is None else done.set_exception(problem)
-
-
-def hashed(user: str) -> str:
-    """A user's name as it stands in logs."""
-    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:16]

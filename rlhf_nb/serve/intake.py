@@ -83,13 +83,6 @@ class Intake:
             self._bodies -= Counter({who: 1})
             self._bytes -= Counter({who: held})
 
-    def response(self, problem: Refused) -> Any:
-        """A refusal as a client of OpenAI's API reads it."""
-        from starlette.responses import JSONResponse
-
-        self.refused(problem.status)
-        return JSONResponse(problem.body(), problem.status, headers=problem.headers)
-
     def guarded(self, call: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         """A route in which a refusal becomes a response, and a fault too, without a word about the server's insides.
 
@@ -102,11 +95,12 @@ class Intake:
                 check_host(self.config, request)
                 return await call(request)
             except Refused as e:
-                return self.response(e)
+                refusal = e
             except Exception:
                 log.exception("a request failed")
-                said = "the server failed at this request; its log says why."
-                return self.response(Refused(500, said, "server_error"))
+                refusal = Refused(500, "the server failed at this request; its log says why.", "server_error")
+            self.refused(refusal.status)
+            return refusal.response()
 
         return route
 

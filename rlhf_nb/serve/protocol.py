@@ -41,6 +41,12 @@ class Refused(Exception):
         """As the client reads it."""
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
 
+    def response(self) -> Any:
+        """The same as a response of starlette."""
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
 # %% ../../nbs/serve/protocol.ipynb #5e881008
 HARMLESS = (
     "store",

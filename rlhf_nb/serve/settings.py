@@ -75,7 +75,7 @@ class ServeConfig(StrictConfig):
     max_context: int = option(4096, "most tokens of prompt and answer; less where the model reads less", ge=2)
     max_n: int = option(16, "most answers of one request", ge=1)
     max_body: int = option(1 << 20, "most bytes of a request", ge=1024)
-    max_connections: int = option(512, "open at the same time; beyond: 503", ge=1)
+    max_connections: int = option(512, "open at the same time; beyond: a silent one is closed, or 503", ge=1)
     timeout: float = option(120.0, "seconds until an answer is broken off, waiting included", gt=0)
     header_seconds: float = option(10.0, "until a request must have arrived whole, head and body each", gt=0)
     drain: float = option(30.0, "seconds that running answers get when the server is told to end", ge=0)

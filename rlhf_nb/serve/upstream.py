@@ -134,8 +134,8 @@ FINISHES = ("stop", "length", "content_filter", "tool_calls")
 class _Handed:
     """A request that was handed on, until it has ended."""
 
-    def __init__(self, desk: Any, upstream: Upstream, asked: Asked, user: str, ticket: Any) -> None:
-        self.desk, self.upstream, self.asked, self.user, self.ticket = desk, upstream, asked, user, ticket
+    def __init__(self, desk: Any, upstream: Upstream, asked: Asked, who: str, ticket: Any) -> None:
+        self.desk, self.upstream, self.asked, self.who, self.ticket = desk, upstream, asked, who, ticket
         self.id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
         self.begun, self.first, self.finish, self.streams = time.monotonic(), math.inf, "cancelled", False
         self.used, self.text, self.version = dict[str, Any](), "", upstream.model
@@ -176,23 +176,11 @@ class _Handed:
         prompt, answer = (n if isinstance(n, int) else 0 for n in counts)
         desk.meters.ended(self.upstream.name, self.finish, prompt, answer, None, first, now - self.begun)
         given = getattr(self.asked, "prompt", None) or [m.message() for m in getattr(self.asked, "messages", ())]
-        desk.write(
-            Served(
-                time.time(),
-                self.id,
-                self.upstream.name,
-                self.version,
-                self.user,
-                prompt,
-                answer,
-                first,
-                now - self.begun,
-                self.finish,
-                False,
-                given,
-                self.text,
-            )  # fmt: skip
-        )
+        line = Served(
+            time.time(), self.id, self.upstream.name, self.version, "", prompt, answer, first, now - self.begun, self.finish,
+            False, given, self.text,
+        )  # fmt: skip
+        desk.write(line, self.asked.user or "", self.who)
 
 
 async def _unless(left: asyncio.Future[None], deadline: float, work: Awaitable[_T]) -> _T:
@@ -244,12 +232,12 @@ async def _events(handed: _Handed, response: httpx.Response, left: asyncio.Futur
         await response.aclose()
 
 
-async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who: str, user: str) -> Any:
+async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who: str) -> Any:
     """The response to a request for an upstream's model.
 
     Args:
         desk: of the server; request: of the client, read.
-        asked: what it says; who: asks, as the gate knows them; user: a hash, for the log.
+        asked: what it says; who: asks, as the gate knows them.
 
     Raises:
         Refused: it may not pass, the client went away, or the upstream refused or failed.
@@ -266,7 +254,7 @@ async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who
     except BaseException:
         ticket.back(ticket.left, answered=False)
         raise
-    handed, left = _Handed(desk, upstream, asked, user, ticket), asyncio.ensure_future(gone(request))
+    handed, left = _Handed(desk, upstream, asked, who, ticket), asyncio.ensure_future(gone(request))
     going_on = False
     try:
         response = await _unless(left, handed.deadline, upstream.ask(asked, most, c.timeout))
