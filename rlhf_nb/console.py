@@ -8,19 +8,15 @@ import re
 import shlex
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from .aliases import known
-from .errors import RlhfError, printable
+from .errors import printable
 
 # %% auto #0
-__all__ = ['Debug', 'tell', 'rank', 'told', 'note', 'me', 'again', 'as_settings']
+__all__ = ['tell', 'rank', 'note', 'me', 'again', 'as_settings']
 
 # %% ../nbs/console.ipynb #2612888a
 def tell(text: str, err: bool = True, end: str = "\n") -> None:
@@ -31,56 +27,17 @@ def tell(text: str, err: bool = True, end: str = "\n") -> None:
         err: on standard error; else on standard output.
         end: what follows it.
     """
-    if end == "\n":
-        typer.echo(printable(text), err=err)
-    else:
-        typer.echo(printable(text) + end, err=err, nl=False)
+    stream = sys.stderr if err else sys.stdout
+    try:
+        print(printable(text), end=end, file=stream, flush=True)
+    except UnicodeEncodeError:  # a terminal that knows fewer letters
+        known = stream.encoding or "ascii"
+        print(printable(text).encode(known, "replace").decode(known), end=end, file=stream, flush=True)
 
 
 def rank() -> int:
     """Which of several processes this is, as torchrun and accelerate say; 0 where nobody does."""
     return int(os.environ.get("RANK", "0"))
-
-
-@contextmanager
-def told(debug: bool = False, again: str = "") -> Iterator[None]:
-    """Errors inside become one sentence and an exit code.
-
-    Args:
-        debug: let the traceback through instead.
-        again: the command that goes on after an interruption.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.showwarning = note
-            yield
-    except KeyboardInterrupt as e:
-        tell(f"Interrupted. {_sentence(e)}" + (f" Go on with: {again}" if again else ""))
-        raise typer.Exit(130) from (e if debug else None)
-    except (typer.Exit, typer.Abort, SystemExit):
-        raise
-    except BrokenPipeError:  # whoever read has seen enough: `rlhf-nb ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except Exception as e:
-        if debug:
-            raise
-        if isinstance(e, RlhfError | OSError):
-            tell(f"Error{f' on rank {rank()}' if rank() else ''}: {_sentence(e)}")
-        else:
-            what = f"something unexpected happened, {type(e).__name__}: {_sentence(e)}"
-            tell(f"Error: {what} Run again with --debug to see where.")
-        raise typer.Exit(1) from None
-
-
-def _sentence(error: BaseException) -> str:
-    """The message of an error, ended by a full stop unless its last line is one that can be typed."""
-    text = str(
-        getattr(error, "at_cli", None) or error
-    ).strip()  # nobody at a command line can pass an argument in Python
-    return text if not text or text.endswith((".", "!", "?")) or "\n  " in text else text + "."
 
 
 def note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -89,9 +46,6 @@ def note(message: Warning | str, *_: Any, **__: Any) -> None:
         tell(f"Note: {message}")
 
 # %% ../nbs/console.ipynb #03eb34f4
-Debug = typer.Option(False, "--debug", help="show tracebacks")
-
-
 def me() -> str:
     """How to call this program again: its path (`.venv/bin/rlhf-nb`) where the shell would not find it by name."""
     called = Path(sys.argv[0])

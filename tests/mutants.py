@@ -307,7 +307,7 @@ def report(rows: list[tuple[Mutant, str, str]]) -> str:
         f"{dead} killed, {len(rows) - dead} survived of {len(rows)}.", "", "| where | what goes wrong | who notices |", "|---|---|---|",
     ]  # fmt: skip
     for m, module, killer in sorted(rows, key=lambda r: (r[1], r[0].symbol)):
-        noticed = f"`{killer}`" if killer else f"nobody: {m.survives or 'not explained'}"
+        noticed = f"`{killer}`" if killer else f"no test: {m.survives or 'not explained'}"
         lines.append(f"| `{module}.{m.symbol.rpartition(':')[2]}` | {m.about} | {noticed} |".replace("||", "\\|\\|"))
     return "\n".join(lines) + "\n"
 

@@ -118,7 +118,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Chooser._without_eos", "EOS is allowed one token early", "view(-1, 1) < least", "view(-1, 1) < least - 1"),
     ("uniforms", "all samples of a prompt are the same", "key = _mix(key ^ sample.to(torch.int64))", "key = _mix(key)"),
     ("uniforms", "every step draws the same", "torch.tensor([seed, step]", "torch.tensor([seed, 0]"),
-    ("earlier", "a prompt that stands twice gets the same numbers", "seen[uid] += 1", "seen[uid] += 0"),
+    ("earlier", "a prompt that occurs twice gets the same numbers", "seen[uid] += 1", "seen[uid] += 0"),
     ("cut_at_eos", "EOS does not belong to the answer", "ended.int().argmax(1) + 1", "ended.int().argmax(1)"),
     ("as_rollout", "EOS is masked", "< n[:, None]", "< n[:, None] - 1"),
     ("eval_mode", "dropout stays on", "m.training = False", "m.training = True"),

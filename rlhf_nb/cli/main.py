@@ -14,14 +14,14 @@ import typer
 import typer.core
 from rich.console import Console
 
+from . import ask, models, traffic, trials
+from .options import ConfigFile, Debug, MethodName, Overrides, Overwrite, Resume, Toy, print_rich, told
 from rlhf_nb.cli.settings import (
-    ELSEWHERE,
     EXAMPLES,
     asks_registry,
     fact_of,
     facts,
     find_config,
-    function_at,
     known_methods,
     load_config,
     place_of_command,
@@ -30,10 +30,9 @@ from rlhf_nb.cli.settings import (
     say_what_to_train,
     setting_of,
     settings_help,
-    sweep_with_settings,
     typed,
 )
-from ..console import Debug, as_settings, told
+from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
 from ..console import rank as _rank
@@ -44,52 +43,34 @@ from ..errors import ConfigError, RunError, suggest
 _all_ = ["find_config", "recipe_kind", "recipes"]
 
 # %% auto #0
-__all__ = ['app', 'config_app', 'runs_app', 'Overrides', 'ConfigFile', 'Toy', 'Resume', 'Overwrite', 'STORY', 'Runs',
-           'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand', 'demo', 'config_show', 'config_init',
-           'doctor_command', 'data_command', 'watch', 'metrics', 'report', 'rollback', 'plan_command',
-           'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+__all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods',
+           'TrainingCommand', 'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch',
+           'metrics', 'report', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config',
+           'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
-    """The commands of this module and of others, and one for each method of the registry."""
-
-    listing = False  # while help is written, a command is its name and its line
+    """The commands, and one for each method of the registry."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All of them, in the order of their groups."""
         try:
-            return sorted(
-                {*known_methods(), *ELSEWHERE, *super().list_commands(ctx)}, key=lambda name: place_of_command(name)[1]
-            )
+            return sorted({*known_methods(), *super().list_commands(ctx)}, key=lambda name: place_of_command(name)[1])
         except ConfigError as e:  # RLHF_NB_METHODS names what isn't there
             ctx.fail(str(e))
             raise
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """All commands in groups."""
-        self.listing = True
-        super().format_help(ctx, formatter)
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """A command by its name; None: there is none."""
         name = {"evaluate": "eval"}.get(name, name)  # its older name
         made: Any = super().get_command(ctx, name)
         if made is None and not name.startswith("-"):
-            made = self._elsewhere(name) if name in ELSEWHERE else self._method(ctx, name)
+            made = self._method(ctx, name)
         if made is not None:
             made.rich_help_panel = place_of_command(name)[0]
             if name in EXAMPLES:
                 made.epilog = f"Example: rlhf-nb {EXAMPLES[name]}"
         return with_methods(made)
-
-    def _elsewhere(self, name: str) -> Any:
-        """A command of another module."""
-        if self.listing:
-            return typer.core.TyperCommand(name, help=facts()["commands"][name])
-        command = function_at(ELSEWHERE[name])
-        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-        one.command(name)(sweep_with_settings(command) if name == "sweep" else command)
-        return typer.main.get_command(one)
 
     def _method(self, ctx: Any, name: str) -> Any:
         """The command that trains with a method."""
@@ -173,16 +154,14 @@ app.add_typer(config_app, name="config")
 runs_app = typer.Typer(help="Look after run directories.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-_Kind = typer.Argument(..., metavar="METHOD", help="a method, or run for a pipeline")
-Overrides = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example optimizer.lr=1e-4")
-ConfigFile = typer.Option(None, "--config", "-c", help="YAML or JSON file, run directory, or recipe")
-Toy = typer.Option(False, "--toy", help="start from the toy preset: offline, seconds to minutes on a CPU")
-Resume = typer.Option(False, "--resume", help="go on with the run in output_dir")
-Overwrite = typer.Option(
-    False,
-    "--overwrite",
-    help="delete what an earlier run left in output_dir; with --resume, only if it left no checkpoint",
-)
+for module, names in (
+    (ask, ("sample", "chat", "get", "eval", "compare", "attack", "lm-eval", "label-steps")),
+    (models, ("export", "merge", "push")),
+    (traffic, ("serve", "monitor", "feedback", "cycle")),
+    (trials, ("sweep", "fork", "overopt")),
+):
+    for name in names:
+        app.command(name)(getattr(module, f"{name.replace('-', '_')}_command"))
 
 # %% ../../nbs/cli/main.ipynb #852aed12
 def _training(kind: str) -> Any:
@@ -295,9 +274,7 @@ def _demo_real(output_dir: str, overrides: Sequence[str], debug: bool) -> None:
         check_folder_is_ours(Path(output_dir))
         given = any(word.startswith("model.name_or_path=") for word in overrides)
         model = [] if given else [f"model.name_or_path={fetch_model(say)}"]
-        real_demo(
-            settings(output_dir, [*model, *overrides]), say, Console(highlight=False, force_jupyter=False).print, _me()
-        )
+        real_demo(settings(output_dir, [*model, *overrides]), say, print_rich, _me())
 
 
 _WELCOME = """\
@@ -334,7 +311,11 @@ def _story(event: str) -> None:
 # %% ../../nbs/cli/main.ipynb #143779bb
 @config_app.command("show")
 def config_show(
-    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = MethodName,
+    overrides: list[str] = Overrides,
+    config: str = ConfigFile,
+    toy: bool = Toy,
+    debug: bool = Debug,
 ) -> None:
     """Print the settings a command would run with, everything resolved."""
     with told(debug):
@@ -342,7 +323,7 @@ def config_show(
 
 
 @config_app.command("init")
-def config_init(kind: str = _Kind, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
+def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFile, debug: bool = Debug) -> None:
     """Print a config file with a comment on every setting, to start your own from."""
     with told(debug):
         fact: Any = None if config else facts()["pipeline"] if kind == "run" else fact_of(kind)
@@ -352,7 +333,11 @@ def config_init(kind: str = _Kind, toy: bool = Toy, config: str = ConfigFile, de
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = _Kind, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, debug: bool = Debug
+    kind: str = MethodName,
+    overrides: list[str] = Overrides,
+    config: str = ConfigFile,
+    toy: bool = Toy,
+    debug: bool = Debug,
 ) -> None:
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
@@ -361,7 +346,7 @@ def doctor_command(
         found = load_config(kind, config, overrides, toy)
         say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
         findings = doctor(found)
-        Console(highlight=False, force_jupyter=False).print(findings_table(findings))
+        print_rich(findings_table(findings))
         if any(f.level == "error" for f in findings):
             raise typer.Exit(1)
 
@@ -470,7 +455,7 @@ def rollback(
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")
 def plan_command(
-    kind: str = _Kind,
+    kind: str = MethodName,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,
@@ -532,7 +517,7 @@ def config_accelerate(
 # %% ../../nbs/cli/main.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = _Kind,
+    kind: str = MethodName,
     overrides: list[str] = Overrides,
     config: str = ConfigFile,
     toy: bool = Toy,

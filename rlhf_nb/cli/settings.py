@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from ..console import me as _me
 from ..errors import ConfigError, suggest
 
 # %% auto #0
-__all__ = ['GROUPS', 'ELSEWHERE', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed',
-           'say_what_to_train', 'settings_help', 'place_of_command', 'facts', 'asks_registry', 'known_methods',
-           'fact_of', 'written_facts', 'function_at', 'sweep_with_settings', 'setting_of']
+__all__ = ['GROUPS', 'EXAMPLES', 'recipes', 'find_config', 'recipe_kind', 'load_config', 'typed', 'say_what_to_train',
+           'settings_help', 'place_of_command', 'facts', 'asks_registry', 'known_methods', 'fact_of', 'written_facts',
+           'setting_of']
 
 # %% ../../nbs/cli/settings.ipynb #ec164888
 def recipes() -> dict[str, Path]:
@@ -134,7 +134,7 @@ def settings_help(kind: str, command: str) -> str:
     return "\n".join(f" {line}".rstrip() for line in lines) + "\n"
 
 # %% ../../nbs/cli/settings.ipynb #c5e70005
-GROUPS = {  # as `--help` shows them; a method that is named nowhere stands under Train
+GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed under Train
     "Start": ("demo", "data", "doctor", "run", "chat"),
     "Train": (
         "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft", "label-steps", "sweep", "fork", "config",
@@ -143,14 +143,6 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere stands unde
     "Judge": ("eval", "compare", "attack", "lm-eval"),
     "Use and watch": ("sample", "get", "serve", "feedback", "monitor", "cycle"),
     "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
-}  # fmt: skip
-ELSEWHERE = {  # commands whose module is read when they are called
-    "sample": "bench.talk:sample_command", "chat": "bench.talk:chat_command", "get": "bench.talk:get_command", "push": "hub.push:push_command",
-    "merge": "hub.merging:merge_command", "monitor": "feedback.follow:monitor_command", "eval": "bench.evals:eval_command",
-    "compare": "bench.evals:compare_command", "overopt": "pipeline.lab:overopt_command", "fork": "pipeline.lab:fork_command",
-    "attack": "bench.attacking:attack_command", "feedback": "feedback.look:feedback_command", "cycle": "pipeline.cycle:cycle_command",
-    "serve": "serve.start:serve_command", "label-steps": "bench.label_steps:label_steps_command", "lm-eval": "bench.lm_eval:lm_eval_command",
-    "export": "export.command:export_command", "sweep": "pipeline.stage_sweep:sweep_command",
 }  # fmt: skip
 EXAMPLES = {  # the line that is typed most
     "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo", "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl",
@@ -166,7 +158,7 @@ EXAMPLES = {  # the line that is typed most
 
 
 def place_of_command(name: str) -> tuple[str, int]:
-    """The group of a command, and where it stands in the list."""
+    """The group of a command, and its place in the list."""
     for i, (group, names) in enumerate(GROUPS.items()):
         if name in names:
             return group, 100 * i + names.index(name)
@@ -175,7 +167,7 @@ def place_of_command(name: str) -> tuple[str, int]:
 
 @cache
 def facts() -> dict[str, Any]:
-    """What help says of methods and of commands that live elsewhere, written down at export so that reading it needs no torch."""
+    """What help says of methods, written down at export so that reading it needs no torch."""
     return dict(json.loads((resources.files("rlhf_nb") / "cli" / "facts.json").read_text(encoding="utf-8")))
 
 
@@ -200,7 +192,7 @@ def fact_of(kind: str) -> dict[str, Any] | None:
 
 
 def written_facts() -> dict[str, Any]:
-    """What `facts` reads, from the registry, the configs and the commands themselves."""
+    """What `facts` reads, from the registry and the configs."""
     from rlhf_nb.train.registry import methods
 
     def init(kind: str) -> dict[str, str]:
@@ -209,12 +201,7 @@ def written_facts() -> dict[str, Any]:
             for name in ("default", "toy")
         }
 
-    out: dict[str, Any] = {"commands": {}, "methods": {}, "pipeline": {"init": init("run")}}
-    for name, place in ELSEWHERE.items():
-        command = function_at(place)
-        out["commands"][name] = (
-            (sweep_with_settings(command) if name == "sweep" else command).__doc__.strip().splitlines()[0]
-        )
+    out: dict[str, Any] = {"methods": {}, "pipeline": {"init": init("run")}}
     for name, method in methods().items():
         command, flat = method.command or name, method.config.preset("default").flat()
         keys = {".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)}
@@ -222,17 +209,6 @@ def written_facts() -> dict[str, Any]:
             "command": command, "about": method.about, "keys": sorted(k for k in keys if method.config.has(k)), "settings": settings_help(name, command), "init": init(name),
         }  # fmt: skip
     return out
-
-
-def function_at(place: str) -> Any:
-    """A function by `module:name`."""
-    module, _, function = place.partition(":")
-    return getattr(import_module(f"rlhf_nb.{module}"), function)
-
-
-def sweep_with_settings(make: Any) -> Any:
-    """The command `sweep`, which is told how settings are read."""
-    return make(load_config, say_what_to_train)
 
 
 def setting_of(kind: str) -> Callable[[str], bool]:

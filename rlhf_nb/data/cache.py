@@ -64,7 +64,8 @@ def tokenizer_digest(tok: Any) -> str | None:
 
 
 def code_digest(*modules: str) -> str | None:
-    """A hash of the code that makes tokens: this room, some modules' files, and the versions of what they use; None for code without a file.
+    """A hash of the code that makes tokens: this room, some modules' files, and the versions of what they use; None for
+    code without a file.
 
     Args:
         modules: files' paths.
@@ -203,7 +204,8 @@ def kept_tokens(key: str, folder: Path, make: Callable[[], Made]) -> tuple[list[
         make: tokenizes, where it has to be done.
 
     Returns:
-        (sources of rows, what was said while they were made, what became of the entry: "found", "kept" or why it wasn't kept).
+        (sources of rows, what was said while they were made, what became of the entry: "found", "kept" or why it wasn't
+        kept).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def to_pairs(rows: Iterable[Row], every: bool = False, seed: int = 0) -> tuple[l
         out += [{"prompt": prompt, "chosen": g, "rejected": b} for g, b in drawn]
     if not out:
         raise DataError(
-            f"{total} answers to {len(groups)} prompts, but none has both a good and a bad one, so nothing can be compared. "
-            "Train on them one by one instead: KTO."
+            f"{total} answers to {len(groups)} prompts, but none has both a good and a bad one, so nothing can be "
+            "compared. Train on them one by one instead: KTO."
         )
     return out, total - used

@@ -74,7 +74,8 @@ def _guess(column: str, wanted: Sequence[str]) -> tuple[str | None, bool]:
 
 
 def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str], where: str) -> DataError:
-    """The error for a row that fits none of the allowed formats: what there is, what is needed, the likely typo, the line that cures it."""
+    """The error for a row that fits none of the allowed formats: what there is, what is needed, the likely typo, the
+    line that cures it."""
     there = _present(columns)
     empty = [c for c in columns if c not in there]
     names = sorted({c for f in allowed for c in COLUMNS[f]})
@@ -86,7 +87,8 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     shapes = shapes_of(row, None)
     if shapes and shapes[0].gives not in ("prompt", *allowed):
         return DataError(
-            f"{begins} They are read as {shapes[0].says(row)}, which makes {'+'.join(COLUMNS[shapes[0].gives])}. {_elsewhere(allowed)}"
+            f"{begins} They are read as {shapes[0].says(row)}, which makes {'+'.join(COLUMNS[shapes[0].gives])}. "
+            f"{_elsewhere(allowed)}"
         )
     found: dict[str, str] = {}
     hint = ""
@@ -157,7 +159,8 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
         )
         if taken is not None:
             raise DataError(
-                f"row {i} has a column {taken!r} already, so nothing else can be called that; data.columns={{{taken}: null, ...}} drops it."
+                f"row {i} has a column {taken!r} already, so nothing else can be called that; data.columns={{{taken}: "
+                "null, ...} drops it."
             )
         yield {new: v for k, v in row.items() if (new := names.get(k, k)) is not None}
 
@@ -182,7 +185,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         where: how to call the place in an error.
 
     Raises:
-        DataError: not a list, an empty one, or a message without role or content, with an unknown role or a content that is no text.
+        DataError: not a list, an empty one, or a message without role or content, with an unknown role or a content
+            that is no text.
     """
     if not isinstance(messages, list) or not messages:
         shown = "empty" if messages == [] else f"{type(messages).__name__} ({messages!r:.40})"
@@ -194,7 +198,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         if missing:
             other = " data.columns={messages: conversations} reads from and value." if "from" in m else ""
             raise DataError(
-                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing'}. Each message needs 'role' and 'content'.{other}"
+                f"{where}[{i}] has no {missing[0]!r}; it has {', '.join(map(str, m)) or 'nothing'}. Each message needs "
+                f"'role' and 'content'.{other}"
             )
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r}; known roles are {', '.join(ROLES)}.")
@@ -208,7 +213,8 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
 
 
 def _called(message: Mapping[str, Any]) -> Message:
-    """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; nothing that is None."""
+    """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; nothing that is
+    None."""
     found: Message = without_none({"content": "", **{k: v for k, v in message.items() if v is not None}})
     for call in found.get("tool_calls", []) or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
@@ -253,7 +259,8 @@ _NAMES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_hh(value: Any) -> bool:
-    """Whether a value is a dialogue in the notation of HH-RLHF (the blank line before the first turn may be missing)."""
+    """Whether a value is a dialogue in the notation of HH-RLHF (the blank line before the first turn may be
+    missing)."""
     return isinstance(value, str) and (
         value.startswith(HUMAN) or (value.lstrip().startswith("Human:") and ASSISTANT in value)
     )
@@ -272,7 +279,8 @@ def parse_hh(text: str) -> list[Message]:
     before, *pieces = _TURN.split("\n\n" + text.lstrip())
     if before.strip() or not pieces:
         raise DataError(
-            f"{text[:40]!r} is no HH dialogue: it must start with 'Human:' (after a blank line), turns marked by {HUMAN!r} and {ASSISTANT!r}."
+            f"{text[:40]!r} is no HH dialogue: it must start with 'Human:' (after a blank line), turns marked by "
+            f"{HUMAN!r} and {ASSISTANT!r}."
         )
     return [{"role": _NAMES[name], "content": words.strip()} for name, words in zip(pieces[::2], pieces[1::2])]
 
@@ -291,7 +299,8 @@ def format_hh(messages: Sequence[Message]) -> str:
 
 # %% ../../nbs/data/formats.ipynb #b58e912f
 def _safe_cut(chosen: str, rejected: str) -> int:
-    """Length of the shared prompt of two texts: after the last shared assistant mark, else before shared white space."""
+    """Length of the shared prompt of two texts: after the last shared assistant mark, else before shared white
+    space."""
     shared = len(commonprefix([chosen, rejected]))
     if is_hh(chosen):
         mark = chosen.rfind(ASSISTANT, 0, shared)
@@ -322,7 +331,8 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         rejected: prompt and the other completion, in the same form.
 
     Returns:
-        (prompt, chosen, rejected) with prompt + completion equal to what was given. Without anything shared the prompt is empty.
+        (prompt, chosen, rejected) with prompt + completion equal to what was given. Without anything shared the prompt
+        is empty.
 
     Raises:
         DataError: one is a string and the other messages.
@@ -333,7 +343,8 @@ def extract_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         n = _shared_turns(chosen, rejected)
     else:
         raise DataError(
-            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both messages."
+            f"chosen is {type(chosen).__name__}, rejected is {type(rejected).__name__}; both must be texts, or both "
+            "messages."
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
@@ -351,14 +362,16 @@ def _prompt(value: Any, where: str) -> Text:
 
 
 def _reply(value: Any, prompt: Any, where: str) -> Text:
-    """Checked text or messages; behind a prompt in HH notation, further turns in that notation are turns and no words of the answer."""
+    """Checked text or messages; behind a prompt in HH notation, further turns in that notation are turns and no words
+    of the answer."""
     if is_hh(prompt) and isinstance(value, str) and not is_hh(value) and _TURN.search(value):
         return parse_hh(value if value.lstrip().startswith("Assistant:") else f"{ASSISTANT} {value.lstrip()}")
     return _turns(value, where)
 
 
 def _same_kind(prompt: Text, completion: Text) -> tuple[Text, Text]:
-    """Prompt and completion both as strings or both as messages; a string becomes a turn where the other is a dialogue."""
+    """Prompt and completion both as strings or both as messages; a string becomes a turn where the other is a
+    dialogue."""
     if isinstance(prompt, list) and isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion.strip()}]
     elif isinstance(prompt, str) and isinstance(completion, list):
@@ -411,8 +424,9 @@ def _preference(row: Row, where: str) -> Row:
     speakers = [t[0]["role"] for t in (chosen, rejected) if isinstance(t, list)]
     if any(s != "assistant" for s in speakers):
         raise DataError(
-            f"{where}: chosen and rejected aren't answers to one prompt: after the prompt they start with {' and '.join(speakers)}; "
-            "give answers of the assistant alone, or whole dialogues that begin with the same turns."
+            f"{where}: chosen and rejected aren't answers to one prompt: after the prompt they start with "
+            f"{' and '.join(speakers)}; give answers of the assistant alone, or whole dialogues that begin with the "
+            "same turns."
         )
     margin = {} if row.get("margin") in (None, "") else {"margin": _margin(row["margin"], f"{where}, margin")}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}
@@ -437,7 +451,8 @@ def _stepwise(row: Row, where: str) -> Row:
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         sizes = [len(x) if isinstance(x, list) else type(x).__name__ for x in (steps, labels)]
         raise DataError(
-            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and {sizes[1]}."
+            f"{where}: completions and labels must be lists with one label for each step; they are {sizes[0]} and "
+            f"{sizes[1]}."
         )
     return {
         "prompt": _prompt(row["prompt"], f"{where}, prompt"),
@@ -458,7 +473,8 @@ def _tools(row: Row, where: str) -> Row:
         return {}
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError(
-            f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. data.columns={{tools: null}} drops the column."
+            f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. "
+            "data.columns={tools: null} drops the column."
         )
     return {"tools": without_none(tools)}
 
@@ -516,13 +532,16 @@ def to_format(row: Row, to: str | None = None, where: str = "row", reading: Read
 
     Args:
         row: one line of a dataset, in one of the formats or in a shape of `data.shapes`.
-        to: None takes the format as it is found. A name of `COLUMNS` asks for that format, "sft" for a demonstration (text, messages, or
-            prompt+completion; of a pair the chosen side) and "prompt" for the prompt of any format (a reference answer beside it stays).
+        to: None takes the format as it is found. A name of `COLUMNS` asks for that format, "sft" for a demonstration
+            (text, messages, or
+            prompt+completion; of a pair the chosen side) and "prompt" for the prompt of any format (a reference answer
+            beside it stays).
         where: how to call the row in an error.
         reading: what decides where the columns leave something open.
 
     Raises:
-        DataError: columns are missing or of a wrong type, or can be read in two ways; the message names the row, what is there and what is needed.
+        DataError: columns are missing or of a wrong type, or can be read in two ways; the message names the row, what
+            is there and what is needed.
     """
     return _read(row, to, where, reading)[0]
 
@@ -586,7 +605,8 @@ def format_of(row: Row, reading: Reading = PLAIN) -> str:
 
 
 def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows in which every text can be written and tokenized, lazily: half a character becomes U+FFFD, with one counted warning."""
+    """Rows in which every text can be written and tokenized, lazily: half a character becomes U+FFFD, with one counted
+    warning."""
     first, count = 0, 0
     try:
         for i, row in enumerate(rows):
@@ -597,17 +617,19 @@ def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:
     finally:
         if count:
             warnings.warn(
-                f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji that was cut in two), "
-                f"the first is row {first}; each half is replaced by U+FFFD.",
+                f"{count} row{'s hold' if count > 1 else ' holds'} half of a character (a lone surrogate: an emoji "
+                f"that was cut in two), the first is row {first}; each half is replaced by U+FFFD.",
                 DataWarning,
                 stacklevel=2,
             )
 
 
 def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN) -> Iterator[Row]:
-    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves of characters.
+    """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves
+    of characters.
 
-    Rows that can't serve the purpose though nothing is wrong with them (answers that somebody disliked, as demonstrations; answers that are rated
+    Rows that can't serve the purpose though nothing is wrong with them (answers that somebody disliked, as
+    demonstrations; answers that are rated
     alike, as pairs) are left out with one counted warning. What a foreign file was taken for is said once.
 
     Raises:
@@ -639,7 +661,8 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
         if begun:
             warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer that nobody asked for; they are read from their first question on.",
+                f"{begun} of {kept} conversations begin with an answer that nobody asked for; they are read from their "
+                "first question on.",
                 DataWarning,
                 stacklevel=2,
             )

@@ -70,8 +70,9 @@ def refusal(error: Exception, what: str, name: str, revision: str | None, again:
     other = f" {other}" if other else ""
     if "GatedRepoError" in kinds:
         return (
-            f"{name!r} is gated: its owner wants to be asked first. Open {address} in a browser, accept the conditions there, make a token at "
-            f"{endpoint()}/settings/tokens, log in with `hf auth login` (or set HF_TOKEN), and run the same command again."
+            f"{name!r} is gated: its owner wants to be asked first. Open {address} in a browser, accept the conditions "
+            f"there, make a token at {endpoint()}/settings/tokens, log in with `hf auth login` (or set HF_TOKEN), and "
+            "run the same command again."
         )
     if "RevisionNotFoundError" in kinds:
         return f"{name!r} has no revision {revision!r}. {address}/tree/main shows its branches, tags and commits."
@@ -82,8 +83,9 @@ def refusal(error: Exception, what: str, name: str, revision: str | None, again:
     if status is not None:
         return f"the hub answers {status} to the request for {name!r}. What has arrived is kept: run the same command again later.{other}"
     return (
-        f"the hub ({endpoint()}) can't be reached for {name!r}. What has arrived is kept: run the same command again when the network is back, or "
-        f"copy the {what}'s folder from another machine and name that folder.{other} ({type(error).__name__})"
+        f"the hub ({endpoint()}) can't be reached for {name!r}. What has arrived is kept: run the same command again "
+        f"when the network is back, or copy the {what}'s folder from another machine and name that folder.{other} "
+        f"({type(error).__name__})"
     )
 
 # %% ../../nbs/data/hub.ipynb #d4dcddc1
@@ -200,8 +202,9 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
         first = str(error.__cause__ or error).strip().splitlines()[0][:200]
         return (
-            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged on their way, throw the copy away (hf cache rm dataset/{name}) and "
-            "run the same command again; else choose others with data.subset or data.revision."
+            f"files of the dataset {name!r} can't be read: {first.rstrip('.')}. If they were damaged on their way, "
+            f"throw the copy away (hf cache rm dataset/{name}) and run the same command again; else choose others with "
+            "data.subset or data.revision."
         )
     reason = error if status_of(error) else _why(name, revision)
     if reason is None:  # the hub is not to blame
@@ -213,7 +216,8 @@ _LARGE = 10 << 20  # bytes; the client writes pieces of this size, so a smaller 
 
 
 def go_on(address: str, part: Path, size: int | None) -> None:
-    """Download into a file, from where an earlier attempt stopped. The client asks again by itself when a connection breaks.
+    """Download into a file, from where an earlier attempt stopped. The client asks again by itself when a connection
+    breaks.
 
     Args:
         address: of the file on the hub.
@@ -281,7 +285,8 @@ def _fetch_large(builder: Any, name: str) -> None:
             if large is not None and sha256_of(part) != label:
                 part.unlink()
                 raise DataError(
-                    f"{about.path} of the dataset {name!r} arrived damaged and is thrown away. Run the same command again: the rest is kept."
+                    f"{about.path} of the dataset {name!r} arrived damaged and is thrown away. Run the same command "
+                    "again: the rest is kept."
                 )
             os.replace(part, place)
 

@@ -90,7 +90,8 @@ def first_error(prompt: str, answer: str) -> int | None:
 
     Args:
         prompt: a sum.
-        answer: its legs. One that adds another number, starts from another result or can't be read is wrong; of an answer with too few legs the first
+        answer: its legs. One that adds another number, starts from another result or can't be read is wrong; of an
+            answer with too few legs the first
             that is missing is.
     """
     numbers = read_sum(prompt).numbers
@@ -216,7 +217,8 @@ def legs_steps(n: int, seed: int = 0, test: bool = False, soft: bool = True, sli
 
 
 def legs_pairs(n: int, seed: int = 0, test: bool = False) -> list[Row]:
-    """Sums with an answer that is right in every leg as `chosen` and one of the speaker with a wrong result as `rejected`.
+    """Sums with an answer that is right in every leg as `chosen` and one of the speaker with a wrong result as
+    `rejected`.
 
     Args:
         n, seed, test: as in `sums`.
@@ -239,7 +241,8 @@ def build_tokenizer() -> Any:
 
 
 def build_model(seed: int = 0, size: str = "small") -> Any:
-    """An untrained GPT-2 for this world (fp32, on the CPU), which has a place for each number of a sum: it learns to add in a minute.
+    """An untrained GPT-2 for this world (fp32, on the CPU), which has a place for each number of a sum: it learns to
+    add in a minute.
 
     Args:
         seed: same seed, same weights; the global random state is left alone.

@@ -62,7 +62,8 @@ class MixSource:
         self.weights = [float(len(s)) for s in sources] if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) and w > 0 for w in self.weights):
             raise DataError(
-                f"the weights of a mix are {self.weights}; each must be above 0. Leave a source out to take nothing from it."
+                f"the weights of a mix are {self.weights}; each must be above 0. Leave a source out to take nothing "
+                "from it."
             )
         self.sources, self.names, self.seed = list(sources), list(names), seed
         self.given = [0] * len(self.sources)
@@ -125,7 +126,8 @@ class MixSource:
         for what, mine in (("names", self.names), ("weights", self.weights)):
             if state.get(what) != mine:
                 raise DataError(
-                    f"data.mix changed since the checkpoint: its {what} are {mine}, and were {state.get(what)}. Resume with the mix of that run, or start a new one."
+                    f"data.mix changed since the checkpoint: its {what} are {mine}, and were {state.get(what)}. Resume "
+                    "with the mix of that run, or start a new one."
                 )
         self.given, self.seed = list(state["given"]), int(state["seed"])
         for source, saved in zip(self.sources, state["sources"], strict=True):

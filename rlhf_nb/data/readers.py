@@ -111,7 +111,8 @@ _TEXTS = {
 
 
 def _cell(text: str, name: str = "") -> Any:
-    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is that text."""
+    """A cell of a table; lists (messages, steps, labels) are written as JSON. A list of numbers where a text belongs is
+    that text."""
     if text[:1] == "[" and text[-1:] == "]":
         try:
             found = json_value(text, whole=False)
@@ -128,7 +129,8 @@ def _text_lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _separator(header: str, name: str) -> str:
-    """What stands between the cells of a table: where a header has no comma, the semicolon or tab that some spreadsheets write instead."""
+    """The separator of the cells of a table: where a header has no comma, the semicolon or tab that some
+    spreadsheets write instead."""
     return "\t" if ".tsv" in name.lower() else next((mark for mark in ",;\t" if mark in header), ",")
 
 
@@ -183,8 +185,9 @@ def _read(path: Path, kind: str) -> Iterator[Row]:
             k += 1
     except UnicodeDecodeError as e:
         raise DataError(
-            f"{path} isn't UTF-8 text (byte {e.object[e.start]:#x} behind row {k}), so its letters would have to be guessed. Save it as UTF-8: in a spreadsheet "
-            "as 'CSV UTF-8', on a command line by iconv -f OLD_ENCODING -t UTF-8 (cp1252 and UTF-16 are the usual old ones)."
+            f"{path} isn't UTF-8 text (byte {e.object[e.start]:#x} behind row {k}), so its letters would have to be "
+            "guessed. Save it as UTF-8: in a spreadsheet as 'CSV UTF-8', on a command line by iconv -f OLD_ENCODING -t "
+            "UTF-8 (cp1252 and UTF-16 are the usual old ones)."
         ) from e
     except (OSError, EOFError, ValueError, zlib.error, csv.Error, RecursionError) as e:
         said = f"{type(e).__name__}: {e}".splitlines()[0]
@@ -207,7 +210,8 @@ _SPLITS = re.compile("train|test|valid|val|dev|eval", re.IGNORECASE)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has the hub's layout."""
+    """The files of a folder that holds nothing but files of rows, none named after a split, by name; else empty: it has
+    the hub's layout."""
     found = sorted(
         p
         for p in folder.iterdir()
@@ -265,7 +269,8 @@ def open_rows(
     """A function that opens a dataset from its start, each time it is called.
 
     Args:
-        path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read in the order of their names), one
+        path: a file (.jsonl, .json, .csv, .tsv, all also .gz and .zst; .parquet, .arrow), a folder of such files (read
+            in the order of their names), one
             laid out as on the hub or written by `save_to_disk`, or a hub name (`owner/name`, `owner/name@revision`).
         split: a split of a folder or hub dataset ("train", "test[:100]"). A file is one split: "train".
         subset: configuration of a hub dataset.
@@ -280,11 +285,13 @@ def open_rows(
         kind = _kind(file)
         if kind is None:
             raise DataError(
-                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are {', '.join(FILE_KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
+                f"{name}: files of the kind {''.join(file.suffixes) or 'without a suffix'!r} can't be read; known are "
+                f"{', '.join(FILE_KINDS)}, and all but the last two packed as {' or '.join(PACKED)}."
             )
         if split != "train":
             raise DataError(
-                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or hold out rows with eval_size."
+                f"{name} is a file, so it has one split, 'train', and no {split!r}; give the other file's name, or "
+                "hold out rows with eval_size."
             )
         return lambda: _read(file, kind)
     parts = _files_in(file) if file.is_dir() and split == "train" and subset is None else []

@@ -18,7 +18,7 @@ from .mix import apportion
 from .readers import OpenRows, open_rows
 from .shapes import PLAIN, DataNote, Reading
 from .sources import StreamSource, deduplicate, hold_out, row_key
-from .worlds import RowKind, Row, made_rows, names
+from .worlds import RowKind, Row, made_rows, names, world_of
 
 # %% auto #0
 __all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
@@ -66,13 +66,14 @@ def names_of(data: DataConfig) -> list[str]:
 
 
 def data_read(data: DataConfig) -> list[dict[str, Any]]:
-    """Where a run's rows come from: each source's path and the hash of its contents (None: not on this disk), to tell later which models saw them.
+    """Where a run's rows come from: each source's path and the hash of its contents (None: not on this disk), to tell
+    later which models saw them.
 
     Args:
         data: of a run.
     """
     named = [part for part in data.mix] if data.mix is not None else [data] if data.path is not None else []
-    return [{"path": str(p.path), "digest": files_digest(str(p.path))} for p in named]
+    return [{"path": str(p.path), "digest": None if world_of(p.path) else files_digest(str(p.path))} for p in named]
 
 
 def weights_of(data: DataConfig) -> list[float] | None:
@@ -145,7 +146,8 @@ def load_rows(data: DataConfig, kind: RowKind, seed: int = 0) -> tuple[list[Row]
 
 
 def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[list[Row], list[Row]]]:
-    """`load_rows` for each source of a mix; no row occurs in two of them, and none that is held out of one is trained on from another."""
+    """`load_rows` for each source of a mix; no row occurs in two of them, and none that is held out of one is trained
+    on from another."""
     parts = parts_of(data)
     if data.mix is None:
         return [_load_part(data, kind, seed)]
@@ -160,7 +162,8 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         seen |= {row_key(r) for r in kept}
         if not kept:
             raise DataError(
-                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. Leave it out."
+                f"{part.path}: all of its {len(rows)} rows stand in other sources of data.mix, so it adds nothing. "
+                "Leave it out."
             )
         out.append((kept, held))
     if data.eval_size is not None:
@@ -183,7 +186,8 @@ def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], l
     n = min(data.eval_size, len(rows) // 2)
     if n < data.eval_size:
         warnings.warn(
-            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for training: {n or 'none'} are held out.",
+            f"data.eval_size is {data.eval_size}, but {data.path} has {len(rows)} rows, and at least half are for "
+            f"training: {n or 'none'} are held out.",
             DataWarning,
             stacklevel=2,
         )
@@ -197,8 +201,9 @@ def _divide(rows: list[Row], n: int, data: DataConfig, seed: int) -> tuple[list[
     kept, held = hold_out(rows, n, seed if data.eval_draw is None else data.eval_draw)
     if len(held) < n:
         warnings.warn(
-            f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the same prompt stay together, and no more fit. "
-            "Another data.eval_size may; data.eval_draw=end takes the last rows, whatever they ask.",
+            f"of {data.path} {n} rows were to be held out, and {len(held) or 'none'} are: rows that begin with the "
+            "same prompt stay together, and no more fit. Another data.eval_size may; data.eval_draw=end takes the last "
+            "rows, whatever they ask.",
             DataWarning,
             stacklevel=2,
         )
@@ -218,7 +223,8 @@ def _tell_shared_prompts(rows: list[Row], held: list[Row], data: DataConfig) -> 
         if data.eval_draw == "end":
             cure = "data.eval_draw=null draws rows by lot, those of one prompt together"
         warnings.warn(
-            f"{shared} of {len(held)} held-out rows of {data.path or 'the mix'} have prompts that are trained on, too: what is measured on them is partly memory; {cure}.",
+            f"{shared} of {len(held)} held-out rows of {data.path or 'the mix'} have prompts that are trained on, too: "
+            f"what is measured on them is partly memory; {cure}.",
             DataWarning,
             stacklevel=3,
         )
@@ -241,8 +247,9 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
     n = (data.eval_size or 0) if data.eval_split is None else None
     if n:
         warnings.warn(
-            f"held-out rows are the first {n} of the stream {data.path}, as they come: where it is sorted, they are of another kind than the rest. "
-            "data.eval_split=NAME takes a split of its own, data.streaming=false draws rows by lot.",
+            f"held-out rows are the first {n} of the stream {data.path}, as they come: where it is sorted, they are of "
+            "another kind than the rest. data.eval_split=NAME takes a split of its own, data.streaming=false draws "
+            "rows by lot.",
             DataNote,
             stacklevel=3,
         )
@@ -252,7 +259,8 @@ def held_out_of_stream(data: DataConfig, kind: RowKind, seed: int = 0) -> list[R
 def stream_rows(
     data: DataConfig, held: Sequence[Row], kind: RowKind, seed: int, tokenize: Callable[[list[Row]], list[Row]]
 ) -> StreamSource:
-    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever it stands.
+    """A source that reads `data.path` as it goes and never holds the whole set; what is held out is left out wherever
+    it stands.
 
     Args:
         data: where the stream comes from, and its `shuffle_buffer`.

@@ -30,7 +30,8 @@ class RoleTerm(NamedTuple):
 
 @lru_cache(maxsize=256)
 def read_role(text: str) -> list[RoleTerm]:
-    """The terms of a role: `"instruction + input|context?"` needs a column instruction, and takes input or context along.
+    """The terms of a role: `"instruction + input|context?"` needs a column instruction, and takes input or context
+    along.
 
     Args:
         text: terms joined by " + "; "|" between names that mean the same; "?" behind a term that may be missing.
@@ -105,7 +106,8 @@ def instructions(row: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/data/shapes.ipynb #a769beb3
 def _joined(values: list[Any], where: str) -> Any:
-    """A prompt of one or several columns: texts below each other as the user's turn; messages and marked dialogues stay."""
+    """A prompt of one or several columns: texts below each other as the user's turn; messages and marked dialogues
+    stay."""
     values = [v for v in values if not (isinstance(v, str) and not v.strip())]
     if len(values) == 1 and (isinstance(values[0], list) or str(values[0]).lstrip().startswith("Human:")):
         return values[0]
@@ -142,7 +144,8 @@ def _turn(turn: Any, where: str) -> Row:
     who, words = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     if who is None or words is None:
         raise DataError(
-            f"{where} has no {'from' if who is None else 'value'!r}; it has {', '.join(map(str, turn)) or 'nothing'}. Each turn needs 'from' and 'value'."
+            f"{where} has no {'from' if who is None else 'value'!r}; it has {', '.join(map(str, turn)) or 'nothing'}. "
+            "Each turn needs 'from' and 'value'."
         )
     if who not in SPEAKERS:
         raise DataError(f"{where} is from {who!r}; known are {', '.join(SPEAKERS)}. Rename the speaker in the file.")
@@ -162,7 +165,8 @@ def _turns(value: Any, where: str) -> Any:
 
 
 def from_question(turns: list[Row]) -> list[Row]:
-    """Turns without the answers in front of the first question: nobody asked for them, and most chat templates refuse them."""
+    """Turns without the answers in front of the first question: nobody asked for them, and most chat templates refuse
+    them."""
     first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
     return turns[first:]
 
@@ -189,13 +193,14 @@ def _number(value: Any) -> float | None:
 
 
 def _best(prompt: Any, answers: list[tuple[Any, float]], where: str, to: str | None, reading: Reading) -> Row:
-    """The best answer against one of the worse ones, by how much it is better; for demonstrations and prompts only the best."""
+    """The best answer against one of the worse ones, by how much it is better; for demonstrations and prompts only the
+    best."""
     if to == "prompt":
         return {"prompt": prompt}
     if not answers or (len(answers) < 2 and to != "sft"):
         raise NothingToCompare(
-            f"{where}: the prompt {str(prompt)[-60:]!r} has {len(answers) or 'no'} rated answer{'' if len(answers) == 1 else 's'}, "
-            "so nothing can be compared."
+            f"{where}: the prompt {str(prompt)[-60:]!r} has {len(answers) or 'no'} rated "
+            f"answer{'' if len(answers) == 1 else 's'}, so nothing can be compared."
         )
     best, score = max(answers, key=lambda a: a[1])
     if to == "sft":
@@ -214,13 +219,15 @@ def _text_of(answer: Mapping[str, Any], where: str) -> Any:
     )
     if found is None:
         raise DataError(
-            f"{where} has no text; it has {', '.join(map(str, answer)) or 'nothing'}, and one of response, answer, text is needed."
+            f"{where} has no text; it has {', '.join(map(str, answer)) or 'nothing'}, and one of response, answer, "
+            "text is needed."
         )
     return found
 
 
 def _rating(answer: Mapping[str, Any]) -> float | None:
-    """An answer's rating: the mean over its aspects, else one number for all. UltraFeedback's overall_score comes last, since some are off by ten."""
+    """An answer's rating: the mean over its aspects, else one number for all. UltraFeedback's overall_score comes last,
+    since some are off by ten."""
     aspects = answer.get("annotations")
     each = (
         [a.get("Rating", a.get("rating")) for a in aspects.values() if isinstance(a, Mapping)]
@@ -280,7 +287,8 @@ def _weighed(values: Mapping[str, Any], where: str, reading: Reading) -> float:
         number = _number(values.get(name))
         if number is None:
             raise DataError(
-                f"{where}, {name} is {values.get(name)!r:.40}; expected a number. data.attributes={{NAME: WEIGHT}} says which columns count, and for how much."
+                f"{where}, {name} is {values.get(name)!r:.40}; expected a number. data.attributes={{NAME: WEIGHT}} "
+                "says which columns count, and for how much."
             )
         total += weight * number
     return total
@@ -293,15 +301,17 @@ def _scored(found: dict[str, list[Any]], where: str, to: str | None, reading: Re
         texts, ratings = [texts], [{}]
     if to not in ("sft", "prompt") and len(texts) < 2:
         raise DataError(
-            f"{where}: the prompt {str(found['prompt'][0])[-60:]!r} has one response only, so nothing can be compared. Rows of one prompt must follow each "
-            "other; add its other responses or take the row out, or train on the responses themselves (sft)."
+            f"{where}: the prompt {str(found['prompt'][0])[-60:]!r} has one response only, so nothing can be compared. "
+            "Rows of one prompt must follow each other; add its other responses or take the row out, or train on the "
+            "responses themselves (sft)."
         )
     answers = [(t, _weighed(r, where, reading) if len(texts) > 1 else 0.0) for t, r in zip(texts, ratings, strict=True)]
     return _best(_joined(found["prompt"], where), answers, where, to, reading)
 
 
 def gather(rows: Iterable[tuple[int, Row]], reading: Reading) -> Iterator[tuple[int, Row]]:
-    """Numbered rows, lazily; neighbours with the same prompt become one where their shape wants that, under the number of the first."""
+    """Numbered rows, lazily; neighbours with the same prompt become one where their shape wants that, under the number
+    of the first."""
     group: tuple[int, Row, list[Row]] | None = None
     for i, row in rows:
         shape = next(
@@ -440,7 +450,8 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
         raise DataError(
-            f"{where} has the columns {', '.join(row)}, but data.shape={name} needs {needs}. data.shape=null goes by the columns."
+            f"{where} has the columns {', '.join(row)}, but data.shape={name} needs {needs}. data.shape=null goes by "
+            "the columns."
         )
     return shape
 

@@ -65,7 +65,8 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
 
     Args:
         rows: rows of a dataset.
-        columns: what makes two rows equal; default: the columns of the known formats, or all where a row has none of these.
+        columns: what makes two rows equal; default: the columns of the known formats, or all where a row has none of
+            these.
         warn: say how many were dropped.
     """
     seen, kept, total = set(), [], 0
@@ -81,7 +82,8 @@ def deduplicate(rows: Iterable[Row], columns: Sequence[str] | None = None, warn:
 
 # %% ../../nbs/data/sources.ipynb #22000a02
 def asked(row: Row) -> bytes:
-    """What rows share that begin alike: the prompt, of dialogues what is said before the first answer. A row without either is alone."""
+    """What rows share that begin alike: the prompt, of dialogues what is said before the first answer. A row without
+    either is alone."""
     start = row.get("prompt", row.get("messages"))
     if isinstance(start, list):
         start = list(takewhile(lambda m: m["role"] != "assistant", start))
@@ -131,7 +133,8 @@ def truncate(
     Args:
         prompt: token ids.
         completions: token ids of the completions that share the prompt.
-        max_length: most tokens of the prompt and one completion together (at least 2); the prompt gives way first, but never below half of them.
+        max_length: most tokens of the prompt and one completion together (at least 2); the prompt gives way first, but
+            never below half of them.
         max_prompt_length: most tokens of the prompt (at least 1).
         bos: id that stays at the start of a cut prompt if it stood there.
 
@@ -140,7 +143,8 @@ def truncate(
     """
     if (max_length is not None and max_length < 2) or (max_prompt_length is not None and max_prompt_length < 1):
         raise DataError(
-            f"max_length is {max_length} and max_prompt_length {max_prompt_length}; a row needs at least 1 token of prompt and 1 of completion."
+            f"max_length is {max_length} and max_prompt_length {max_prompt_length}; a row needs at least 1 token of "
+            "prompt and 1 of completion."
         )
     if max_prompt_length is not None:
         prompt = _keep_end(prompt, max_prompt_length, bos)
@@ -276,7 +280,8 @@ def filter_lengths(
 
 # %% ../../nbs/data/sources.ipynb #b96cb7c1
 def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | None, int | None], tok: Any) -> None:
-    """One warning for all rows that were dropped, one if limits cut many, one for words that the tokenizer doesn't know; an error if no row is left."""
+    """One warning for all rows that were dropped, one if limits cut many, one for words that the tokenizer doesn't
+    know; an error if no row is left."""
     why = ", ".join(f"{n} with {reason}" for reason, n in lost.items())
     if total == 0:
         raise DataError("The dataset is empty: there are no rows to learn from.")
@@ -297,8 +302,9 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
     n, total = sum(v.count(unknown) for v in ids), sum(map(len, ids))
     if n > 0.01 * total:
         _warn(
-            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, and the model can't tell one from another. "
-            "Use a model that was made for this text (the toy world's knows its own words only).",
+            f"{n / total:.0%} of the tokens are {tok.unk_token!r}: the tokenizer doesn't know these words, and the "
+            "model can't tell one from another. Use a model that was made for this text (the toy world's knows its own "
+            "words only).",
             5,
         )
 
@@ -314,8 +320,9 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hits, first = hits + bool(hit), first or hit
     if hits:
         _warn(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in what somebody says. It is read as the template's own, so a text "
-            "can end its turn and begin another one: take it out of the rows, unless it is meant.",
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in what somebody says. "
+            "It is read as the template's own, so a text can end its turn and begin another one: take it out of the "
+            "rows, unless it is meant.",
             4,
         )
 
@@ -327,7 +334,8 @@ def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], li
 
 
 def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool) -> None:
-    """One note on what is done with plain prompts where a model has a chat template; None: nobody has decided, so nothing is said."""
+    """One note on what is done with plain prompts where a model has a chat template; None: nobody has decided, so
+    nothing is said."""
     if not warn or chat is None or not getattr(tok, "chat_template", None):
         return
     words = [p for p in prompts if isinstance(p, str) and p]
@@ -336,7 +344,8 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
         return
     which = f"plain prompts: {plain} of {len(prompts)} are strings, and the model has a chat template"
     how = (
-        "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them as they are"
+        "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them "
+        "as they are"
         if chat
         else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
     )
@@ -414,9 +423,12 @@ def tokenize_sft(
         tok: tokenizer; messages need its chat template.
         max_length: most tokens of prompt and completion; see `truncate`.
         max_prompt_length: most tokens of the prompt (what comes before the first answer).
-        completion_only: only completions, or what the assistant says in messages, count in the loss. In a plain text every token counts.
-        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
-        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
+        completion_only: only completions, or what the assistant says in messages, count in the loss. In a plain text
+            every token counts.
+        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is
+            said; None: they don't, without a word.
+        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return
+            nothing. Off for chunks of a stream.
 
     Returns:
         Rows with prompt_ids, completion_ids, completion_mask, and lengths [prompt, completion] before cutting.
@@ -463,12 +475,16 @@ def tokenize_preferences(
         tok: tokenizer; messages need its chat template.
         max_length: most tokens of the prompt and the longer completion; see `truncate`.
         max_prompt_length: most tokens of the prompt.
-        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
-        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
+        chat: plain prompts and answers go through the tokenizer's chat template (True) or don't (False), and it is
+            said; None: they don't, without a word.
+        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return
+            nothing. Off for chunks of a stream.
 
     Returns:
-        Rows with prompt_ids, chosen_ids, rejected_ids, chosen_mask and rejected_mask (of answers of several turns: what the assistant said;
-        None: every token counts), margin (None where there is none), and lengths [prompt, longer completion] before cutting.
+        Rows with prompt_ids, chosen_ids, rejected_ids, chosen_mask and rejected_mask (of answers of several turns: what
+        the assistant said;
+        None: every token counts), margin (None where there is none), and lengths [prompt, longer completion] before
+            cutting.
 
     Raises:
         DataError: no rows, or a row of another format (named by its number); none left.
@@ -485,8 +501,8 @@ def tokenize_preferences(
     alone = sum(not row["prompt"] for row in kept)
     if alone and warn:
         _warn(
-            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if they answer different prompts, "
-            "give a prompt column or drop them."
+            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
+            "they answer different prompts, give a prompt column or drop them."
         )
     prompts: list[Text] = [r["prompt"] for r in kept]
     answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
@@ -521,11 +537,14 @@ def tokenize_prompts(
         rows: any format with a prompt (of dialogues: up to the last answer).
         tok: tokenizer; messages need its chat template.
         max_prompt_length: most tokens; a longer prompt loses its beginning.
-        chat: plain prompts go through the tokenizer's chat template (True) or don't (False), and it is said; None: they don't, without a word.
-        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return nothing. Off for chunks of a stream.
+        chat: plain prompts go through the tokenizer's chat template (True) or don't (False), and it is said; None: they
+            don't, without a word.
+        warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return
+            nothing. Off for chunks of a stream.
 
     Returns:
-        Rows with prompt_ids, prompt (as given), columns (the dataset's other columns, for reward functions), lengths [prompt, 0] before cutting.
+        Rows with prompt_ids, prompt (as given), columns (the dataset's other columns, for reward functions), lengths
+        [prompt, 0] before cutting.
 
     Raises:
         DataError: no rows, or a row without a prompt (named by its number); none left.
@@ -554,7 +573,8 @@ def collate_completions(rows: Sequence[Row], pad_id: int) -> Completions:
 
 
 def collate_preferences(rows: Sequence[Row], pad_id: int) -> PreferenceBatch:
-    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none. Without masks every token counts.
+    """Rows of `tokenize_preferences` as a batch; margins must be in all rows or in none. Without masks every token
+    counts.
 
     Raises:
         DataError: only some rows have a margin.
@@ -608,8 +628,9 @@ def _same_rows(state: dict[str, Any], rows: Sequence[Row]) -> None:
     if state["rows"] != len(rows) or state["fingerprint"] != _fingerprint(rows):
         had = "as many" if state["rows"] == len(rows) else f"{state['rows']}"
         raise DataError(
-            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; resume with the data of that run, or start a new one. "
-            "Where data.eval_size holds rows out, the seed says which; before version 0.2 these were the last ones, which data.eval_draw=end holds out."
+            f"The data changed since the checkpoint: there are {len(rows)} rows, the checkpoint had {had}, others; "
+            "resume with the data of that run, or start a new one. Where data.eval_size holds rows out, the seed says "
+            "which; before version 0.2 these were the last ones, which data.eval_draw=end holds out."
         )
 
 # %% ../../nbs/data/sources.ipynb #a55a496c
@@ -780,7 +801,8 @@ class StreamSource:
             self._raw = list(islice(self._rows, self.chunk))
             if passed < self._start or _fingerprint(self._raw) != state["fingerprint"]:
                 raise DataError(
-                    "The stream changed since the checkpoint (other rows at the same place); resume with the data of that run, or start a new one."
+                    "The stream changed since the checkpoint (other rows at the same place); resume with the data of "
+                    "that run, or start a new one."
                 )
             self._ready = self.transform(self._raw) if self.transform else self._raw
             self._given = int(state["given"])

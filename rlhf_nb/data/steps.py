@@ -43,7 +43,8 @@ class StepRule(NamedTuple):
         found = tok.convert_tokens_to_ids(self.token)
         if not isinstance(found, int) or found == tok.unk_token_id:
             raise ConfigError(
-                f"boundary.token is {self.token!r}, which is no token of this tokenizer, so no step would ever end. Use a token that it has, or boundary.separator."
+                f"boundary.token is {self.token!r}, which is no token of this tokenizer, so no step would ever end. "
+                "Use a token that it has, or boundary.separator."
             )
         return found
 
@@ -55,7 +56,8 @@ class StepRule(NamedTuple):
         """
         if self.pattern is not None and self.token is not None:
             raise ConfigError(
-                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: one of them says where a step ends."
+                f"boundary.pattern is {self.pattern!r} and boundary.token {self.token!r}: one of them says where a "
+                "step ends."
             )
         if not self.separator:
             raise ConfigError(
@@ -72,7 +74,8 @@ class StepRule(NamedTuple):
         return self
 
     def places(self, text: str) -> list[int]:
-        """Numbers of characters after which steps end, by separator or pattern; blank steps belong to the one before."""
+        """Numbers of characters after which steps end, by separator or pattern; blank steps belong to the one
+        before."""
         found: list[int] = []
         for match in re.finditer(self.pattern or re.escape(self.separator), text):
             if found and not text[found[-1] : match.end()].replace(self.separator, "").strip():
@@ -167,12 +170,14 @@ def tokenize_steps(
         rule: how steps are joined to an answer, and found again in one.
         max_length: most tokens of prompt and answer; steps beyond are lost.
         max_prompt_length: most tokens of the prompt.
-        complete: a row's last step is the end of the answer, and is judged at EOS; False: rows may stop anywhere (at the first wrong step, say), so no EOS is read.
+        complete: a row's last step is the end of the answer, and is judged at EOS; False: rows may stop anywhere (at
+            the first wrong step, say), so no EOS is read.
         chat: plain prompts and answers go through the tokenizer's chat template.
         warn: about dropped and cut rows, and about steps that the rule wouldn't find.
 
     Returns:
-        Rows with prompt_ids, completion_ids, step_ends (places in completion_ids), step_labels (in [0, 1]), and lengths [prompt, answer] before cutting.
+        Rows with prompt_ids, completion_ids, step_ends (places in completion_ids), step_labels (in [0, 1]), and lengths
+        [prompt, answer] before cutting.
 
     Raises:
         DataError: a row of another format, an empty step; none left. ConfigError: the rule can't work.
@@ -184,7 +189,8 @@ def tokenize_steps(
         empty = next((k for k, s in enumerate(row["completions"]) if is_blank(s)), None)
         if empty is not None:
             raise DataError(
-                f"row {i}, completions[{empty}] is empty, so there is nothing that its label could be about: drop the step."
+                f"row {i}, completions[{empty}] is empty, so there is nothing that its label could be about: drop the "
+                "step."
             )
     prompts: list[Any] = [row["prompt"] for row in normal]
     answers: list[Any] = ["".join(s) for s in steps]
@@ -212,7 +218,8 @@ def tokenize_steps(
         out.append({**found, "lengths": [len(prompt), len(ids)]})
     if not out and warn:
         raise DataError(
-            f"none of {total} rows has a step that could be learnt from ({', '.join(lost) or 'there are no rows'}): raise data.max_length."
+            f"none of {total} rows has a step that could be learnt from ({', '.join(lost) or 'there are no rows'}): "
+            "raise data.max_length."
         )
     if warn:
         _warn_of(out, lost, total, tok, rule)
@@ -244,15 +251,17 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             else f"boundary.separator={rule.separator!r}"
         )
         warnings.warn(
-            f"in {other} of {len(some)} rows {how} ends steps elsewhere than the rows do, so in answers of a policy the model will be asked at places that it "
-            "never learnt: set boundary.pattern to what ends a step in these rows.", DataWarning, stacklevel=3,
+            f"in {other} of {len(some)} rows {how} ends steps elsewhere than the rows do, so in answers of a policy "
+            "the model will be asked at places that it never learnt: set boundary.pattern to what ends a step in these "
+            "rows.", DataWarning, stacklevel=3,
         )  # fmt: skip
 
 
 def encode_steps(
     tok: Any, prompt: Any, steps: Sequence[str], rule: StepRule = LINES
 ) -> tuple[list[int], list[int], list[int]]:
-    """A whole answer in steps as tokens: those of the prompt, those of the answer with EOS, and at which of these its steps end.
+    """A whole answer in steps as tokens: those of the prompt, those of the answer with EOS, and at which of these its
+    steps end.
 
     Args:
         tok: tokenizer.

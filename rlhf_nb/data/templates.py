@@ -10,6 +10,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, cast
 
 from ..core import DataError
+from .foreign import Refused, render_chats
 from .formats import ASSISTANT, HUMAN, Message, Text
 
 # %% auto #0
@@ -28,7 +29,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Any:
 
     Args:
         texts: what it will have to write; read once.
-        vocab_size: number of tokens, at least 259 (256 bytes and 3 special ones). Fewer are made where the texts give out.
+        vocab_size: number of tokens, at least 259 (256 bytes and 3 special ones). Fewer are made where the texts give
+            out.
 
     Returns:
         A `PreTrainedTokenizerFast` that pads on the left and puts BOS in front of a text.
@@ -44,7 +46,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Any:
     special = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     if vocab_size < 256 + len(special):
         raise DataError(
-            f"vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special)}: 256 bytes and {len(special)} special tokens."
+            f"vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special)}: 256 bytes and "
+            f"{len(special)} special tokens."
         )
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,7 +102,8 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
 
     Args:
         tok: a tokenizer of transformers.
-        template: Jinja source. None keeps the template there is; a tokenizer without one gets the first of `TEMPLATES` whose words it knows.
+        template: Jinja source. None keeps the template there is; a tokenizer without one gets the first of `TEMPLATES`
+            whose words it knows.
 
     Returns:
         The tokenizer.
@@ -113,14 +117,14 @@ def set_chat_template(tok: Any, template: str | None = None) -> Any:
     elif not tok.chat_template:
         probe: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         for choice in TEMPLATES:
-            text = tok.apply_chat_template(probe, chat_template=choice, tokenize=False)
+            text = render_chats(tok, [probe], template=choice)[0]
             ids = tok(text, add_special_tokens=False)["input_ids"]
             if tok.unk_token_id is None or tok.unk_token_id not in ids:
                 tok.chat_template = choice
                 return tok
         raise DataError(
-            f"The tokenizer knows neither {HUMAN.strip()!r} nor {ASSISTANT.strip()!r}, so the default chat template would be unknown tokens; "
-            "pass make_chat_template(user, assistant) with marks that are in its vocabulary."
+            f"The tokenizer knows neither {HUMAN.strip()!r} nor {ASSISTANT.strip()!r}, so the default chat template "
+            "would be unknown tokens; pass make_chat_template(user, assistant) with marks that are in its vocabulary."
         )
     return tok
 
@@ -148,29 +152,26 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
             "The tokenizer has no chat template, so messages can't become text: set model.chat_template=FILE.",
             python="In Python: data.templates.set_chat_template(tokenizer).",
         )
-    from jinja2 import TemplateError
-
     # two answers share the messages of their prompt: render these once
     keys = [(json.dumps(t) if t else "", tuple(map(id, d))) for d, t in zip(dialogues, tools, strict=True)]
     texts: dict[Any, str] = {}
     for key, given in {k[0]: t for k, t in zip(keys, tools)}.items():
         unique = {k: d for k, d in zip(keys, dialogues) if k[0] == key}
         try:
-            more = {"tools": given} if given else {}
-            found = tok.apply_chat_template(list(unique.values()), tokenize=False, add_generation_prompt=ask, **more)
-        except (TemplateError, TypeError, IndexError, KeyError) as e:
-            said = f"{type(e).__name__}: {e}"
+            found = render_chats(tok, list(unique.values()), ask, given or None)
+        except Refused as e:
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             raise DataError(
-                f"The chat template refuses a dialogue ({said}); the turns are {min(roles, key=len)} or alike. "
+                f"{e}; the turns are {min(roles, key=len)} or alike. "
                 "Change the rows, or give a template that takes them: model.chat_template=FILE.",
                 python="In Python: set_chat_template(tokenizer, make_chat_template()).",
             ) from e
         unseen = next((name for name in _names(given) if any(name not in text for text in found)), None)
         if unseen:
             raise DataError(
-                f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the model would never see it. "
-                "model.chat_template=FILE gives one that does, data.columns={tools: null} goes without."
+                f"The chat template doesn't write tools: {unseen!r} is nowhere in what it makes of a dialogue, so the "
+                "model would never see it. model.chat_template=FILE gives one that does, data.columns={tools: null} "
+                "goes without."
             )
         texts |= zip(unique, found)
     return [texts[k] for k in keys]
@@ -181,9 +182,10 @@ def _rest(whole: str, start: str, what: str) -> str:
     if not whole.startswith(start):
         n = len(commonprefix([whole, start]))
         raise DataError(
-            f"The chat template rewrites what came before {what}: it had rendered ...{start[max(0, n - 20) : n + 20]!r}, and now "
-            f"...{whole[max(0, n - 20) : n + 20]!r}. So no mask can say which tokens the assistant wrote. Use prompt+completion rows with "
-            "one answer each, or another template: model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all such rows.",
+            f"The chat template rewrites what came before {what}: it had rendered "
+            f"...{start[max(0, n - 20) : n + 20]!r}, and now ...{whole[max(0, n - 20) : n + 20]!r}. So no mask can say "
+            "which tokens the assistant wrote. Use prompt+completion rows with one answer each, or another template: "
+            "model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all such rows.",
             python="In Python: set_chat_template(tokenizer, make_chat_template()).",
         )
     return whole[len(start) :]
@@ -201,8 +203,9 @@ def _one_dialogue(
         unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
         if unsaid:
             raise DataError(
-                f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it is in {answer[:40]!r}, so the model "
-                "would learn to say nothing. model.chat_template=FILE gives one that does."
+                f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
+                f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=FILE gives one "
+                "that does."
             )
         if answer.rstrip().endswith(eos):
             answer = answer.rstrip()  # what a template puts after EOS (a line end) is never written by the model
@@ -225,7 +228,8 @@ def dialogue_pieces(
         tools: B lists of JSON schemas that the dialogues may call, or None.
 
     Raises:
-        DataError: the template refuses a dialogue, leaves out its tools or calls of them, or rewrites earlier turns, so that a prefix of the messages is no prefix of the text.
+        DataError: the template refuses a dialogue, leaves out its tools or calls of them, or rewrites earlier turns, so
+            that a prefix of the messages is no prefix of the text.
     """
     turns = [[i for i, m in enumerate(d) if m["role"] == "assistant"] for d in dialogues]
     if ask and any(t and t[-1] == len(d) - 1 for t, d in zip(turns, dialogues)):
@@ -244,7 +248,8 @@ def dialogue_pieces(
 
 # %% ../../nbs/data/templates.ipynb #d385a390
 def _encode(tok: Any, texts: Sequence[str], inside: Sequence[bool], plain: bool = False) -> list[list[int]]:
-    """Token ids of texts, no special tokens added; `inside` marks those that continue another text, `plain` reads no word as a special token."""
+    """Token ids of texts, no special tokens added; `inside` marks those that continue another text, `plain` reads no
+    word as a special token."""
     if not texts:
         return []
 
@@ -347,7 +352,8 @@ def encode_prompts(tok: Any, prompts: Sequence[Text], tools: Sequence[Any] | Non
 
     Args:
         tok: a tokenizer; messages need its chat template, strings don't use it.
-        prompts: strings (BOS is put in front where the tokenizer does so) or messages (rendered with the generation prompt).
+        prompts: strings (BOS is put in front where the tokenizer does so) or messages (rendered with the generation
+            prompt).
         tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
@@ -376,7 +382,8 @@ def is_blank(completion: Text) -> bool:
 
 # %% ../../nbs/data/templates.ipynb #cf75ea0a
 def opens_answer(tok: Any) -> str:
-    """What a chat template puts between a user's words and the answer, without white space at its ends; "" where it has no such mark."""
+    """What a chat template puts between a user's words and the answer, without white space at its ends; "" where it has
+    no such mark."""
     words = "qzq"  # in no template
     text = _render(tok, [[{"role": "user", "content": words}]], True, [None])[0]
     return text.rpartition(words)[2].strip()
@@ -388,7 +395,8 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
     Args:
         tok: a tokenizer; it is a chat model's if it has a chat template.
         prompts: strings or messages; messages stay, and so do strings that end in the template's mark of an answer.
-        system: instructions, put in front of every prompt that doesn't begin with its own; None: the template's, if it has any.
+        system: instructions, put in front of every prompt that doesn't begin with its own; None: the template's, if it
+            has any.
         raw: strings stay strings.
 
     Raises:
@@ -415,10 +423,13 @@ _HIDDEN = re.compile("\ue000([0-9]+)\ue001")  # characters for private use, whic
 
 
 def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
-    """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays text.
+    """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays
+    text.
 
-    A message that spells a special token (`<|im_end|>`) is read letter by letter, so nobody ends a turn or begins another one by writing so. Unlike
-    `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody needs a mask here.
+    A message that spells a special token (`<|im_end|>`) is read letter by letter, so nobody ends a turn or begins
+    another one by writing so. Unlike
+    `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody
+    needs a mask here.
 
     Args:
         tok: a tokenizer with a chat template.
@@ -447,7 +458,8 @@ def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
     own, unknown = [special[w] for w in re.findall(words, text)], tok.unk_token_id
     if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
         raise DataError(
-            "A message spells a special token of this tokenizer in a way that can't be written as text, and would be read as a command: leave it out."
+            "A message spells a special token of this tokenizer in a way that can't be written as text, and would be "
+            "read as a command: leave it out."
         )
     return ids
 
@@ -465,7 +477,8 @@ def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:
     there = bool(getattr(tok, "chat_template", None))
     if setting is True and not there:
         raise DataError(
-            "data.as_chat is true, but the tokenizer has no chat template that plain prompts could go through: give model.chat_template=FILE, or leave it out."
+            "data.as_chat is true, but the tokenizer has no chat template that plain prompts could go through: give "
+            "model.chat_template=FILE, or leave it out."
         )
     if setting != "auto" or not there:
         return bool(setting) and there
@@ -477,7 +490,8 @@ def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:
 
 
 def pairs_as_chat(tok: Any, prompts: Sequence[Text], completions: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """Plain prompts and their answers as messages; what are messages already, has no prompt, or ends in the template's mark of an answer stays.
+    """Plain prompts and their answers as messages; what are messages already, has no prompt, or ends in the template's
+    mark of an answer stays.
 
     Args:
         tok: a tokenizer with a chat template.
@@ -500,21 +514,25 @@ def encode_pairs(
     Args:
         tok: a tokenizer with an EOS.
         prompts: B strings or message lists.
-        completions: B completions, each of the kind of its prompt. Messages start with the assistant's; later turns of the user don't count.
+        completions: B completions, each of the kind of its prompt. Messages start with the assistant's; later turns of
+            the user don't count.
         tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
-        B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion). What stands behind the last answer is left out.
+        B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion). What stands behind the
+        last answer is left out.
 
     Raises:
-        DataError: a completion is empty, doesn't start with an answer, or is of another kind than its prompt; see also `dialogue_pieces`.
+        DataError: a completion is empty, doesn't start with an answer, or is of another kind than its prompt; see also
+            `dialogue_pieces`.
     """
     for p, c in zip(prompts, completions, strict=True):
         if is_blank(c):
             raise DataError(f"The completion of {str(p)[-40:]!r} is empty: nothing to learn; drop the row.")
         if isinstance(c, str) != isinstance(p, str) and p:
             raise DataError(
-                f"Prompt and completion must both be strings or both messages; {str(c)[:40]!r} is not of its prompt's kind (to_format sees to it)."
+                f"Prompt and completion must both be strings or both messages; {str(c)[:40]!r} is not of its prompt's "
+                "kind (to_format sees to it)."
             )
         if isinstance(c, list) and c[0]["role"] != "assistant":
             raise DataError(f"The completion starts with {c[0]['role']!r}; it must start with the assistant.")

@@ -239,7 +239,8 @@ FACT_VALUES = {kind: sorted({a.fact(kind) for a in ANIMALS.values()}) for kind i
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing said about animals: `kind` (a fact, or "sum"), `who` (a plural, "they", a group, "that") and `value`."""
+    """One thing said about animals: `kind` (a fact, or "sum"), `who` (a plural, "they", a group, "that") and
+    `value`."""
 
     kind: str
     who: str

@@ -65,7 +65,8 @@ def _toy_rows(kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
 
 
 def _made(make: Mapping[str, Callable[..., list[Row]]], sizes: Mapping[str, int]) -> Callable[[RowKind, int], Any]:
-    """Rows of a world whose held-out ones are the same whatever the seed: by kind, a function of number, seed and test."""
+    """Rows of a world whose held-out ones are the same whatever the seed: by kind, a function of number, seed and
+    test."""
 
     def rows(kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
         source = make["preference" if kind == "unpaired" else kind]
@@ -172,7 +173,8 @@ def made_rows(name: str | None, kind: RowKind, seed: int) -> tuple[list[Row], li
     world = world_of(name)
     if world is not None and kind not in world.kinds:
         raise DataError(
-            f"data.path is {name}, and its answers have no steps that could be judged: data.path={world_for(kind).name} has, or give a file with prompt, completions and labels."
+            f"data.path is {name}, and its answers have no steps that could be judged: "
+            f"data.path={world_for(kind).name} has, or give a file with prompt, completions and labels."
         )
     return None if world is None else world.rows(kind, seed)
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from ..console import Debug, me, tell, told
 from ..bench.evals import scorer
 from ..hub.merging import size_of
 from ..config import parse_overrides
 from ..core import DTYPES, ConfigError, check_choice
 from ..data.worlds import FIRST_WORLD
-from .formats import FORMATS, EXPORT_RECORD, USE, export_model, name_of_format
+from .formats import Exported, export_model, name_of_format
 from .price import AnswerScorer
 from .source import ExportSource
 from ..train.entries import RewardEntry
 
 # %% auto #0
-__all__ = ['named_reward', 'export_command']
+__all__ = ['named_reward', 'export_named']
 
 # %% ../../nbs/export/command.ipynb #a931007
 def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
@@ -51,55 +48,36 @@ def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
     )
 
 # %% ../../nbs/export/command.ipynb #a931009
-_Out = typer.Option(..., "--out", "-o", help="folder of the export")
-_BOUNDS = ", ".join(f"{name} {form.bound:g}" for name, form in FORMATS.items())
+def export_named(
+    model: str, to: str, out: str | Path, *, on: str | None = None, limit: int = 32, answer_tokens: int = 32,
+    reward: str | None = None, max_kl: float | None = None, max_lost: float | None = None, force: bool = False,
+    dtype: str = "auto", shard_size: str = "5GB", overwrite: bool = False,
+) -> Exported:  # fmt: skip
+    """Export a model by its name, with everything as it is typed: what `rlhf-nb export` does.
 
+    Args:
+        model: directory of a model or adapter, or a short name.
+        to: one of `FORMATS`.
+        out: folder of the export.
+        reward: see `named_reward`.
+        dtype: of safetensors: auto (as it is), fp32, bf16 or fp16.
+        shard_size: of safetensors: largest file of weights, such as 5GB.
+        on, limit, answer_tokens, max_kl, max_lost, force, overwrite: as in `export_model`.
 
-def export_command(
-    model: str = typer.Argument(..., help="directory of a model or adapter, or short name (smollm2, ...)"),
-    to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(FORMATS)),
-    out: Path = _Out,
-    on: str = typer.Option(None, "--on", metavar="FILE", help="held-out prompts that the price is measured on; "
-        "default: a few that come with the package"),
-    limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
-    answer_tokens: int = typer.Option(32, "--answer-tokens", min=1, help="longest answer that is compared"),
-    reward: str = typer.Option(None, "--reward", help="what may be lost: folder of a reward model, or an entry such as "
-        "'{file: rewards.py, fn: NAME}'"),
-    max_kl: float = typer.Option(None, "--max-kl", min=0.0, help="largest KL(model ‖ copy) that is kept, nats a token; "
-        "default: " + _BOUNDS),
-    max_lost: float = typer.Option(None, "--max-lost", help="largest loss of reward that is kept, in its own units; "
-        "default: any"),
-    force: bool = typer.Option(False, "--force", help="keep a copy that is beyond a bound"),
-    dtype: str = typer.Option("auto", "--dtype", help="of safetensors: auto (as it is), fp32, bf16, fp16"),
-    shard_size: str = typer.Option("5GB", "--shard-size", help="of safetensors: largest file of weights"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="replace an export that is in the folder"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Write a model for other programs, and say what that costs: KL, top-1 agreement, size, speed, reward."""
-    with told(debug):
-        name = name_of_format(to)
-        check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
-        if dtype != "auto" and name != "safetensors":
-            raise ConfigError(
-                f"--dtype goes with safetensors, and {name} says its number format in its name: leave it out."
-            )
-        if max_lost is not None and reward is None:
-            raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
-        source = ExportSource(model)
-        done = export_model(
-            source, name, out, on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
-            max_kl=max_kl, max_lost=max_lost,
-            force=force, overwrite=overwrite, dtype=None if dtype == "auto" else DTYPES[dtype],
-            shard_bytes=size_of(shard_size),
-        )  # fmt: skip
-        for note in done.notes:
-            tell(f"Note: {note}.")
-        tell(
-            f"{done.folder}: {model} as {name}, {done.bytes / 1e6:,.1f} MB (weights of the model: "
-            f"{done.source_bytes / 1e6:,.1f} MB).",
-            err=False,
+    Raises:
+        ConfigError: an unknown format, or options that don't go together.
+    """
+    name = name_of_format(to)
+    check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
+    if dtype != "auto" and name != "safetensors":
+        raise ConfigError(
+            f"--dtype goes with safetensors, and {name} says its number format in its name: leave it out."
         )
-        tell(f"{done.price}.", err=False)
-        tell(
-            f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
-        )
+    if max_lost is not None and reward is None:
+        raise ConfigError("--max-lost bounds the loss of a reward, and none is named: add --reward.")
+    source = ExportSource(model)
+    return export_model(
+        source, name, Path(out), on=on, limit=limit, answer_tokens=answer_tokens, score=named_reward(reward, source),
+        max_kl=max_kl, max_lost=max_lost, force=force, overwrite=overwrite,
+        dtype=None if dtype == "auto" else DTYPES[dtype], shard_bytes=size_of(shard_size),
+    )  # fmt: skip

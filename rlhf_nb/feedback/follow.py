@@ -6,19 +6,17 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, tell, told
+from ..console import tell
 from ..bench.evals import scorer
 from ..widgets.report import exposition, html_page
 from ..core import ConfigError, RunError, printable, suggest
@@ -39,12 +37,13 @@ from rlhf_nb.feedback.monitor import (
 )
 from .samples import LogReader, LoggedRequest, ratings_of, read_reference, request_of
 from .store import FeedbackStore, feedback_of
+from ..files import write_whole
 from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
-__all__ = ['ALERT', 'Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'standing', 'print_looks',
-           'as_json', 'as_prometheus', 'as_page', 'write_whole', 'monitor_command', 'check_there', 'follow']
+__all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'standing', 'print_looks',
+           'as_json', 'as_prometheus', 'as_page', 'monitor_traffic', 'check_there', 'follow']
 
 # %% ../../nbs/feedback/follow.ipynb #b21a8f35
 class Sources:
@@ -259,68 +258,41 @@ def as_page(found: Findings, config: MonitorConfig, note: str) -> str:
         f"{head}<h2>alerts</h2><ul>{alerts}</ul>{table_html(table_rows(found))}{states}<p>{escape(note)}</p>",
     )
 
+# %% ../../nbs/feedback/follow.ipynb #04e88e1f
+def monitor_traffic(
+    log: Path, config: MonitorConfig, feedback: Path | None = None, *, every: float = 60.0, once: bool = False, json_file: Path | None = None,
+    prom_file: Path | None = None, page: Path | None = None,
+) -> Findings:  # fmt: skip
+    """Follow a server's traffic log, print what is found and write it to files: what `rlhf-nb monitor` does.
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once, so that nobody reads half of it.
+    Args:
+        log: of the server (`traffic=FILE`).
+        config: settings.
+        feedback: file or folder of what users say; None: there is none.
+        every: seconds between two readings.
+        once: read, tell and end.
+        json_file, prom_file, page: files that are written each time: JSON, Prometheus' text, HTML.
+
+    Returns:
+        What was found last.
 
     Raises:
-        RunError: it can't be written.
+        ConfigError: a file isn't there, or settings don't fit.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as e:
-        with suppress(OSError):
-            aside.unlink()
-        raise RunError(f"{path} can't be written: {e}. Choose another place, or make room there.") from e
-
-# %% ../../nbs/feedback/follow.ipynb #04e88e1f
-ALERT = 3  # the exit code
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="settings, for example reference=train.jsonl baseline=v1")
-
-
-_Log = typer.Argument(..., help="the server's traffic log (rlhf-nb serve traffic=FILE)")
-_Feedback = typer.Option(None, "--feedback", help="file or folder of what users say (rlhf-nb serve --feedback FILE)")
-_Json = typer.Option(None, "--json", help="write what was found to this file, each time")
-_Prometheus = typer.Option(None, "--prometheus", help="write it for Prometheus' textfile collector (NAME.prom)")
-_Page = typer.Option(None, "--html", help="write it as a page")
-
-
-def monitor_command(
-    log: Path = _Log,
-    overrides: list[str] = _Words,
-    feedback: Path = _Feedback,
-    config: str = typer.Option(None, "--config", "-c", help="YAML file of settings"),
-    every: float = typer.Option(60.0, "--every", min=1.0, help="seconds between two readings"),
-    once: bool = typer.Option(False, "--once", help="read, tell and end; exit code 3 if an alert stands"),
-    json_file: Path = _Json,
-    prom_file: Path = _Prometheus,
-    page: Path = _Page,
-    debug: bool = Debug,
-) -> None:
-    """Follow a server's traffic: reward, drift, length, refusals, satisfaction and latency of each version, with alerts."""
-    with told(debug):
-        settings = MonitorConfig.load(config, overrides or [])
-        for path in filter(None, (log, feedback)):
-            if once or path.parent != log.parent:
-                check_there(path)
-        monitor, sources = make_monitor(settings, time.time()), Sources(log, feedback, patience=0 if once else 2)
-        if not log.exists():
-            tell(f"Waiting for {log}: the server makes it with its first answer. Ctrl-C ends.")
-        outputs: list[tuple[Path, Callable[[Findings], str]]] = []
-        if json_file:
-            outputs.append(
-                (json_file, lambda f: json.dumps(as_json(f, sources.note), indent=1, allow_nan=False) + "\n")
-            )
-        if prom_file:
-            outputs.append((prom_file, as_prometheus))
-        if page:
-            outputs.append((page, lambda f: as_page(f, settings, sources.note)))
-        found = follow(monitor, sources, settings, outputs, every, once)
-    if once and found.alerts:
-        raise typer.Exit(ALERT)
+    for path in filter(None, (log, feedback)):
+        if once or path.parent != log.parent:
+            check_there(path)
+    monitor, sources = make_monitor(config, time.time()), Sources(log, feedback, patience=0 if once else 2)
+    if not log.exists():
+        tell(f"Waiting for {log}: the server makes it with its first answer. Ctrl-C ends.")
+    outputs: list[tuple[Path, Callable[[Findings], str]]] = []
+    if json_file:
+        outputs.append((json_file, lambda f: json.dumps(as_json(f, sources.note), indent=1, allow_nan=False) + "\n"))
+    if prom_file:
+        outputs.append((prom_file, as_prometheus))
+    if page:
+        outputs.append((page, lambda f: as_page(f, config, sources.note)))
+    return follow(monitor, sources, config, outputs, every, once)
 
 
 def check_there(path: Path) -> None:
@@ -366,7 +338,10 @@ def follow(
         monitor.add(sources.new(now))
         found = findings(monitor, now)
         for path, text in outputs:
-            write_whole(path, text(found))
+            try:
+                write_whole(path, text(found), durable=False)
+            except OSError as e:
+                raise RunError(f"{path} can't be written: {e}. Choose another place, or make room there.") from e
         new = [a for a in found.alerts if (a.version, a.text.partition(":")[0]) not in known]
         known = {(a.version, a.text.partition(":")[0]) for a in found.alerts}
         if once:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
+from ..console import me, tell
 from ..core import ConfigError, DataError, check_choice, printable, suggest
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate
@@ -24,7 +23,7 @@ from .store import Feedback, FeedbackStore, Forgotten, forget
 from .traffic import erase_traffic, read_traffic
 
 # %% auto #0
-__all__ = ['open_store', 'by_version', 'agreement_of', 'users_table', 'feedback_command']
+__all__ = ['open_store', 'by_version', 'agreement_of', 'users_table', 'look_at_feedback']
 
 # %% ../../nbs/feedback/look.ipynb #f9330006
 def open_store(file: str | Path) -> FeedbackStore:
@@ -201,56 +200,46 @@ def _exported(
     )
 
 
-_Models = typer.Option(
-    [Path("models"), Path("runs")],
-    "--models",
-    help="with --forget: folders of runs and versions; may be given several times",
-)
-_Traffic = typer.Option(
-    None,
-    "--traffic",
-    metavar="LOG",
-    help="with --forget: traffic logs, their earlier parts included; those beside FILE (NAME.jsonl) are found",
-)
-_Out = typer.Option(None, "--export", metavar="OUT", help="write rows that data.path takes")
-
-
-def feedback_command(
-    file: str = typer.Argument(..., metavar="FILE", help="the store, or the file of the preference collector"),
-    user: str = typer.Option(None, "--forget", metavar="USER", help="delete all that a user said (id as the server got it, or the hash), and list the models that saw it"),
-    models: list[Path] = _Models,
-    traffic: list[Path] = _Traffic,
-    export: Path = _Out,
-    kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
-    heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
-    most: int = typer.Option(None, "--most", min=1, help="votes of one user; default: three times the median user's, at least 20"),
-    scrub: bool = typer.Option(False, "--scrub", help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
-    names: bool = typer.Option(False, "--names", help="with --scrub: people's names, too, or an error where no spaCy model is there to find them"),
-    debug: bool = Debug,
+def look_at_feedback(
+    file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")), traffic: Sequence[Path] = (),
+    export: Path | None = None, kind: str = "pairs", heads: bool = False, most: int | None = None, scrub: bool = False, names: bool = False,
 ) -> None:  # fmt: skip
-    """Look at what users said: counts, agreement, users who stand out; export rows to train on; forget a user."""
-    with told(debug):
-        check_choice("--as", kind, EXPORT_KINDS)
-        if user is not None and export is not None:
-            raise ConfigError(
-                "--forget and --export: do one after the other, so that what is exported is what is left."
-            )
-        if scrub and export is None:
-            raise ConfigError("--scrub cleans what is exported: add --export OUT.")
-        if names and not scrub:
-            raise ConfigError("--names says what --scrub looks for: add --scrub.")
-        store = open_store(file)
-        if user is not None:
-            _forgotten(store, user, models, traffic or [])
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture
-            said = store.standing()
-        if not said:
-            tell(f"{store.path} holds no feedback yet.", err=False)
-            return
-        found = aggregate(said, most, robust=not heads)
-        if export is None:
-            _shown(store, said, found, Console(highlight=False, force_jupyter=False))
-        else:
-            _exported(store, said, found, export, kind, scrub, names)
+    """Print what users said, export rows to train on, or forget a user: what `rlhf-nb feedback` does.
+
+    Args:
+        file: the store, or the file of the preference collector.
+        forget_user: delete all that this user said, and list the models that saw it.
+        models: folders of runs and versions that are looked through for such models.
+        traffic: logs that the user is deleted from, too; those beside the store (NAME.jsonl) are found.
+        export: write rows there instead of printing.
+        kind: of exported rows: pairs or kto.
+        heads: count heads: no limits, no reliabilities, outliers stay.
+        most: votes of one user; None: three times the median user's, at least 20.
+        scrub: replace personal data in what is exported.
+        names: people's names, too.
+
+    Raises:
+        ConfigError: no such store, or options that don't go together.
+    """
+    check_choice("--as", kind, EXPORT_KINDS)
+    if forget_user is not None and export is not None:
+        raise ConfigError("--forget and --export: do one after the other, so that what is exported is what is left.")
+    if scrub and export is None:
+        raise ConfigError("--scrub cleans what is exported: add --export OUT.")
+    if names and not scrub:
+        raise ConfigError("--names says what --scrub looks for: add --scrub.")
+    store = open_store(file)
+    if forget_user is not None:
+        _forgotten(store, forget_user, models, traffic)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture
+        said = store.standing()
+    if not said:
+        tell(f"{store.path} holds no feedback yet.", err=False)
+        return
+    found = aggregate(said, most, robust=not heads)
+    if export is None:
+        _shown(store, said, found, Console(highlight=False, force_jupyter=False))
+    else:
+        _exported(store, said, found, export, kind, scrub, names)

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 
 from .card import card, read_run
-from ..console import Debug, me, tell, told
+from ..console import me, tell
 from ..bench.evals import EvalConfig, evaluate_suite
 from ..config import read_config_file
 from ..core import ConfigError, RunError, check_choice
@@ -24,7 +23,7 @@ from ..models.recipe import METHODS, NEEDS_BASE, Recipe, from_mergekit, is_merge
 from ..models.shards import SHARD_BYTES
 
 # %% auto #0
-__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge_command']
+__all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge_named', 'merged_told']
 
 # %% ../../nbs/hub/merging.ipynb #a919007
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -162,71 +161,64 @@ def chosen_soup(
     return greedy_soup(len(models), scores, level=config.level, seed=config.seed)
 
 # %% ../../nbs/hub/merging.ipynb #a919012
-_Models = typer.Argument(
-    ...,
-    metavar="MODEL... | RECIPE",
-    help="two or more directories (models, adapters) or short names; or one YAML file, mergekit's too",
-)
-_Out = typer.Option(..., "--out", "-o", help="folder of the merged model")
-
-
 def write_card(out: Path) -> None:
     """Write README.md beside a merged model: what it is made of, and how it is used."""
     (out / "README.md").write_text(card(read_run(out), out.name), encoding="utf-8")
 
 
-def merge_command(
-    models: list[str] = _Models,
-    out: Path = _Out,
-    method: str = typer.Option("linear", "--method", "-m", help="linear (a soup), greedy (a soup of those that help), slerp, task_arithmetic, ties, dare_linear, dare_ties, warp"),
-    base: str = typer.Option(None, "--base", help="the model that all were fine-tuned from: of task_arithmetic, ties, dare and warp"),
-    weights: str = typer.Option(None, "--weights", "-w", metavar="W,...", help="one number for all, or one a model; below 0 subtracts"),
-    density: str = typer.Option(None, "--density", metavar="D,...", help="of ties and dare: share of a task vector's entries that stay"),
-    t: str = typer.Option(None, "--t", metavar="T,...", help="of slerp: 0 is the first model, 1 the second; several are stretched over the layers"),
-    scale: str = typer.Option(None, "--scale", metavar="S,...", help="λ: how far from the base; 0 is the base, 1 all of it"),
-    normalize: bool = typer.Option(None, "--normalize/--no-normalize", help="divide by the sum of weights; default: of linear and ties"),
-    rescale: str = typer.Option(None, "--rescale", help="of ties and dare, what is left is made longer: density, l1 or none; default: density for dare"),
-    dtype: str = typer.Option("auto", "--dtype", help="number format that is written: auto (the first model's), fp32, bf16, fp16"),
-    adapter: bool = typer.Option(False, "--adapter", help="all are LoRA adapters of one model: write one adapter (linear, task_arithmetic; exact)"),
-    seed: int = typer.Option(0, "--seed", help="of dare's draws, and of greedy's answers"),
-    shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
-    suite: str = typer.Option(None, "--suite", "-s", help="of greedy: the suite that chooses, by name or YAML file"),
-    file: str = typer.Option(None, "--file", "-f", help="of greedy: the suite's rows"),
-    limit: int = typer.Option(None, "--limit", min=1, help="of greedy: the first so many rows"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="replace a model that is in the folder"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Merge fine-tuned models into one, tensor by tensor: soups, SLERP, task arithmetic, TIES, DARE, WARP."""
-    with told(debug):
-        if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
-            raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
-        most = size_of(shard_size)
-        flags = {"--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale, "--normalize": normalize,
-                 "--rescale": rescale}  # fmt: skip
-        if any(Path(m).suffix in _SUFFIXES for m in models):
-            recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
-        else:
-            check_choice("--method", method, (*METHODS, "greedy"))
-            if len(models) < 2 and method not in NEEDS_BASE:
-                raise ConfigError(
-                    f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp --scale 0.5 goes half the way from base to model (WiSE-FT)."
-                )
-            plain = "linear" if method == "greedy" else method
-            recipe = recipe_of(models, plain, base, weights, density, t, scale, normalize, rescale, dtype, seed)
-        if method == "greedy":
-            if suite is None or weights is not None or adapter:
-                raise ConfigError(
-                    f"greedy chooses by a suite of prompts, and takes all that are chosen alike: {me()} merge {' '.join(models)} --method greedy --suite NAME -o {out}"
-                )
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".soups-", dir=out.parent) as folder:
-                asked = load_suite(suite, file, limit)
-                soup = chosen_soup(models, asked, EvalConfig(seed=seed), Path(folder), dtype, tell)
-            tell("\n".join(soup.told([told_place(m) for m in models])), err=False)
-            recipe = recipe.replace(models=[recipe.models[i] for i in soup.members])
-        done = merge_adapters(recipe, out) if adapter else merge_models(recipe, out, shard_bytes=most)
-        write_card(done.folder)
-        _say(done, recipe)
+def merge_named(
+    models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None, density: str | None = None,
+    t: str | None = None, scale: str | None = None, normalize: bool | None = None, rescale: str | None = None, dtype: str = "auto",
+    adapter: bool = False, seed: int = 0, shard_size: str = "5GB", suite: str | None = None, file: str | None = None, limit: int | None = None,
+    overwrite: bool = False,
+) -> tuple[Merged, Recipe]:  # fmt: skip
+    """Merge models with everything as it is typed, and write a card beside the result: what `rlhf-nb merge` does.
+
+    Args:
+        models: directories or short names; or one file with a recipe.
+        out: folder of the merged model.
+        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`; greedy chooses by a suite.
+        adapter: all are LoRA adapters of one model: write one adapter.
+        shard_size: largest file of weights, such as 5GB.
+        suite, file, limit: of greedy: the suite that chooses, its rows, and how many.
+        overwrite: replace a model that is in the folder.
+
+    Returns:
+        What was written, and the recipe.
+
+    Raises:
+        ConfigError: options that don't go together. RunError: the folder holds a model.
+    """
+    if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
+        raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
+    most = size_of(shard_size)
+    flags = {"--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale, "--normalize": normalize,
+             "--rescale": rescale}  # fmt: skip
+    if any(Path(m).suffix in _SUFFIXES for m in models):
+        recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
+    else:
+        check_choice("--method", method, (*METHODS, "greedy"))
+        if len(models) < 2 and method not in NEEDS_BASE:
+            raise ConfigError(
+                f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp --scale 0.5 goes half the way "
+                "from base to model (WiSE-FT)."
+            )
+        plain = "linear" if method == "greedy" else method
+        recipe = recipe_of(models, plain, base, weights, density, t, scale, normalize, rescale, dtype, seed)
+    if method == "greedy":
+        if suite is None or weights is not None or adapter:
+            raise ConfigError(
+                "greedy chooses by a suite of prompts, and takes all that are chosen alike: "
+                f"{me()} merge {' '.join(models)} --method greedy --suite NAME -o {out}"
+            )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".soups-", dir=out.parent) as folder:
+            soup = chosen_soup(models, load_suite(suite, file, limit), EvalConfig(seed=seed), Path(folder), dtype, tell)
+        tell("\n".join(soup.told([told_place(m) for m in models])), err=False)
+        recipe = recipe.replace(models=[recipe.models[i] for i in soup.members])
+    done = merge_adapters(recipe, out) if adapter else merge_models(recipe, out, shard_bytes=most)
+    write_card(done.folder)
+    return done, recipe
 
 
 def _recipe_file(models: Sequence[str], method: str, flags: Mapping[str, Any], dtype: str) -> Recipe:
@@ -246,13 +238,9 @@ def _recipe_file(models: Sequence[str], method: str, flags: Mapping[str, Any], d
     return recipe.replace(dtype=dtype) if dtype != "auto" else recipe
 
 
-def _say(done: Merged, recipe: Recipe) -> None:
-    """What became of it."""
-    for note in done.notes:
-        tell(f"Note: {note}.")
+def merged_told(done: Merged, recipe: Recipe) -> str:
+    """What became of a merge, in a sentence."""
     names = " + ".join(told_place(p.model) for p in recipe.models)
-    tell(
-        f"{done.folder}: {recipe.method} of {names}{f' on {told_place(recipe.base)}' if recipe.base else ''}; {done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, {done.dtype}.",
-        err=False,
-    )
-    tell(f"Try it: {me()} sample {done.folder} PROMPT; compare it: {me()} eval {done.folder} --suite NAME")
+    on = f" on {told_place(recipe.base)}" if recipe.base else ""
+    size = f"{done.tensors} tensors, {done.bytes / 1e6:,.1f} MB, {done.dtype}"
+    return f"{done.folder}: {recipe.method} of {names}{on}; {size}."

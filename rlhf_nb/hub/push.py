@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import typer
 
 from rlhf_nb.hub.card import (
     Told,
@@ -25,13 +24,12 @@ from rlhf_nb.hub.card import (
     rebuild_notebook,
     shown_log,
 )
-from ..console import Debug, me, tell, told
 from ..core import ConfigError, RunError, printable
 from ..data.hub import endpoint, kinds_of, offline, status_of
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
 
 # %% auto #0
-__all__ = ['find_secrets', 'build_folder', 'not_sent', 'send', 'push_to_hub', 'push_command']
+__all__ = ['find_secrets', 'build_folder', 'not_sent', 'send', 'push_to_hub']
 
 # %% ../../nbs/hub/push.ipynb #0893377f
 _SECRETS = {
@@ -316,36 +314,3 @@ def push_to_hub(
             raise
         except Exception as e:
             raise not_sent(e, name, again) from e
-
-
-def push_command(
-    place: str = typer.Argument(..., metavar="RUN", help="a run's directory, or a model's folder"),
-    name: str = typer.Argument(..., metavar="OWNER/NAME", help="on the hub; made there, private, if it isn't there"),
-    public: bool = typer.Option(False, "--public", help="everybody may see it"),
-    revision: str = typer.Option(None, help="a branch, made if it isn't there; default: the main one"),
-    license: str = typer.Option(None, help="apache-2.0, mit, ...; default: the first model's"),
-    samples: bool = typer.Option(True, "--samples/--no-samples", help="show answers in the card"),
-    dry_run: bool = typer.Option(False, "--dry-run", help="write the folder, list its files, send nothing"),
-    to: str = typer.Option(None, metavar="FOLDER", help="of the dry run; default: push/ in the run's directory"),
-    message: str = typer.Option(None, help="of the commit"),
-    debug: bool = Debug,
-) -> None:
-    """Send a run's model to the hub: private unless --public, with a model card whose commands run, and a notebook that rebuilds its figure."""
-    with told(debug, f"{me()} push {place} {name}"):
-        if to and not dry_run:
-            raise ConfigError("--to names the folder of a dry run: add --dry-run.")
-        folder = (Path(to) if to else Path(place) / "push") if dry_run else None
-        where = push_to_hub(
-            place,
-            name,
-            public=public,
-            revision=revision,
-            license=license,
-            samples=samples,
-            dry_run=folder,
-            message=message,
-            say=tell,
-        )
-        tell(where, err=False)
-        if dry_run:
-            tell(f"Nothing was sent. Look at README.md there; leave out --dry-run to send it to {endpoint()}/{name}.")

@@ -473,9 +473,8 @@ class EndpointJudge(TemplateJudge):
             kept, place = sum(k in self.cache.found for k in todo), self.cache.path or "memory"
             raise RewardError(
                 f"judge {self.name!r} at {self.config.address} stopped: "
-                f"{why.replace(secret, '***') if secret else why} "
-                f"{kept} of {len(todo)} answers were obtained and are kept in {place}: asking again asks only for the "
-                "rest."
+                f"{why.replace(secret, '***') if secret else why} {kept} of {len(todo)} answers were obtained and are "
+                f"kept in {place}: asking again asks only for the rest."
             ) from None
         finally:
             call.over.set()

@@ -109,8 +109,7 @@ class ModelJudge(TemplateJudge):
         if window is not None and longest > window:  # many models answer all the same, and answer nonsense
             raise DataError(
                 f"a question to judge {self.name!r} is {longest} tokens long, but the model reads {window}: shorten "
-                "prompts or "
-                "answers, or take a judge with a wider window."
+                "prompts or answers, or take a judge with a wider window."
             )
         c = Completions.from_lists([p for p in prompts for _ in replies], replies * len(prompts))
         device = self.model.get_input_embeddings().weight.device

@@ -158,16 +158,26 @@ class FixedKL:
 
     Args:
         coef: ≥ 0; the price of one nat, in units of reward. 0.01 (loose) to 0.2 (tight); 0.05 is usual.
+        warmup_steps: ≥ 0, steps in which the price rises from 0 to the coefficient in a line; 0: none.
     """
 
     kind = "fixed"
 
-    def __init__(self, coef: float) -> None:
+    def __init__(self, coef: float, warmup_steps: int = 0) -> None:
         if not (math.isfinite(coef) and coef >= 0):
             raise ConfigError(
                 f"kl_coef: {coef} is no price; it must be ≥ 0 (a negative one would reward drift). Usual: 0.05."
             )
-        self.coef = float(coef)
+        self.coef, self.warmup_steps, self.share = float(coef), warmup_steps, 1.0
+
+    @property
+    def price(self) -> float:
+        """What a nat costs at present: the coefficient, or the share of it that warming up has reached."""
+        return self.coef * self.share
+
+    def begin(self, step: int) -> None:
+        """A step begins; `step` counts those done before."""
+        self.share = min(1.0, (step + 1) / max(1, self.warmup_steps))
 
     def update(self, kl: float, n: int) -> float:
         """Look at a measured KL and do nothing; returns the coefficient."""

@@ -57,8 +57,7 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
         if getattr(config, "tie_word_embeddings", False) and any(m is end for m in found.values() for end in ends):
             raise ModelError(
                 f"lora.modules_to_save: {name!r} shares its weight with the model's other end (tie_word_embeddings), "
-                "and a trained copy would part them. Leave it out, "
-                "or train all weights (model.lora=null)."
+                "and a trained copy would part them. Leave it out, or train all weights (model.lora=null)."
             )
         inside = {
             key.split(".")[-1]
@@ -72,8 +71,7 @@ def _check_wholes(model: nn.Module, settings: LoraSettings) -> None:
         if both:
             raise ModelError(
                 f"lora.modules_to_save: {name!r} trains in full, but target_modules puts adapters into its "
-                f"{', '.join(sorted(both))}. Name the other layers in "
-                "target_modules, or leave it out."
+                f"{', '.join(sorted(both))}. Name the other layers in target_modules, or leave it out."
             )
 
 
@@ -204,9 +202,8 @@ class Reference:
             if spoken:
                 raise ModelError(
                     f"adapter {sorted(spoken)[0]!r} is trained already, so the model with adapters off is not what the "
-                    "policy starts from, and KL would be measured against "
-                    "the wrong model. Merge the adapter first (loading its directory with load_causal_lm does), then "
-                    "add a fresh one."
+                    "policy starts from, and KL would be measured against the wrong model. Merge the adapter first "
+                    "(loading its directory with load_causal_lm does), then add a fresh one."
                 )
             self.model = model
             return
@@ -475,8 +472,7 @@ def hydra(
     if moves_base(policy) or (lora is not None and not names and lora.moves_base):
         raise ModelError(
             "lora.init_lora_weights is pissa or olora, which change the frozen weights, and in a Hydra all four roles "
-            "stand on these. Use true or gaussian, or "
-            "critic=shared."
+            "stand on these. Use true or gaussian, or critic=shared."
         )
     if saved_wholes(policy) or (lora is not None and lora.modules_to_save):
         raise ModelError(

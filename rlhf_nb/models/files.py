@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,13 +18,15 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..core import ConfigError, ModelError, suggest
+from ..data.foreign import check_tokenizer
 from ..data.worlds import names
+from ..files import open_regular
 from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'quiet', 'load_or_explain', 'pretrained',
-           'base_of_adapter', 'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_folder', 'quiet', 'load_or_explain',
+           'pretrained', 'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:
@@ -86,12 +89,14 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
         return "gguf", str(path)
     if not path.is_dir():
         raise no_such_path(path, "model directory")
+    check_folder(path)
     files = {p.name for p in path.iterdir()}
     if "adapter_config.json" in files:
         if "adapter_model.safetensors" not in files:
             raise _no_weights(path, files, "An adapter is loaded from adapter_model.safetensors only")
         for name in {"adapter_config.json", "config.json"} & files:
             _check_sizes(path / name, 1 << 20)
+        _check_names(path / "adapter_config.json")
         return "adapter", str(path)
     if "config.json" not in files:
         inside = sorted({p.parent.name for f in ("config.json", "adapter_config.json") for p in path.glob(f"*/{f}")})
@@ -108,6 +113,33 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
     return "model", str(path)
 
 
+_READ = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py", ".gguf")  # what libraries open in a model's folder
+_WEIGHTS = (".safetensors", ".gguf")
+_LONGEST = 1 << 28  # bytes of a text; the largest tokenizers have a tenth of that
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a model's folder where something that would be read is no plain file in it.
+
+    A link may lead to the `blobs` of the hub's own cache, and otherwise not out of the folder: what it leads to would
+    be read as a part of the model, and be copied and published with it.
+
+    Args:
+        folder: a directory.
+
+    Raises:
+        ModelError: a device, a pipe, a directory or a link that leads out, where a file is expected; a text too long.
+    """
+    home = folder.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home  # of the hub's cache: with its `blobs`
+    for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
+        if file.suffix in _READ:
+            try:
+                open_regular(file, root=home, limit=None if file.suffix in _WEIGHTS else _LONGEST).close()
+            except OSError as e:
+                raise ModelError(f"{str(file)!r} can't be read as a part of a model: {e}") from e
+
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -118,8 +150,7 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
         return ModelError(f"{str(path)!r} holds no weights. {rule}.")
     return ModelError(
         f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a "
-        "machine where you trust "
-        "it (load it there and call save_pretrained), or ask whoever made it for safetensors."
+        "machine where you trust it (load it there and call save_pretrained), or ask whoever made it for safetensors."
     )
 
 
@@ -141,13 +172,43 @@ def _check_sizes(file: Path, most: int) -> None:
         raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
     while todo:
         key, value = todo.pop()
-        if isinstance(value, dict):
-            todo += value.items()
+        if isinstance(value, dict | list):
+            todo += value.items() if isinstance(value, dict) else ((key, v) for v in value)
         limit = min((n for part, n in _MOST.items() if part in key), default=most)
         if isinstance(value, int) and abs(value) > limit:
             raise ModelError(
                 f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
             )
+
+
+_NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"]
+_NAMING += ["target_parameters", "trainable_token_indices"]
+_MODULE = re.compile(r"[\w.\-]{1,300}", re.ASCII)
+
+
+def _check_names(file: Path) -> None:
+    """Refuse an adapter that names layers by regular expressions, which peft would run: twenty characters of one can
+    take for ever.
+
+    Args:
+        file: adapter_config.json, which `_check_sizes` has read.
+    """
+    settings = json_value(file.read_bytes())
+    for key in _NAMING:
+        names = settings.get(key) or ()
+        names = [names] if isinstance(names, str) else names
+        strange = next((n for n in names if isinstance(n, str) and not _MODULE.fullmatch(n)), None)
+        if strange is not None or len(names) > 10_000:
+            raise ModelError(
+                f"{str(file)!r}: {key} is {str(strange or len(names))[:80]!r}, and layers are named by letters, "
+                "digits, _, - and . only (at most 10,000 names). Write the layers' names, or merge the adapter where "
+                "you trust it."
+            )
+    ranks = [settings.get("r") or 0, *(settings.get("rank_pattern") or {}).values()]
+    if any(isinstance(r, int) and r > 16_384 for r in ranks) or settings.get("layer_replication"):
+        raise ModelError(
+            f"{str(file)!r}: a rank above 16,384, or layer_replication, would build a far larger model. Refused."
+        )
 
 
 def _check_index(index: Path) -> None:
@@ -162,8 +223,7 @@ def _check_index(index: Path) -> None:
     if strange:
         raise ModelError(
             f"{str(index)!r} names {strange[0]!r} as a part of the weights. Weights are read from *.safetensors files "
-            "in the same folder only: "
-            "other files can run code when opened."
+            "in the same folder only: other files can run code when opened."
         )
 
 # %% ../../nbs/models/files.ipynb #ea8ff6c9
@@ -215,8 +275,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         if "trust_remote_code" in str(e) or "custom code" in str(e):
             hint = (
                 "It comes with Python code of its own, which would run on this machine with your rights. Read that "
-                "code; if you trust it, set "
-                "model.trust_remote_code=true (it then holds for every model of the run)."
+                "code; if you trust it, set model.trust_remote_code=true (it then holds for every model of the run)."
             )
         elif Path(name).expanduser().is_dir():
             hint = "Is the directory complete?"
@@ -249,6 +308,10 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
         ModelError: not there, not readable, or it comes with code that isn't trusted; says what to do.
     """
     name = resolve(name, options.get("revision"))
+    if Path(name).expanduser().is_dir():
+        check_folder(Path(name).expanduser())
+    if what == "tokenizer" and not trust_remote_code:
+        _check_tokenizer(name, options.get("revision"))
     if Path(name).suffix == ".gguf" and Path(name).expanduser().is_file():
         return _from_gguf(kind, Path(name).expanduser(), what, options)
     return load_or_explain(
@@ -256,19 +319,43 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
     )
 
 
+def _check_tokenizer(name: str, revision: str | None) -> None:
+    """Refuse a tokenizer, in a folder or on the hub, whose rules could keep this process busy for ever."""
+    file = Path(name).expanduser() / "tokenizer.json"
+    if not looks_local(name):
+        from transformers.utils import cached_file
+
+        quietly: dict[str, Any] = dict.fromkeys(_QUIETLY, False)
+        cached = load_or_explain("tokenizer", name, lambda: cached_file(name, file.name, revision=revision, **quietly))
+        file = Path(cached or "")
+    if file.is_file():
+        check_tokenizer(file)
+
+
+_QUIETLY = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+
+
 def base_of_adapter(where: str | Path) -> str:
     """The name of the model that an adapter's directory says it belongs to; "" if it doesn't say.
 
     Raises:
-        ModelError: its configuration can't be read.
+        ModelError: its configuration can't be read, or that model is an adapter, too (itself, perhaps).
     """
     file = Path(where) / "adapter_config.json"
     try:
-        found = json_value(file.read_bytes())
-        name = found.get("base_model_name_or_path")
+        check_folder(file.parent)
+        settings = json_value(file.read_bytes())
+        name = settings.get("base_model_name_or_path")
     except (OSError, Unreadable, AttributeError) as e:
         raise ModelError(f"{str(file)!r} can't be read ({e}). Is the directory complete?") from e
-    return name if isinstance(name, str) else ""
+    if not isinstance(name, str) or not name:
+        return ""
+    if (Path(resolve(name)).expanduser() / file.name).exists():
+        raise ModelError(
+            f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself. Merge that one first, and name "
+            "the merged model."
+        )
+    return name
 
 
 def hub_adapter(name: str, revision: str | None) -> str | None:
@@ -282,10 +369,7 @@ def hub_adapter(name: str, revision: str | None) -> str | None:
     config = load_or_explain("model", name, lambda: find_adapter_config_file(name, revision=revision or "main"))
     if config is None:
         return None
-    quietly: dict[str, Any] = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
+    quietly: dict[str, Any] = dict.fromkeys(_QUIETLY, False)
     load_or_explain(
         "adapter", name, lambda: cached_file(name, "adapter_model.safetensors", revision=revision or "main", **quietly)
     )

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core import ModelError, check_choice, evaluating
+from ..fast.support import use_fast
 from ..scoring.trees import TOKEN_BUDGET
-from ..scoring.scores import completion_values, sequence_scores
+from .layers import LayerStates, body_of, body_parts, cut_body, layers_of
+from ..scoring.scores import Pooling, completion_values, sequence_scores
 from ..scoring.head import split_head
 from rlhf_nb.models.load import (
     adapter_names,
@@ -33,15 +35,13 @@ from .load import probe_ids, resize_embeddings, save_weights, staged, using_adap
 from ..types import Completions
 from ..untrusted import Unreadable, json_value
 
-Pooling = Literal["last", "mean"]
-
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['Pooling', 'draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar',
-           'lora_state', 'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
+__all__ = ['draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
+           'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
 # %% ../../nbs/models/heads.ipynb #883d9eb5
 @torch.no_grad()
@@ -204,12 +204,12 @@ class ScalarModel(nn.Module):
         if config is not None and config.modules_to_save:
             raise ModelError(
                 f"lora.modules_to_save is {sorted(config.modules_to_save)}, but a {cls.role} model's adapter is saved "
-                "without them: leave it out (its head trains "
-                "in full anyway); for PPO use critic=shared."
+                "without them: leave it out (its head trains in full anyway); for PPO use critic=shared."
             )
         if not names:
             decoder.requires_grad_(True)
-        scalar = ScalarHead(decoder.config.get_text_config().hidden_size, head, hidden, dropout, init, seed)
+        width = decoder.config.get_text_config().hidden_size * (2 if options.get("pooling") == "both" else 1)
+        scalar = ScalarHead(width, head, hidden, dropout, init, seed)
         scalar.to(next(decoder.parameters()).device)
         return cls(decoder, scalar, adapter=adapter, lora_config=config, **options).eval()
 
@@ -228,7 +228,7 @@ class RewardModel(ScalarModel):
 
     Args:
         pooling: "last" reads the state at the last real token, "mean" averages over all tokens of prompt and
-            completion.
+            completion, "both" puts the last state beside the mean over the completion.
     """
 
     role = "reward"
@@ -238,8 +238,24 @@ class RewardModel(ScalarModel):
         adapter: str | None = None, lora_config: LoraConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(decoder, head, adapter=adapter, lora_config=lora_config)
-        check_choice("pooling", pooling, ("last", "mean"), ModelError)
+        check_choice("pooling", pooling, ("last", "mean", "both"), ModelError)
         self.pooling = pooling
+
+    def read_layers(self, layers: Sequence[int], seed: int = 0) -> None:
+        """Read several layers' states side by side from now on; the head is drawn anew, layers above them go.
+
+        Args:
+            layers: which, counted from 1.
+            seed: of the head's weights.
+
+        Raises:
+            ConfigError: the decoder doesn't have them.
+        """
+        body = body_of(self.decoder)
+        states = LayerStates(body, layers)
+        cut_body(body, max(layers))
+        width = self.head.last.in_features * len(layers)
+        self.decoder, self.head = states, ScalarHead(width, dropout=self.head.dropout, seed=seed).to(self.device)
 
     def forward(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
         """Scores [B], with gradient where it is enabled."""
@@ -295,7 +311,13 @@ class ValueModel(ScalarModel):
             copy_decoder: False takes the reward model's own decoder.
         """
         decoder = copy.deepcopy(rm.decoder) if copy_decoder else rm.decoder
-        value = cls(decoder, copy.deepcopy(rm.head), adapter=rm.adapter, lora_config=rm.lora_config)
+        head = copy.deepcopy(rm.head)
+        if rm.pooling == "both":  # both halves read the one state that there is before an answer is over
+            if head.kind != "linear":
+                raise ModelError("a critic can't start from a two-layer head that reads two poolings: use critic_from.")
+            head = ScalarHead(rm.head.last.in_features // 2).to(rm.device)
+            head.last.weight.data.copy_(rm.head.last.weight.data.view(2, -1).sum(0)[None])
+        value = cls(decoder, head, adapter=rm.adapter, lora_config=rm.lora_config)
         value.bias.copy_(rm.bias)
         disable_dropout(value)
         for p in value.parameters() if rm.adapter is None else value.head.parameters():
@@ -313,15 +335,49 @@ class ValueModel(ScalarModel):
 
 # %% ../../nbs/models/heads.ipynb #c355eb5f
 _NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and
-its head in reward_head.safetensors ({kind}, pooling: {pooling}).
-Score = head(pooled last hidden states) - reward_bias, with reward_bias in config.json.
+its head in reward_head.safetensors ({kind}, pooling: {pooling}{layers}).
+Score = head(pooled hidden states) - reward_bias, with reward_bias in config.json.
 Plain AutoModelForSequenceClassification can't represent it; load it with rlhf_nb.models.heads.{cls}.load(directory).
 """
+_PLAIN = """
+With transformers and safetensors alone, for the token ids of a prompt and its answer:
+
+```python
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+body = AutoModel.from_pretrained(FOLDER).eval()
+weight = load_file(f"{{FOLDER}}/reward_head.safetensors")["layers.1.weight"][0]
+with torch.no_grad():
+    out = body(input_ids=torch.tensor([prompt_ids + answer_ids]), output_hidden_states=True)
+    states = [{states}]
+    states = torch.cat(states, -1)[0].float()
+    score = torch.cat([{pooled}]) @ weight - body.config.reward_bias
+```
+"""
+_READS = {
+    "last": "states[-1]",
+    "mean": "states.mean(0)",
+    "both": "states[-1], states[len(prompt_ids) :].mean(0)",
+}
+
+
+def _plain_way(model: RewardModel) -> str:
+    """How a linear head is read without this package."""
+    body, layers = body_of(model.decoder), layers_of(model.decoder) or [0]
+    parts = body_parts(body)
+    norm = next((f"body.{k}" for k, m in body.named_children() if parts is not None and m is parts.norm), "")
+    last = "out.last_hidden_state"
+    deepest = 0 if parts is None else len(parts.layers)
+    states = [last if k in (0, deepest) else f"{norm}(out.hidden_states[{k}])" for k in layers]
+    return _PLAIN.format(states=", ".join(states), pooled=_READS[model.pooling])
 
 
 def _like_a_classifier(model: ScalarModel) -> bool:
     """Whether plain sequence classification can represent a model."""
-    return model.head.kind == "linear" and getattr(model, "pooling", "last") == "last"
+    simple = model.head.kind == "linear" and getattr(model, "pooling", "last") == "last"
+    return simple and not layers_of(model.decoder)
 
 
 def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
@@ -332,15 +388,16 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
         raise ModelError(
             f"pad_token_id is {pad} and eos_token_id is {eos}: plain transformers finds the last token of a sequence "
-            f"by its not being PAD, so a {model.role} model "
-            "needs a PAD that differs from EOS. Pass the tokenizer (load_tokenizer gives it one), or set it in the "
-            "model's config."
+            f"by its not being PAD, so a {model.role} model needs a PAD that differs from EOS. Pass the tokenizer "
+            "(load_tokenizer gives it one), or set it in the model's config."
         )
     config.pad_token_id, config.num_labels = pad, 1
     config.problem_type = "regression"
     config.reward_bias, config.reward_role, head = float(model.bias), model.role, model.head
     pooling = getattr(model, "pooling", "last")
     config.reward_head = {"kind": head.kind, "hidden": head.hidden, "dropout": head.dropout, "pooling": pooling}
+    if layers := layers_of(model.decoder):
+        config.reward_head["layers"] = layers
     return config
 
 
@@ -388,14 +445,15 @@ def save_scalar(
         if model.adapter is not None:
             _save_lora(model, config, folder / "adapter" if merge else folder)
         if merge or model.adapter is None:
-            weights = merged_weights(model.decoder, model.adapter)
+            body = body_of(model.decoder)
+            weights = merged_weights(body, model.adapter)
             if _like_a_classifier(model):
                 shell = _classifier_shell(config)
                 named = {f"{shell.base_model_prefix}.{k}": v for k, v in weights.items()}
                 named["score.weight"] = model.head.last.weight.detach()
                 save_weights(type(shell), config, named, folder)
             else:
-                save_weights(type(model.decoder), config, weights, folder)
+                save_weights(type(body), config, weights, folder)
                 _save_head(model, folder)
         if verify and (merge or model.adapter is None):
             _verify_scalar(model, folder, directory)
@@ -407,9 +465,12 @@ def _save_head(model: ScalarModel, folder: Path) -> None:
     weights = {k: v.detach().cpu().contiguous() for k, v in model.head.state_dict().items()}
     save_file(weights, folder / "reward_head.safetensors", metadata={"format": "pt"})
     pooling = getattr(model, "pooling", "one value before every token")
-    (folder / "REWARD_MODEL.md").write_text(
-        _NOTE.format(role=model.role, kind=model.head.kind, pooling=pooling, cls=type(model).__name__), encoding="utf-8"
-    )
+    layers = f", layers: {', '.join(map(str, k))}" if (k := layers_of(model.decoder)) else ""
+    about = {"role": model.role, "kind": model.head.kind, "pooling": pooling, "layers": layers}
+    note = _NOTE.format(**about, cls=type(model).__name__)
+    if isinstance(model, RewardModel) and model.head.kind == "linear" and model.adapter is None:
+        note += _plain_way(model)
+    (folder / "REWARD_MODEL.md").write_text(note, encoding="utf-8")
 
 # %% ../../nbs/models/heads.ipynb #d5e927af
 def lora_state(module: nn.Module, adapter: str) -> dict[str, Tensor]:
@@ -481,7 +542,6 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
     ids = torch.where(ids == pad, (pad + 1) % model.config.get_text_config().vocab_size, ids)
     dtype = next(p.dtype for p in model.decoder.parameters() if p.is_floating_point())
     with evaluating(model), model.speaking():
-        states = model.decoder(input_ids=ids).last_hidden_state
         if _like_a_classifier(model):
             from transformers import AutoModelForSequenceClassification
 
@@ -490,12 +550,14 @@ def _verify_scalar(model: ScalarModel, folder: Path, shown: str | Path) -> None:
             )
             check_loaded(copy_, str(shown), {**info, "unexpected_keys": ()})
             with evaluating(copy_):
+                states = model.decoder(input_ids=ids).last_hidden_state
                 found, expected = copy_.to(ids.device)(input_ids=ids).logits[:, 0], model.head(states[:, -1])
         else:
-            again = type(model).load(folder, dtype=dtype)
-            with evaluating(again):
-                found = again.to(ids.device).number(again.decoder(input_ids=ids).last_hidden_state)
-                expected = model.number(states)
+            again = type(model).load(folder, dtype=dtype).to(ids.device)
+            first, rest = ids[:, :1].tolist(), ids[:, 1:].tolist()
+            probe = Completions.from_lists(first, rest, pad_id=pad).to(ids.device)
+            with evaluating(again), use_fast(False):
+                found, expected = again(probe), model(probe)
     compare_outputs(found, expected, f"{model.role} model", shown)
 
 # %% ../../nbs/models/heads.ipynb #4deef412
@@ -519,10 +581,13 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
     """Decoder, head and the head's own constant, from a model directory or the hub."""
     from transformers import AutoModel, AutoModelForSequenceClassification
 
-    if about.get("kind", "linear") == "mlp" or about.get("pooling", "last") != "last":
+    layers = about.get("layers")
+    if about.get("kind", "linear") == "mlp" or about.get("pooling", "last") != "last" or layers:
         decoder, info = pretrained(AutoModel, where, **options)
         check_loaded(decoder, where, info)
-        return decoder, _head_like(about, decoder.config.get_text_config().hidden_size, _head_state(where)), 0.0
+        state = _head_state(where)
+        width = next((w.shape[1] for k, w in sorted(state.items()) if k.endswith("weight")), 1)
+        return LayerStates(decoder, layers) if layers else decoder, _head_like(about, width, state), 0.0
     model, info = pretrained(AutoModelForSequenceClassification, where, num_labels=1, **options)
     check_loaded(model, where, {**info, "unexpected_keys": ()})
     decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)

@@ -25,7 +25,8 @@ from ..config import LoraSettings, ModelConfig
 from ..data.worlds import FIRST_WORLD, model_world
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
-    base_of_adapter, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path, pretrained, quiet,
+    base_of_adapter, check_folder, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path,
+    pretrained, quiet,
 )  # fmt: skip
 from .places import resolve
 from ..untrusted import json_value
@@ -142,6 +143,8 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
         if looks_local(name):
             if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
                 raise no_such_path(local, "tokenizer directory")
+            if local.is_dir():
+                check_folder(local)
             if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
                 base = base_of_adapter(str(local)) if (local / "adapter_config.json").exists() else None
                 if base:  # peft writes an adapter without the tokenizer, which is its base model's
@@ -220,9 +223,8 @@ def weights_dtype(cfg: ModelConfig, precision: Precision, trainable: bool = True
     if not frozen and want != torch.float32:
         raise ModelError(
             f"model.dtype={cfg.dtype} was asked for, but all weights are trained and trained weights are kept in fp32 "
-            "(half precision loses small updates, "
-            "and fp16 gradients can't be unscaled). Use dtype=auto: the forward pass still runs in the device's fast "
-            "format; or train adapters (model.lora)."
+            "(half precision loses small updates, and fp16 gradients can't be unscaled). Use dtype=auto: the forward "
+            "pass still runs in the device's fast format; or train adapters (model.lora)."
         )
     return want
 
@@ -332,8 +334,7 @@ def _say_untrained(model: Any, tokenizer: Any, added: int, lora: LoraSettings) -
     )
     warnings.warn(
         f"{len(new)} tokens are new to the model ({', '.join(new[:3])}): their weights are alike, the mean of the "
-        "others, and adapters leave them so: it can't tell "
-        f"them apart, nor learn when to write which. {way}.",
+        f"others, and adapters leave them so: it can't tell them apart, nor learn when to write which. {way}.",
         stacklevel=3,
     )
 
@@ -403,10 +404,7 @@ def _load_adapter_merged(where: str, cfg: ModelConfig, precision: Precision, dty
             f"{where!r} is a LoRA adapter that doesn't say which model it belongs to. Merge it (save_model(..., "
             "merge=True)) where it was trained."
         )
-    kind, base_where = find_model(base)
-    if kind == "adapter":
-        raise ModelError(f"{where!r} is a LoRA adapter on top of {base!r}, an adapter itself. Merge that one first.")
-    model = _load_plain(base_where, cfg, precision, dtype)
+    model = _load_plain(find_model(base)[1], cfg, precision, dtype)
     if (Path(where) / "tokenizer.json").exists() or (Path(where) / "tokenizer_config.json").exists():
         resize_embeddings(model, len(load_tokenizer(cfg.replace(name_or_path=where, tokenizer=None))))
     model = load_or_explain("adapter", where, lambda: PeftModel.from_pretrained(model, where))
@@ -665,9 +663,8 @@ def compare_outputs(saved: Tensor, model: Tensor, what: str, where: str | Path) 
     if not difference <= (5e-2 if half else 1e-3):
         raise ModelError(
             f"{what} saved in {str(where)!r} does not compute what the one in memory does (outputs differ by "
-            f"{difference:.1%} of their size), so the save was "
-            "thrown away. Usual reasons: weights that were sharded when they were saved, an adapter that was switched "
-            "off, or an output that is not finite."
+            f"{difference:.1%} of their size), so the save was thrown away. Usual reasons: weights that were sharded "
+            "when they were saved, an adapter that was switched off, or an output that is not finite."
         )
     return difference
 
@@ -772,9 +769,8 @@ def as_plain_lora(
         if str(config.init_lora_weights).startswith(("pissa", "olora")):
             raise ModelError(
                 f"adapter {adapter!r} started as {config.init_lora_weights!r}, which changed the frozen weights, and "
-                "what was taken out of them isn't known, so "
-                "the adapter alone would be wrong on the model it came from. Save it merged (merge=True), or let "
-                "model.lora.init_lora_weights put it in."
+                "what was taken out of them isn't known, so the adapter alone would be wrong on the model it came "
+                "from. Save it merged (merge=True), or let model.lora.init_lora_weights put it in."
             )
         return config, weights
     config, out = copy.deepcopy(config), dict(weights)

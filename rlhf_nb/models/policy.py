@@ -45,8 +45,7 @@ def check_adapters(config: Any, model: Any) -> None:
     if config.model.lora is not None and not makes_its_own and not adapter_names(model):
         raise ConfigError(
             "model.lora is set, but the model that was given to the trainer has no adapter, so all of its weights "
-            "would be trained. Leave out lora, or the model: "
-            "model.name_or_path is then loaded with an adapter.",
+            "would be trained. Leave out lora, or the model: model.name_or_path is then loaded with an adapter.",
             python="In Python: add_lora(model, config.model.lora) of rlhf_nb.models.adapters gives a model one.",
         )
 

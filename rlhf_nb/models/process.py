@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ModelError, evaluating
+from ..data.foreign import Refused, check_expression
 from ..data.steps import LINES, StepRule
 from .heads import ScalarHead, ScalarModel
 from rlhf_nb.models.load import (
@@ -199,8 +200,7 @@ def load_process(
     if kinds and not any("TokenClassification" in k for k in kinds):
         raise ModelError(
             f"{where!r} is a {kinds[0]}, and a process reward model is a token classifier: rlhf-nb process trains one. "
-            "(A reward model of whole answers is read "
-            "by RewardModel.load; in rewards it is {model: FOLDER}.)"
+            "(A reward model of whole answers is read by RewardModel.load; in rewards it is {model: FOLDER}.)"
         )
     if config.num_labels > 2:
         raise ModelError(
@@ -225,9 +225,17 @@ def load_process(
     with torch.no_grad():
         head.last.weight.copy_(weight[-1:] - (weight[:1] if len(weight) == 2 else 0.0))
     known = {k: v for k, v in (getattr(config, "process_steps", None) or {}).items() if k in StepRule._fields}
-    model = ProcessModel(
-        getattr(found, found.base_model_prefix), head, rule=StepRule(**known) if rule is None else rule
-    )
+    if rule is None:
+        rule = StepRule(**known).check()
+        if rule.pattern is not None and not trust_remote_code:
+            try:
+                check_expression(rule.pattern)
+            except Refused as e:
+                raise ModelError(
+                    f"{where!r}: steps end where {rule.pattern[:60]!r} matches, which is refused: {e}. "
+                    "Give boundary.pattern yourself, or model.trust_remote_code=true."
+                ) from e
+    model = ProcessModel(getattr(found, found.base_model_prefix), head, rule=rule)
     model.bias.fill_(-float(bias[-1] - (bias[0] if len(bias) == 2 else 0.0)))
     disable_dropout(model.decoder)
     return model.to(device).eval()

@@ -130,8 +130,7 @@ def _read(path: Path, key: dict[str, str], n: int) -> Tensor:
         if found.get(what) != want:
             raise DataError(
                 f"the reference cache {path.name} was made for another {what}: it says {found.get(what)}, this run has "
-                f"{want}. "
-                f"Its log-probs would shift every margin. {remedy}"
+                f"{want}. Its log-probs would shift every margin. {remedy}"
             )
     if sums.shape != (n,):
         raise DataError(f"the reference cache holds {tuple(sums.shape)} numbers for {n} completions. {remedy}")

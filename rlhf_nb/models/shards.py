@@ -23,11 +23,11 @@ from ..untrusted import Unreadable, json_value
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
-           'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
+__all__ = ['SHARD_BYTES', 'SHARD_DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter',
+           'ModelTensors', 'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/models/shards.ipynb #a335007
-DTYPES = {
+SHARD_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
@@ -61,11 +61,11 @@ def read_table(file: Path) -> dict[str, TensorEntry]:
             for name in opened.keys():
                 part = opened.get_slice(name)
                 kind = str(part.get_dtype())
-                if kind not in DTYPES:
+                if kind not in SHARD_DTYPES:
                     raise ModelError(
-                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(DTYPES)}."
+                        f"{name} in {str(file)!r} has the number format {kind}; known are {', '.join(SHARD_DTYPES)}."
                     )
-                found[name] = TensorEntry(file, DTYPES[kind], tuple(part.get_shape()))
+                found[name] = TensorEntry(file, SHARD_DTYPES[kind], tuple(part.get_shape()))
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{str(file)!r} can't be read ({e}). Is the copy complete?") from e
     return found
@@ -280,9 +280,8 @@ class ModelTensors(Mapping[str, Tensor]):
             ):
                 raise ModelError(
                     f"the adapter {self.place!r} changes {here[0]}, a weight that both ends of the model share "
-                    "(tie_word_embeddings): added to it, it would change the "
-                    "other end too, and the model would be another one. Use the adapter with peft, or train without "
-                    "that layer."
+                    "(tie_word_embeddings): added to it, it would change the other end too, and the model would be "
+                    "another one. Use the adapter with peft, or train without that layer."
                 )
             found[here[0]] = value
         return layers, wholes
@@ -333,7 +332,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 # %% ../../nbs/models/shards.ipynb #a335014
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SHARD_DTYPES.items()}
 
 
 def plan_shards(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: int = SHARD_BYTES) -> list[list[str]]:

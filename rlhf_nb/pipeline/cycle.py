@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import typer
 from pydantic import Field
 
-from ..console import Debug, me, tell, told
+from ..console import me
 from .data_look import look_at
 from ..feedback.look import open_store
 from .gates import GatesConfig
@@ -36,8 +35,8 @@ if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told insid
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['REFUSED', 'CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as',
-           'run_cycle', 'cycle_command']
+__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle',
+           'history_lines']
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):
@@ -420,51 +419,9 @@ def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | N
     return turn
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340021
-_Words = typer.Argument(
-    None, metavar="[KEY=VALUE]...", help="settings, for example dpo.beta=0.2 gates.margin=0.02 start=FOLDER"
-)
-_Config = typer.Option(None, "--config", "-c", help="YAML or JSON file with settings")
-REFUSED = 3  # the exit code of a turn whose version was refused, or taken back
-
-
-def cycle_command(
-    store: str | None = typer.Argument(None, metavar="[STORE]", help="what users said"),
-    words: list[str] = _Words,
-    config: str = _Config,
-    models: str = typer.Option(None, "--models", help="folder of versions; default: models"),
-    promoted: str = typer.Option(None, "--promote", metavar="VERSION", help="make a version current, and do nothing else"),
-    back: bool = typer.Option(False, "--roll-back", help="end a trial, or make the version before current again, and do nothing else"),
-    history: bool = typer.Option(False, "--history", help="what happened to the versions, and why"),
-    reason: str = typer.Option("by hand", "--reason", help="for the history, with --promote and --roll-back"),
-    again: bool = typer.Option(False, "--again", help="learn although nobody said anything since the last turn"),
-    toy: bool = typer.Option(False, "--toy", help="start from the toy presets: tiny models"),
-    debug: bool = Debug,
-) -> None:  # fmt: skip
-    """Close the circle: learn from what users said, and promote the new version if it passes; or go back. Exit code 3: it was refused, or taken back."""
-    event = ""
-    with told(debug):
-        given = list(words or [])
-        if store is not None and "=" in store and not Path(store).exists():
-            given.insert(0, store)
-            store = None
-        typed = {"feedback": store, "models": models, "toy": "true" if toy else None}
-        found = CycleConfig.load(config, [*given, *(f"{k}={v}" for k, v in typed.items() if v is not None)])
-        versions = Versions(found.models)
-        if sum((promoted is not None, back, history)) > 1:
-            raise ConfigError("--promote, --roll-back and --history: one at a time.")
-        if promoted is not None:
-            promote_version(versions, promoted, reason)
-        elif back:
-            roll_back_version(versions, reason)
-        elif not history:
-            turn = run_cycle(found, lambda text: tell(text, err=False), again)
-            event = turn.event
-            stays = turn.event in ("refused", "nothing new")
-            tell(f"{turn.event}{'' if stays else f': {turn.version}'}. {turn.reason}.", err=False)
-        for e in versions.history() if history else ():
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e["time"]))
-            tell(f"{when}  {e['type']:12s} {e['version']:6s} {e['reason']}", err=False)
-        trial = f", on trial: {versions.canary}" if versions.canary else ""
-        tell(f"Current: {versions.folder / 'current'} ({versions.current or 'none'}){trial}.", err=False)
-    if event in ("refused", "rolled back"):
-        raise typer.Exit(REFUSED)
+def history_lines(versions: Versions) -> list[str]:
+    """What happened to the versions, and why, a line for each event."""
+    return [
+        f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(e['time']))}  {e['type']:12s} {e['version']:6s} {e['reason']}"
+        for e in versions.history()
+    ]

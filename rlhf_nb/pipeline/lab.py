@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 
-from ..console import Debug, again, me, tell, told
-from ..core import DataError, RunError, printable, suggest
+from ..console import me
+from ..core import DataError, RunError, suggest
 from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
-from .fork import FORK_METRICS, family, family_told, prepare_fork, run_fork
+from .fork import FORK_METRICS, family
 from ..untrusted import json_lines
 from ..widgets.charts import Curve, Mark, Panel
 from ..widgets.plots import Picture, curve, picture_png, plot
 
 # %% auto #0
-__all__ = ['measured', 'rated', 'overopt_picture', 'overopt_command', 'family_picture', 'fork_command']
+__all__ = ['measured', 'rated', 'overopt_picture', 'write_to_rate', 'overopt', 'family_picture', 'save_family']
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920007
 def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
@@ -36,15 +36,22 @@ def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
     """
     if not RunDir(folder).holds_run():
         raise RunError(f"{folder} holds no run.")
-    found = GoldCurve(gold)
+    points = GoldCurve(gold)
     for event in sorted(read_metrics(folder), key=lambda e: int(e.get("step", 0))):
         if event.get("type") in ("step", "eval"):
-            found.take(event)
-    if math.isnan(found.kl):
+            points.take(event)
+    if math.isnan(points.kl):
         raise RunError(
-            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw answers and keep a reference."
+            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw answers and keep a "
+            "reference."
         )
-    return found
+    return points
+
+
+def _kl_by_step(folder: str | Path) -> dict[int, float]:
+    """Nats per answer of each step that measured them."""
+    events = (e for e in read_metrics(folder) if e.get("type") == "step" and "objective/kl" in e)
+    return {int(e["step"]): float(e["objective/kl"]) for e in events}
 
 
 def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float], list[float]]:
@@ -57,11 +64,7 @@ def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float
     Raises:
         DataError: no line has both.
     """
-    kl = {
-        int(e["step"]): float(e["objective/kl"])
-        for e in read_metrics(folder)
-        if e.get("type") == "step" and "objective/kl" in e
-    }
+    kl = _kl_by_step(folder)
     by_step: dict[int, list[float]] = {}
     if not Path(path).is_file():
         raise DataError(
@@ -91,34 +94,38 @@ def overopt_picture(kl: Any, gold: Any, fit: GoldFit | None, name: str = "gold")
         name: of the gold metric.
     """
     d = np.sqrt(np.maximum(np.asarray(kl, dtype=float), 0.0))
-    panel = Panel(
-        "gold over √KL", [curve(name, d, gold, 1, "dots")], xlabel="√KL to the reference (√nats)", reading=False
-    )
+    points = curve(name, d, gold, 1, "dots")
+    panel = Panel("gold over √KL", [points], xlabel="√KL to the reference (√nats)", reading=False)
     if fit is None:
         return Picture([panel], "Too few points for a fit.")
-    far = min(fit.interval[1], 1.3 * fit.reached) if math.isfinite(fit.interval[1]) else fit.reached
+    bounded = math.isfinite(fit.interval[1])
+    far = min(fit.interval[1], 1.3 * fit.reached) if bounded else fit.reached
     x = np.linspace(0.0, max(far, fit.reached), 120)
     panel.lines.append(curve("fit", x.tolist(), fit.value(x).tolist(), 0))
-    if math.isfinite(fit.interval[1]) and fit.peak <= x[-1]:
+    if bounded and fit.peak <= x[-1]:
         panel.marks.append(Mark(fit.peak, f"predicted peak: {fit}", 3))
-    left = fit.kl_left(float(np.mean(np.asarray(kl)[-3:])))
-    more = (
-        ""
-        if not math.isfinite(left) or not math.isfinite(fit.interval[1])
-        else f" {left:.2g} nats are left."
-        if left > 0
-        else " The run is past it."
-    )
+    left, more = fit.kl_left(float(np.mean(np.asarray(kl)[-3:]))), ""
+    if math.isfinite(left) and bounded:
+        more = f" {left:.2g} nats are left." if left > 0 else " The run is past it."
     return Picture([panel], f"{str(fit)[0].upper()}{str(fit)[1:]}.{more}")
 
+# %% ../../nbs/pipeline/lab.ipynb #b0920016
+def write_to_rate(folder: Path, fit: GoldFit, n: int, out: Path) -> str:
+    """Write answers of a run that are worth rating as JSON lines whose rating is null.
 
-def _ask(folder: Path, fit: GoldFit, n: int, out: Path) -> str:
-    """Write the answers that are worth rating; returns what to say."""
-    kl = {
-        int(e["step"]): float(e["objective/kl"])
-        for e in read_metrics(folder)
-        if e.get("type") == "step" and "objective/kl" in e
-    }
+    Args:
+        folder: of the run.
+        fit: what is known of its peak.
+        n: how many answers.
+        out: the file.
+
+    Returns:
+        What was written, in a sentence.
+
+    Raises:
+        RunError: the run kept no answers.
+    """
+    kl = _kl_by_step(folder)
     answers: dict[int, list[dict[str, Any]]] = {}
     for row in read_metrics(RunDir(folder).samples_path):
         if int(row.get("step", -1)) in kl:
@@ -126,76 +133,81 @@ def _ask(folder: Path, fit: GoldFit, n: int, out: Path) -> str:
     steps = sorted(answers)
     if not steps:
         raise RunError(f"{folder} kept no answers (samples.jsonl), so none can be rated.")
-    places = where_to_ask(fit, np.sqrt([max(kl[s], 0.0) for s in steps]), n)
+    root = {s: max(kl[s], 0.0) ** 0.5 for s in steps}
     wanted: dict[int, int] = {}
-    for i in places:
+    for i in where_to_ask(fit, np.array([root[s] for s in steps]), n):
         wanted[steps[i]] = wanted.get(steps[i], 0) + 1
     written = 0
     with open(out, "w", encoding="utf-8") as file:
         for step, count in sorted(wanted.items()):
-            near = sorted(
-                steps,
-                key=lambda s: abs(kl[s] ** 0.5 - kl[step] ** 0.5) if kl[s] > 0 and kl[step] > 0 else abs(s - step),
-            )
-            pool = [row for s in near[:8] for row in answers[s] if not row.get("_taken")][:count]
-            for row in pool:
+            near = sorted(steps, key=lambda s: abs(root[s] - root[step]) if root[s] and root[step] else abs(s - step))
+            for row in [row for s in near[:8] for row in answers[s] if not row.get("_taken")][:count]:
                 row["_taken"] = True
-                kept = {
-                    "step": row["step"],
-                    "prompt": row.get("prompt"),
-                    "completion": row.get("completion", row.get("response")),
-                    "rating": None,
-                }
-                file.write(json.dumps(kept, ensure_ascii=False) + "\n")
+                answer = row.get("completion", row.get("response"))
+                line = {"step": row["step"], "prompt": row.get("prompt"), "completion": answer, "rating": None}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 written += 1
-    told_steps = ", ".join(f"{c} near step {s}" for s, c in sorted(wanted.items()))
-    return f"{written} answers to rate in {out} ({told_steps}). Put a number in place of each null, then: {me()} overopt {folder} --rated {out}"
-
-
-def overopt_command(
-    run: Path = typer.Argument(..., help="the run's directory"),
-    gold: str = typer.Option(None, help="metric of what is wanted; default: rewards/gold or eval/gold"),
-    ratings: Path = typer.Option(None, "--rated", help="JSON lines with step and rating, in place of a gold metric"),
-    ask: int = typer.Option(0, min=0, help="so many answers are worth rating: write them to --to-rate"),
-    to_rate: Path = typer.Option(None, help="the file for --ask; default: to_rate.jsonl in the run's directory"),
-    debug: bool = Debug,
-) -> None:
-    """Say where gold peaks over KL, how much KL is left, and which answers to rate; the picture goes into figures/."""
-    with told(debug):
-        error: list[float] | None = None
-        if ratings is not None:
-            kl, values, error = rated(run, ratings)
-            name, fit = "rating", (fit_gold(kl, values, error=error) if len(set(kl)) >= 4 else None)
-        else:
-            found = measured(run, gold)
-            if not found.points and not ask:
-                near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
-                hint = f" Did you mean {near}?" if near else ""
-                raise RunError(
-                    f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, measure one (watch: in the run's settings), or rate "
-                    f"answers: {me()} overopt {run} --ask 40"
-                )
-            kl, values = [k for k, _ in found.points], [g for _, g in found.points]
-            name, fit = found.gold or "gold", found.fit()
-        if values:
-            picture = overopt_picture(kl, values, fit, name)
-            place = RunDir(run).figures / "overoptimisation.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(picture_png(picture))
-            tell(f"{len(values)} points. {picture.says}\nPicture: {place}", err=False)
-        if ask:
-            prior = fit or _guess(run)
-            tell(_ask(run, prior, ask, to_rate or run / "to_rate.jsonl"), err=False)
+    places = ", ".join(f"{c} near step {s}" for s, c in sorted(wanted.items()))
+    todo = f"Put a number in place of each null, then: {me()} overopt {folder} --rated {out}"
+    return f"{written} answers to rate in {out} ({places}). {todo}"
 
 
 def _guess(folder: Path) -> GoldFit:
     """A fit before there is any: the peak in the middle of the run, hardly known."""
-    kl = [float(e["objective/kl"]) for e in read_metrics(folder) if e.get("type") == "step" and "objective/kl" in e]
+    kl = list(_kl_by_step(folder).values())
     if not kl:
         raise RunError(f"{folder} has no objective/kl.")
     reached = math.sqrt(max(max(kl), 1e-6))
     alpha = 1 + math.log(reached / 2)
     return GoldFit("rl", np.array([0.0, alpha, 1.0]), np.eye(3) * 100.0, 1, 1.0, 0.95, reached)
+
+# %% ../../nbs/pipeline/lab.ipynb #b0920017
+def overopt(
+    run: Path, gold: str | None = None, *, ratings: Path | None = None, ask: int = 0, to_rate: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Picture | None:  # fmt: skip
+    """Where gold peaks over KL, how much KL is left, and which answers to rate; the picture goes into the run's `figures/`.
+
+    Args:
+        run: the run's directory.
+        gold: metric of what is wanted; None: rewards/gold or eval/gold.
+        ratings: JSON lines with step and rating, in place of a gold metric.
+        ask: so many answers are worth rating: write them to `to_rate`.
+        to_rate: the file for `ask`; None: to_rate.jsonl in the run's directory.
+        say: told what was found.
+
+    Raises:
+        RunError: the run measures no gold.
+    """
+    error: list[float] | None = None
+    if ratings is not None:
+        kl, values, error = rated(run, ratings)
+        name, fit = "rating", (fit_gold(kl, values, error=error) if len(set(kl)) >= 4 else None)
+    else:
+        points = measured(run, gold)
+        if not points.points and not ask:
+            near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
+            hint = f" Did you mean {near}?" if near else ""
+            raise RunError(
+                f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, measure one (watch: in the "
+                f"run's settings), or rate answers: {me()} overopt {run} --ask 40"
+            )
+        kl, values = [k for k, _ in points.points], [g for _, g in points.points]
+        name, fit = points.gold or "gold", points.fit()
+    picture = overopt_picture(kl, values, fit, name) if values else None
+    if picture is not None:
+        say(f"{len(values)} points. {picture.says}\nPicture: {_saved(picture, run, 'overoptimisation.png')}")
+    if ask:
+        say(write_to_rate(run, fit or _guess(run), ask, to_rate or run / "to_rate.jsonl"))
+    return picture
+
+
+def _saved(picture: Picture, run: Path, name: str) -> Path:
+    """A picture, written into a run's figures."""
+    place = RunDir(run).figures / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(picture_png(picture))
+    return place
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920011
 def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
@@ -210,65 +222,26 @@ def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
     """
     members = family(folder)
     logs = [[e for e in read_metrics(r.folder) if e.get("type") in ("step", "eval")] for r in members]
-    name = metric or next((k for k in FORK_METRICS if any(k in e for e in logs[0])), None)
-    series = (
-        [{int(e["step"]): float(e[name]) for e in log if isinstance(e.get(name), int | float)} for log in logs]
-        if name
-        else []
-    )
+    name = metric or next((k for k in FORK_METRICS if any(k in e for e in logs[0])), "")
+    series = [{int(e["step"]): float(e[name]) for e in log if isinstance(e.get(name), int | float)} for log in logs]
     if not any(series):
         raise RunError(f"neither {members[0].folder} nor its forks have the metric {name!r}.")
     lines, apart = list[Curve](), list[Curve]()
     for i, (run, values) in enumerate(zip(members, series, strict=True)):
-        shown = [s for s in sorted(values) if run.at is None or s >= run.at]
-        lines.append(curve(run.folder.name, shown, [values[s] for s in shown], i))
+        after = [s for s in sorted(values) if run.at is None or s >= run.at]
+        lines.append(curve(run.folder.name, after, [values[s] for s in after], i))
         above = next((j for j in range(i - 1, -1, -1) if members[j].depth == run.depth - 1), None)
-        both = sorted(s for s in values if above is not None and s in series[above] and s > (run.at or 0))
-        if above is not None and both:
-            apart.append(
-                curve(
-                    f"{run.folder.name} less {members[above].folder.name}",
-                    both,
-                    [values[s] - series[above][s] for s in both],
-                    i,
-                )
-            )
-    plots = [plot(str(name), lines, "step"), *([plot("fork less parent", apart, "step")] if apart else [])]
+        if above is None:
+            continue
+        if both := sorted(s for s in values if s in series[above] and s > (run.at or 0)):
+            less = [values[s] - series[above][s] for s in both]
+            apart.append(curve(f"{run.folder.name} less {members[above].folder.name}", both, less, i))
+    plots = [plot(name, lines, "step"), *([plot("fork less parent", apart, "step")] if apart else [])]
     return Picture(
         plots, "All members share weights, data and random numbers up to their forks, and random numbers after them."
     )
 
 
-def fork_command(
-    run: Path = typer.Argument(..., help="the run's directory"),
-    overrides: list[str] = typer.Argument(
-        None, metavar="[KEY=VALUE]...", help="what is changed, for example kl_coef=0.05"
-    ),
-    at: int = typer.Option(None, "--at", help="steps that both futures share; left out: show the run's forks"),
-    to: Path = typer.Option(None, "--to", help="folder of the fork; default: RUN-forkSTEP-1 beside the run"),
-    prepare: bool = typer.Option(
-        False, "--prepare", help="only make the folder; its method's command with --resume goes on"
-    ),
-    debug: bool = Debug,
-) -> None:
-    """Another future of a run: from a step on, with changed settings and the same random numbers."""
-    with told(debug, again()):
-        if at is not None:
-            made = prepare_fork(run, at, overrides or [], to)
-            steps = f" ({made.replayed} steps were made again)" if made.replayed else ""
-            tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
-            if made.differs:
-                tell(
-                    f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or version. The fork shares random numbers, not bits."
-                )
-            if prepare:
-                return
-            run_fork(made)
-            run = made.folder
-        elif overrides:
-            raise RunError(f"at which step shall {run} be forked? Add --at STEP.")
-        tell(printable(family_told(run)), err=False)
-        place = RunDir(run).figures / "forks.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(picture_png(family_picture(run)))
-        tell(f"Picture: {place}", err=False)
+def save_family(run: Path) -> Path:
+    """Draw a run's family into its `figures/`; returns the file."""
+    return _saved(family_picture(run), run, "forks.png")

@@ -7,29 +7,25 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
 from pydantic import Field
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Debug, me, tell, told
 from .gates import GatesConfig, settings_text
 from ..config import PathText, StrictConfig, option, parse_overrides
 from ..core import ConfigError, RunError, printable
 from ..train.registry import get, of
-from .candidates import Range, name_of, range_of
+from .candidates import Candidate, Range, name_of, range_of
 from ..train.stage import lasting, read_json, write_json
-from .sweep import Swept, nested, sweep
+from .sweep import Search, Swept, nested, sweep
 
 # %% auto #0
-__all__ = ['split_values', 'read_words', 'SweepConfig', 'sweep_table', 'winners_lines', 'sweep_command', 'best_first',
-           'StageSweep', 'winner_of', 'sweep_stage']
+__all__ = ['split_values', 'read_words', 'StageSweep', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines',
+           'best_first', 'winner_of', 'sweep_stage']
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220007
 _RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")
@@ -91,20 +87,48 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any
     return fixed, over
 
 
-class SweepConfig(StrictConfig):
+class StageSweep(StrictConfig):
+    """Settings that are compared before a stage of a pipeline runs."""
+
+    over: dict[str, Any] = option({}, "what is tried: a list of values, or {low, high, log}, by setting")
+    search: Search = option("grid", "which candidates run how far")
+    trials: int | None = option(None, "candidates that are drawn", ge=1)
+    seeds: int = option(3, "runs of each candidate, from the pipeline's seed on", ge=1)
+    metric: str | None = option(None, "what is compared; null: the first that fits")
+    minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
+
+    def tried(self) -> list[Candidate] | dict[str, list[Any] | Range]:
+        """What is tried, as `sweep` takes it.
+
+        Raises:
+            ConfigError: a setting has neither values nor a range.
+        """
+        out = dict[str, list[Any] | Range]()
+        for key, values in self.over.items():
+            if isinstance(values, Mapping):
+                out[key] = range_of(key, values)
+            elif isinstance(values, list | Range):
+                out[key] = values
+            else:
+                raise ConfigError(
+                    f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all stands in settings."
+                )
+        return out
+
+    def how(self) -> dict[str, Any]:
+        """The other arguments of `sweep`."""
+        return {k: getattr(self, k) for k in ("search", "trials", "seeds", "metric", "minimize")}
+
+
+class SweepConfig(StageSweep):
     """A sweep in a file."""
 
     method: str = Field(min_length=1, description="that trains, as on the command line: ppo, dpo, ...")
     config: PathText | None = option(None, "file, run directory or recipe that all candidates start from")
     toy: bool = option(False, "start from the toy preset")
     settings: dict[str, Any] = option({}, "what holds for all candidates, by setting")
-    over: dict[str, Any] = option({}, "what is tried: a list of values, or {low, high, log}, by setting")
     candidates: list[dict[str, Any]] = option([], "in place of over: the candidates, each by setting")
-    search: Literal["grid", "random", "halving", "hyperband"] = option("grid", "who is run how far")
-    trials: int | None = option(None, "candidates that are drawn", ge=1)
-    seeds: int | list[int] = option(3, "how many, or which; the same for every candidate")
-    metric: str | None = option(None, "what is compared; null: the first that fits")
-    minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
+    seeds: int | list[int] = option(3, "how many, or which; the same for every candidate")  # type: ignore[assignment]
     eta: int = option(3, "halving: one in so many goes on", ge=2)
     least: float | None = option(
         None, "halving: share of the steps in the first round; null: as the number of candidates says", gt=0, le=1
@@ -116,7 +140,7 @@ class SweepConfig(StrictConfig):
     )
     output_dir: PathText | None = option(None, "the sweep's folder; null: runs/sweep/METHOD")
 
-    def tried(self) -> list[dict[str, Any]] | dict[str, list[Any] | Range]:
+    def tried(self) -> list[Candidate] | dict[str, list[Any] | Range]:
         """What is tried, as `sweep` takes it.
 
         Raises:
@@ -124,24 +148,15 @@ class SweepConfig(StrictConfig):
         """
         if self.candidates and self.over:
             raise ConfigError("over and candidates are both given: a sweep has one of the two.")
-        if self.candidates:
-            return [_flat(c) for c in self.candidates]
-        out = dict[str, list[Any] | Range]()
-        for key, said in self.over.items():
-            if isinstance(said, Mapping):
-                out[key] = range_of(key, said)
-            elif isinstance(said, list):
-                out[key] = said
-            else:
-                raise ConfigError(
-                    f"over.{key} is {said!r}; it is a list of values or {{low, high, log}}. What is the same for all stands in settings."
-                )
-        return out
+        return [_flat(c) for c in self.candidates] if self.candidates else super().tried()
 
     def how(self) -> dict[str, Any]:
         """The other arguments of `sweep`."""
-        names = ("search", "trials", "seeds", "metric", "minimize", "eta", "least", "processes", "level", "keep")
-        return {k: getattr(self, k) for k in names}
+        return super().how() | {k: getattr(self, k) for k in ("eta", "least", "processes", "level", "keep")}
+
+    def words(self) -> list[str]:
+        """The settings that hold for all candidates, as they are typed."""
+        return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.settings.items()]
 
 
 def _flat(nested: Mapping[str, Any], at: str = "") -> dict[str, Any]:
@@ -150,6 +165,29 @@ def _flat(nested: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         out |= _flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {f"{at}{key}": value}
     return out
+
+
+def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:
+    """A sweep as it is typed; what stands beside a file counts more than the file.
+
+    Args:
+        what: a method, or a file that describes the sweep.
+        words: as in `read_words`.
+        typed: fields of `SweepConfig`.
+
+    Raises:
+        ConfigError: an unknown method, or words that don't go with the file.
+    """
+    fixed, over = read_words(words)
+    from_file = Path(what).suffix in (".yaml", ".yml", ".json")
+    config = SweepConfig.load(what) if from_file else SweepConfig(method=get(what).name)
+    if over and config.candidates:
+        raise ConfigError(f"the file lists its candidates, so {next(iter(over))} can't be tried beside them.")
+    tried = {k: v for k, v in {**config.over, **over}.items() if k not in fixed}
+    held = {k: v for k, v in config.settings.items() if k not in over} | fixed
+    return SweepConfig.model_validate(
+        {**config.model_dump(exclude_unset=True), "over": tried, "settings": held, **typed}
+    )
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220011
 def sweep_table(made: Swept) -> Table:
@@ -203,87 +241,6 @@ def winners_lines(made: Swept, program: str = "rlhf-nb") -> str:
     )
     return "\n".join(lines)
 
-# %% ../../nbs/pipeline/stage_sweep.ipynb #s9220015
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all")  # fmt: skip
-_To = typer.Option(None, "--to", help="the sweep's folder; default: runs/sweep/METHOD")
-
-
-def sweep_command(load: Callable[..., Any], check: Callable[..., None]) -> Callable[..., None]:
-    """The command, made from what reads a method's settings.
-
-    Args:
-        load: (method, config file, overrides, toy) -> the method's config.
-        check: refuses a config that names no model or no data.
-    """
-
-    def command(
-        what: str = typer.Argument(
-            ..., metavar="METHOD|SETTINGS.yaml", help="a method, or a file that describes the sweep"
-        ),
-        words: list[str] = _Words,
-        seeds: int = typer.Option(None, "--seeds", min=1, help="how many, the same for every candidate; default: 3"),
-        search: str = typer.Option(None, "--search", help="grid (default), random, halving or hyperband"),
-        trials: int = typer.Option(None, "--trials", min=1, help="candidates to draw"),
-        metric: str = typer.Option(
-            None,
-            "--metric",
-            help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have",
-        ),
-        minimize: bool = typer.Option(
-            None, "--minimize/--maximize", help="which way is better; default: as the metric's name says"
-        ),
-        processes: int = typer.Option(None, "--processes", "-n", min=1, help="runs at the same time; default: 1"),
-        config: str = typer.Option(
-            None, "--config", "-c", help="file, run directory or recipe that all candidates start from"
-        ),
-        toy: bool = typer.Option(False, "--toy", help="start from the toy preset"),
-        to: Path = _To,
-        overwrite: bool = typer.Option(
-            False,
-            "--overwrite",
-            help="throw away the runs in the sweep's folder; without it, the same line goes on with them",
-        ),
-        debug: bool = Debug,
-    ) -> None:
-        """Try settings on the same seeds and data, and say which differences are real."""
-        with told(debug, " ".join([me(), *sys.argv[1:]])):
-            fixed, over = read_words(words or [])
-            if Path(what).suffix in (".yaml", ".yml", ".json"):
-                said = SweepConfig.load(what)
-            else:
-                said = SweepConfig(method=get(what).name)
-            typed = {
-                "seeds": seeds,
-                "search": search,
-                "trials": trials,
-                "metric": metric,
-                "minimize": minimize,
-                "processes": processes,
-                "config": config,
-            }
-            said = said.replace(**{k: v for k, v in typed.items() if v is not None}, **({"toy": True} if toy else {}))
-            asked = said.tried()
-            candidates: Any = {**asked, **over} if isinstance(asked, dict) else asked
-            if over and not isinstance(asked, dict):
-                raise ConfigError(f"the file lists its candidates, so {next(iter(over))} can't be tried beside them.")
-            held = {k: v for k, v in said.settings.items() if k not in over} | fixed
-            if isinstance(candidates, dict):
-                candidates = {k: v for k, v in candidates.items() if k not in fixed}
-            method = get(said.method)
-            base = load(method.name, said.config, [f"{k}={_typed(v)}" for k, v in held.items()], said.toy)
-            check("sweep", method.command or method.name, base)
-            folder = to or Path(said.output_dir or Path("runs/sweep") / method.name)
-            made = sweep(base, candidates, folder, overwrite=overwrite, say=lambda text: tell(text), **said.how())
-            Console(highlight=False, force_jupyter=False).print(sweep_table(made))
-            tell(winners_lines(made, me()), err=False)
-
-    return command
-
-
-def _typed(value: Any) -> str:
-    """A value as it is typed behind `key=`."""
-    return json.dumps(value) if not isinstance(value, str) else value
-
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220018
 def best_first(base: Any, remember: Any, pipeline: Path, gates: GatesConfig, say: Callable[[str], None]) -> None:
     """Order the candidates of a stage by successive halving, and make the best one's finished run the stage's; once.
@@ -309,28 +266,6 @@ def best_first(base: Any, remember: Any, pipeline: Path, gates: GatesConfig, say
     say(f"{stage}: by {made.metric}, {settings_text(made.best)} is looked at first.")
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220021
-class StageSweep(StrictConfig):
-    """Settings that are compared before a stage of a pipeline runs."""
-
-    over: dict[str, Any] = option({}, "what is tried: a list of values, or {low, high, log}, by setting")
-    search: Literal["grid", "random", "halving", "hyperband"] = option("grid", "who is run how far")
-    trials: int | None = option(None, "candidates that are drawn", ge=1)
-    seeds: int = option(3, "runs of each candidate, from the pipeline's seed on", ge=1)
-    metric: str | None = option(None, "what is compared; null: the first that fits")
-    minimize: bool | None = option(None, "smaller is better; null: as the metric's name says")
-
-    def checked(self) -> dict[str, list[Any] | Range]:
-        """What is tried, as `sweep` takes it.
-
-        Raises:
-            ConfigError: nothing, or neither values nor a range.
-        """
-        found = SweepConfig(method="a stage", over=self.over).tried()
-        if not isinstance(found, dict) or not found:
-            raise ConfigError("nothing is tried: name settings with their values, over: {kl_coef: [0.05, 0.2]}.")
-        return found
-
-
 def winner_of(folder: Path, asked: StageSweep) -> dict[str, Any]:
     """The settings that a stage's sweep has chosen, in groups; none before it was made.
 
@@ -360,8 +295,7 @@ def sweep_stage(base: Any, asked: StageSweep, folder: Path, say: Callable[[str],
         folder: of the sweep.
         say: told about progress.
     """
-    how = {k: getattr(asked, k) for k in ("search", "trials", "seeds", "metric", "minimize")}
-    made = sweep(base, asked.checked(), folder, say=say, **how)
+    made = sweep(base, asked.tried(), folder, say=say, **asked.how())
     equal = f"; not told apart from {', '.join(map(name_of, made.equals))}" if made.equals else ""
     say(f"{of(base).name}: by {made.metric}, {name_of(made.best)} is taken{equal}.")
     write_json(

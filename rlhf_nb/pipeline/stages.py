@@ -170,8 +170,12 @@ class PipelineConfig(StrictConfig):
             )
         for name, said in self.sweeps.items():
             try:
-                tried = StageSweep(**said).checked()
-                lists = {k: v for k, v in tried.items() if isinstance(v, list)}
+                asked = StageSweep(**said)
+                if not asked.tried():
+                    raise ConfigError(
+                        "nothing is tried: name settings with their values, over: {kl_coef: [0.05, 0.2]}."
+                    )
+                lists = {k: v for k, v in asked.over.items() if isinstance(v, list)}
                 if name in self.stages and name != "base":
                     check_candidates(getattr(self, name), [{k: x} for k, v in lists.items() for x in v])
             except ConfigError as e:

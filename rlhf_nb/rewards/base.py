@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean
+from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
@@ -269,10 +270,9 @@ def _complaint(name: str, bad: dict[int, str], rollout: Rollout) -> RewardError:
     row = min(bad)
     return RewardError(
         f"reward function {name!r} {bad[row].rstrip('.')}, on row {row} of {len(rollout)}: prompt "
-        f"{_excerpt(rollout.prompts[row])}, "
-        f"completion {_excerpt(rollout.texts[row])}. Fix the function, return None where it has no opinion, or let it "
-        "be asked again (retries: 2 in its entry of rewards); in Python, Rewards(..., on_error='skip') counts and "
-        "goes on."
+        f"{_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Fix the function, return None "
+        "where it has no opinion, or let it be asked again (retries: 2 in its entry of rewards); in Python, "
+        "Rewards(..., on_error='skip') counts and goes on."
     )
 
 
@@ -344,12 +344,11 @@ def check_reader(model: Any, tokenizer: Any) -> None:
     if found:
         raise ModelError(
             f"the reward model {model.home!r} has another tokenizer: {found}. It is given the policy's tokens, so its "
-            "scores would be about other words. "
-            f"{as_text}; or train one from the policy's model, rlhf-nb reward."
+            f"scores would be about other words. {as_text}; or train one from the policy's model, rlhf-nb reward."
         )
     if model.foreign and own is not None and own.chat_template is not None:
         said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
-        end = str(own.apply_chat_template(said, tokenize=False)).rpartition("Yes.")[2]
+        end = render_chats(own, [said])[0].rpartition("Yes.")[2]
         if end != tokenizer.eos_token:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
@@ -456,9 +455,8 @@ class Rewards:
             row = silent[0]
             raise RewardError(
                 f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they "
-                "have no score. The first: "
-                f"prompt {_excerpt(rollout.prompts[row])}, completion {_excerpt(rollout.texts[row])}. Return a number "
-                "for them from at least one function."
+                f"have no score. The first: prompt {_excerpt(rollout.prompts[row])}, completion "
+                f"{_excerpt(rollout.texts[row])}. Return a number for them from at least one function."
             )
         scores = total.float()
         scores[silent] = self.fallback

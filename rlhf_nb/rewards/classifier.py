@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import ConfigError, ModelError, check_choice, did_you_mean
+from ..data.foreign import render_chats
 from ..data.formats import prompt_text
 from ..models.load import _generic_tokenizer, check_loaded, disable_dropout, find_model, pretrained
 from .answers import completion_text
@@ -86,7 +87,7 @@ class ClassifierReward:
         self.tokenizer.truncation_side = "left"
         if template and self.tokenizer.chat_template is not None:
             said = [*prompt, {"role": "assistant", "content": str(text)}]
-            whole = str(self.tokenizer.apply_chat_template(said, tokenize=False))
+            whole = render_chats(self.tokenizer, [said])[0]
             cut: dict[str, Any] = {"truncation": True, "max_length": self.longest, "add_special_tokens": False}
             return list(self.tokenizer(whole, **cut)["input_ids"])
         text = prompt_text(prompt) + ("" if isinstance(prompt, str) else "\n") + text if self.reads == "both" else text

@@ -186,17 +186,15 @@ class PythonTests(AnswerReward):
             self._warned = True
             warnings.warn(
                 f"reward {self.name!r}: the kernel of this machine doesn't keep the policy's programs from your files, "
-                "and you said that "
-                "programs may escape. Let nothing be in reach that you would miss.",
+                "and you said that programs may escape. Let nothing be in reach that you would miss.",
                 stacklevel=3,
             )
         if unclear := [r.unclear[0] for r in self.results if r.unclear]:
             if not self.unreadable:
                 warnings.warn(
                     f"reward {self.name!r}: the tests of {len(unclear)} of {len(jobs)} programs can't be judged from "
-                    "outside the program "
-                    f"and give no reward (first: {unclear[0]}). Repair or drop these rows; `.unreadable` goes on "
-                    "counting.",
+                    f"outside the program and give no reward (first: {unclear[0]}). Repair or drop these rows; "
+                    "`.unreadable` goes on counting.",
                     stacklevel=3,
                 )
             self.unreadable += len(unclear)

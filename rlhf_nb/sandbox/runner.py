@@ -191,8 +191,7 @@ def _audit(folder: str, readable: Sequence[str]) -> None:
     files = (*lists, "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.truncate", "os.link", "os.symlink")
     never = tuple(
         "subprocess. os.exec os.spawn os.posix_spawn os.fork os.system os.kill pty. os.ch os.utime os.setxattr "
-        "os.removexattr "
-        "resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec "
+        "os.removexattr resource. signal.pthread gc.get_ ctypes. sqlite3. syslog. _thread.start sys.remote_exec "
         "cpython.PyInterpreterState_New".split()
     )
 
@@ -490,10 +489,9 @@ class Sandbox:
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
-                "files, and a "
-                "program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and seccomp. Run "
-                "the training on such "
-                "a machine; or, in a container that has nothing to lose, say programs_may_escape=True."
+                "files, and a program can get past that. Needed are landlock (Linux 5.13) and one of namespaces and "
+                "seccomp. Run the training on such a machine; or, in a container that has nothing to lose, say "
+                "programs_may_escape=True."
             )
         return result
 

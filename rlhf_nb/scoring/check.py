@@ -16,7 +16,7 @@ from ..fast.attention import row_attention
 from ..fast.blocks import Blocks
 from ..fast.linear import rotary_table, rotate
 from ..fast.support import can_run, decoder_of, distrust, use_fast
-from .scores import completion_logps, sequence_scores
+from .scores import completion_logps, pool_row, sequence_scores
 from .trees import why_no_trees
 from ..types import Completions
 
@@ -198,7 +198,7 @@ def check_scores(
     `self_check`.
 
     Args:
-        model: a reward model: a decoder, `number` from states to scores, and `pooling` ("last" or "mean").
+        model: a reward model: a decoder, `number` from states to scores, and `pooling`.
         c: rows to choose from; rows: how many are compared at most; tokens: how many tokens they have at most.
         others: as in `self_check`.
 
@@ -211,7 +211,8 @@ def check_scores(
     def own(i: int) -> Tensor:
         ids = torch.cat([c.prompt_ids[i][c.prompt_mask[i]], c.completion_ids[i, : int(c.completion_lens[i])]])
         states = decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        return model.number(states[-1:] if model.pooling == "last" else states.mean(0, keepdim=True)).reshape(())  # type: ignore[no-any-return]
+        pooled = pool_row(states, int(c.prompt_lens[i]), model.pooling)
+        return model.number(pooled[None]).reshape(())  # type: ignore[no-any-return]
 
     def off_by() -> float:
         got = sequence_scores(decoder, model.number, c, pooling=model.pooling).double()

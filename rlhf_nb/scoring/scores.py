@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 
 # %% auto #0
-__all__ = ['log', 'FULL', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
-           'completion_reads', 'sequence_scores', 'logps']
+__all__ = ['log', 'FULL', 'Pooling', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps',
+           'completion_values', 'pool_row', 'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(
@@ -373,13 +373,34 @@ def completion_values(
     return _place(values, rows, cols, c.completion_ids)
 
 
-def _mean_states(p: Pack, h: Tensor) -> Tensor:
-    """[B, H] mean state over the tokens of each sequence; a shared prompt counts in each of its sequences."""
-    shared = where_true(along(lambda x: x == 0, p.branch))
-    per_tree = h.new_zeros(len(p.input_ids), h.shape[1]).index_add(0, shared // p.input_ids.shape[1], h[shared])
-    total = per_tree[p.tree].index_add(0, p.rows, h[p.places[p.rows, p.cols]])
-    counts = (p.branch == 0).sum(1)[p.tree] + sent(torch.bincount(host(p.rows), minlength=len(p.last)), h.device)
-    return total / counts[:, None]
+Pooling = Literal["last", "mean", "both"]
+
+
+def pool_row(states: Tensor, prompt: int, pooling: Pooling) -> Tensor:
+    """What a head reads of one sequence, [W].
+
+    Args:
+        states: [T, H] of prompt and completion.
+        prompt: how many of them are the prompt's.
+        pooling: as in `sequence_scores`.
+    """
+    if pooling == "both":
+        return torch.cat([states[-1], states[prompt:].mean(0)])
+    return states[-1] if pooling == "last" else states.mean(0)
+
+
+def _pooled(p: Pack, h: Tensor, pooling: Pooling) -> Tensor:
+    """[B, W] of each sequence what a head reads; h: states at the sequences' ends where it reads these alone, else
+    everywhere."""
+    if pooling == "last":
+        return h
+    counts = sent(torch.bincount(host(p.rows), minlength=len(p.last)), h.device)[:, None]
+    answers = h.new_zeros(len(p.last), h.shape[1]).index_add(0, p.rows, h[p.places[p.rows, p.cols]])
+    if pooling == "both":
+        return torch.cat([h[p.last], answers / counts], 1)
+    shared = where_true(along(lambda x: x == 0, p.branch))  # a prompt counts in each of its sequences
+    prompts = h.new_zeros(len(p.input_ids), h.shape[1]).index_add(0, shared // p.input_ids.shape[1], h[shared])
+    return (answers + prompts[p.tree]) / (counts + (p.branch == 0).sum(1)[p.tree][:, None])
 
 # %% ../../nbs/scoring/scores.ipynb #8fc200b0
 def completion_reads(
@@ -442,37 +463,38 @@ def sequence_scores(
     c: Completions,
     *,
     token_budget: int = TOKEN_BUDGET,
-    pooling: Literal["last", "mean"] = "last",
+    pooling: Pooling = "last",
     share_prompts: Share = True,
 ) -> Tensor:
-    """One score per sequence, [B].
+    """One score per sequence, [B] (or a row of numbers, [B, n]).
 
     Args:
         decoder: returns last_hidden_state.
-        head: maps hidden states [B, H] to scores [B].
+        head: maps pooled states [B, W] to scores [B], or to rows of numbers [B, n].
         c: prompts and completions.
         token_budget: tokens of one forward pass at most.
         pooling: "last" reads the state at the last real token (found by its index, never by its id), "mean" averages
-            the
-            states of prompt and completion.
+            the states of prompt and completion, "both" puts the last state beside the mean over the completion (W is
+            twice the hidden size then).
         share_prompts: as in `completion_logps`.
 
     Raises:
-        ConfigError: pooling is neither "last" nor "mean".
+        ConfigError: pooling is none of these.
         DataError: the batch has no rows.
     """
-    if pooling not in ("last", "mean"):
-        raise ConfigError(f"pooling is {pooling!r}: use 'last' or 'mean'.")
-    ends = pooling == "last"
+    if pooling not in ("last", "mean", "both"):
+        raise ConfigError(f"pooling is {pooling!r}: use 'last', 'mean' or 'both'.")
 
     def read(index: Tensor, p: Pack, h: Tensor) -> tuple[Tensor, Tensor]:
-        return index, _flat(head(h if ends else _mean_states(p, h)))
+        scores = head(_pooled(p, h, pooling))
+        return index, scores if scores.numel() > len(scores) else _flat(scores)
 
-    found = _forwards(decoder, c, token_budget, share_prompts, "all", _ends if ends else _everywhere, read)
+    places = _ends if pooling == "last" else _everywhere
+    found = _forwards(decoder, c, token_budget, share_prompts, "all", places, read)
     if not found:
         raise DataError("the batch has no rows: there is nothing to score.")
     order, scores = (torch.cat(x) for x in zip(*found, strict=True))
-    return scores.new_zeros(len(scores)).index_put((order,), scores)
+    return scores.new_zeros(scores.shape).index_put((order,), scores)
 
 # %% ../../nbs/scoring/scores.ipynb #ff1a6ad4
 def logps(

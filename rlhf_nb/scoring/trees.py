@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, DataError, ModelError
-from ..fast.support import MOVERS, changed
+from ..fast.support import MOVERS, changed, decoder_of
 from ..fast.workers import balance
 from .head import text_config
 from .packing import Cores, Pack, cut_into_items, pack_alike, locate, pack_rows
@@ -222,7 +222,8 @@ def why_no_trees(decoder: nn.Module, longest: int) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     if kind not in TREE_FAMILIES:
         return f"{kind} isn't among the families checked for tree masks"
-    reason = decoder.__dict__.get("_rlhf_nb_plain") or changed(decoder, MOVERS)
+    body = decoder_of(decoder)
+    reason = body.__dict__.get("_rlhf_nb_plain") or changed(body, MOVERS)
     if reason is not None:
         return reason
     if attention not in ("sdpa", "eager"):

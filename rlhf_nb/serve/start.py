@@ -4,25 +4,22 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from ..console import Debug, me, tell, told
+from ..console import tell
 from ..bench.talk import read_generation
 from ..config import ModelConfig
 from ..core import ConfigError
 from .settings import ServeConfig
 
 # %% auto #0
-__all__ = ['read_settings', 'serve', 'serve_command']
+__all__ = ['named_places', 'shares_of', 'read_settings', 'serve', 'memory_told']
 
 # %% ../../nbs/serve/start.ipynb #5e932006
-def _named(words: Sequence[str] | None, what: str) -> dict[str, str]:
+def named_places(words: Sequence[str] | None, what: str) -> dict[str, str]:
     """NAME=FOLDER words as a dict; a bare folder is named like itself."""
     out: dict[str, str] = {}
     for word in words or ():
@@ -36,7 +33,7 @@ def _named(words: Sequence[str] | None, what: str) -> dict[str, str]:
     return out
 
 
-def _shares(words: Sequence[str] | None, what: str) -> dict[str, dict[str, float]]:
+def shares_of(words: Sequence[str] | None, what: str) -> dict[str, dict[str, float]]:
     """NAME=A:0.9,B:0.1 words as nested dicts."""
     out: dict[str, dict[str, float]] = {}
     for word in words or ():
@@ -72,7 +69,7 @@ def read_settings(
     from rlhf_nb.config import merge, parse_overrides
 
     over = merge(said, parse_overrides(words or []))
-    named = _named(models, "model")
+    named = named_places(models, "model")
     return base.replace(**merge(over, {"models": named} if named else {}))
 
 # %% ../../nbs/serve/start.ipynb #5e932009
@@ -138,22 +135,21 @@ def _routers(config: ServeConfig) -> list[Any]:
     return out
 
 
-def _planned(config: ServeConfig) -> None:
-    """Print the memory that a server takes."""
+def memory_told(config: ServeConfig) -> str:
+    """The memory that a server takes, a line for each model and one for all."""
     from rlhf_nb.serve.site import memory_plan
 
     rows, gib = memory_plan(config), 2**30
-    for r in rows:
-        parts = f"weights {r.weights / gib:.2f} GiB, copies {r.copies / gib:.2f} GiB"
-        tell(
-            f"{r.name}: {parts}, keys and values {r.token / 1024:.0f} KiB a token and {r.cache / gib:.2f} GiB at most",
-            err=False,
-        )
+    lines = [
+        f"{r.name}: weights {r.weights / gib:.2f} GiB, copies {r.copies / gib:.2f} GiB, keys and values {r.token / 1024:.0f} KiB a token and "
+        f"{r.cache / gib:.2f} GiB at most"
+        for r in rows
+    ]
     start, most = sum(r.weights + r.copies for r in rows), sum(r.most for r in rows)
-    tell(
-        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, max_context).",
-        err=False,
+    lines.append(
+        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, max_context)."
     )
+    return "\n".join(lines)
 
 
 def _traffic(config: ServeConfig) -> Any:
@@ -161,65 +157,3 @@ def _traffic(config: ServeConfig) -> Any:
     from rlhf_nb.feedback.traffic import TrafficLog
 
     return None if config.traffic is None else TrafficLog(config.traffic, config.log_text)
-
-# %% ../../nbs/serve/start.ipynb #5e932010
-_Models = typer.Argument(
-    None, metavar="[MODEL]...", help="folder, hub name or short name (smollm2); NAME=FOLDER to name it"
-)
-_Model = typer.Option(None, "--model", hidden=True)
-_Adapter = typer.Option(None, "--adapter", metavar="NAME=FOLDER", help="a LoRA adapter on one of the models")
-_Split = typer.Option(None, "--split", metavar="NAME=A:0.9,B:0.1", help="divide users of a name between models")
-_Shadow = typer.Option(None, "--shadow", metavar="A=B:0.1", help="B answers a share of what A is asked, unseen")
-_Upstream = typer.Option(
-    None, "--upstream", metavar="NAME=URL", help="a model that another server computes, vLLM's for one"
-)
-_Set = typer.Option(None, "--set", metavar="KEY=VALUE", help="any setting (docs/serving.md), such as max_concurrent=32")
-
-
-def serve_command(
-    models: list[str] = _Models,
-    model: list[str] = _Model,
-    adapter: list[str] = _Adapter,
-    config: str = typer.Option(None, "--config", "-c", help="YAML or JSON file with settings"),
-    host: str = typer.Option(None, help="address to listen on; default 127.0.0.1, others need --keys"),
-    port: int = typer.Option(None, help="default 8000; 0: any that is free"),
-    keys: str = typer.Option(None, help="file with hashed API keys"),
-    new_key: str = typer.Option(
-        None, "--new-key", metavar="NAME", help="print a new key and its line for that file, and end"
-    ),
-    upstream: list[str] = _Upstream,
-    split: list[str] = _Split,
-    shadow: list[str] = _Shadow,
-    page: bool = typer.Option(False, "--page", help="a chat page at /"),
-    feedback: str = typer.Option(
-        None, metavar="FILE", help="what users say of answers, at /v1/feedback and on the page"
-    ),
-    traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
-    log_text: bool = typer.Option(False, "--log-text", help="its texts, too"),
-    more: list[str] = _Set,
-    plan: bool = typer.Option(False, "--plan", help="say how much memory it takes, and end"),
-    debug: bool = Debug,
-) -> None:
-    """Answer OpenAI's clients with your models: /v1/chat/completions, /v1/completions, /v1/models."""
-    with told(debug):
-        if new_key is not None:
-            from rlhf_nb.serve.gate import new_key as make
-
-            key, line = make(new_key)
-            tell(f"The key, shown only now: {key}\nIts line for the file of keys:")
-            tell(line, err=False)
-            return
-        logging.basicConfig(level="WARNING", format="%(message)s")
-        logging.getLogger("rlhf_nb.serve").setLevel("INFO")
-        settings = read_settings(
-            config, [*(models or []), *(model or [])], more, adapters=_named(adapter, "--adapter"), upstreams=_named(upstream, "--upstream"), host=host, port=port, keys=keys,
-            split=_shares(split, "--split"), shadow=_shares(shadow, "--shadow"), traffic=traffic, log_text=log_text, page=page, feedback=feedback,
-        )  # fmt: skip
-        if not (settings.models or settings.upstreams):
-            raise ConfigError(
-                f"no model is named, so there is nothing to serve. Type: {me()} serve smollm2, or a folder."
-            )
-        if plan:
-            _planned(settings)
-        else:
-            serve(settings)

@@ -5,27 +5,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core import ConfigError
-from ..models.heads import Pooling, RewardModel
+from ..data.sources import collate_preferences
+from ..models.heads import RewardModel
+from ..models.layers import LayerStates, body_parts, cut_body
 from ..scoring.head import text_config
+from ..files import open_regular
+from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'HEAD_FILE', 'fit_logistic', 'body_parts', 'cut_body', 'difference_states',
-           'answer_states', 'Fit', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'read_fit', 'keep_fit']
+__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'Pace',
+           'kept_states', 'Fit', 'thirds', 'side_by_side', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of',
+           'read_fit', 'keep_fit', 'pieces_of']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 FOLDS = 4
+
+
+def _compact(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """[n, m ≤ n] with the inner products of x [n, H], and the way of weights [m] back to [H]."""
+    if x.shape[1] <= len(x):
+        return x, lambda w: w
+    square = x @ x.T
+    square.diagonal().add_(1e-7 * float(square.diagonal().mean()))  # pairs that occur twice
+    lower = torch.linalg.cholesky(square)
+    return lower, lambda w: x.T @ torch.linalg.solve_triangular(lower.T, w[:, None].to(x.dtype), upper=True)[:, 0]
 
 
 def fit_logistic(x: Tensor, ridge: float, steps: int = 30) -> Tensor:
@@ -36,7 +54,7 @@ def fit_logistic(x: Tensor, ridge: float, steps: int = 30) -> Tensor:
         ridge: λ, how strongly weights are pulled towards 0.
         steps: at most; it ends where a step changes nothing any more.
     """
-    x = x.double()
+    x, back = _compact(x.double())
     n, width = x.shape
     w, eye = x.new_zeros(width), torch.eye(width, dtype=x.dtype, device=x.device)
     for _ in range(steps):
@@ -47,217 +65,259 @@ def fit_logistic(x: Tensor, ridge: float, steps: int = 30) -> Tensor:
         w = w - step
         if float(step.abs().max()) <= 1e-10 * float(w.abs().max()):
             break
-    return w
+    return back(w)
 
 # %% ../../nbs/train/fit_head.ipynb #3fe51c18
-def body_parts(decoder: Any) -> tuple[str, nn.ModuleList, nn.Module] | None:
-    """How a decoder's list of layers is called, the list, and the norm behind it; None where it isn't put together that way."""
-    name = next((n for n in ("layers", "h") if isinstance(getattr(decoder, n, None), nn.ModuleList)), None)
-    norms = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-    norm = next((m for n in norms if isinstance(m := getattr(decoder, n, None), nn.Module)), None)
-    return None if name is None or norm is None else (name, getattr(decoder, name), norm)
-
-
-def cut_body(decoder: Any, layers: int) -> None:
-    """Leave a decoder its first layers, in place.
-
-    Args:
-        decoder: of a reward model, with a list of layers.
-        layers: how many stay.
-
-    Raises:
-        ConfigError: it has fewer, or no such list.
-    """
-    parts = body_parts(decoder)
-    if parts is None:
-        raise ConfigError(
-            f"body_layers is {layers}, but {type(decoder).__name__} has no list of layers to cut: leave it null."
-        )
-    name, whole, _ = parts
-    if not 1 <= layers <= len(whole):
-        raise ConfigError(f"body_layers is {layers}, but the model has {len(whole)} layers: set 1 to {len(whole)}.")
-    setattr(decoder, name, whole[:layers])
-    config = text_config(decoder)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = list(config.layer_types)[:layers]
-
-
 @torch.no_grad()
 def difference_states(
     decoder: Any, rows: Sequence[dict[str, Any]], pooling: Pooling, every: bool, token_budget: int
 ) -> Tensor:
-    """float32[depths, n, H], states of the chosen answers less those of the rejected ones; arguments as in `answer_states`.
-
-    Args:
-        rows: n tokenized pairs.
-    """
-    answers = [row["prompt_ids"] + row[side] for row in rows for side in ("chosen_ids", "rejected_ids")]
-    states = answer_states(decoder, answers, pooling, every, token_budget)
-    return states[:, 0::2] - states[:, 1::2]
-
-
-@torch.no_grad()
-def answer_states(
-    decoder: Any, answers: Sequence[list[int]], pooling: Pooling, every: bool, token_budget: int
-) -> Tensor:
-    """float32[depths, n, H], states of answers behind their prompts, under the decoder's last norm.
+    """float32[depths, n, W], pooled states of the chosen answers less those of the rejected ones.
 
     Args:
         decoder: computes; it isn't changed.
-        answers: n lists of tokens, prompt and answer.
-        pooling: the state at the last token, or the mean over prompt and answer.
+        rows: n tokenized pairs.
+        pooling: as in `scoring.scores.sequence_scores`; W is twice the hidden size for "both".
         every: one depth for each layer; False: the last one only.
         token_budget: tokens of one forward at most.
+
+    Raises:
+        ConfigError: the decoder has no list of layers.
     """
-    parts = body_parts(decoder)
+    parts = body_parts(decoder) if every else None
     if every and parts is None:
         raise ConfigError(
-            f"body_layers is auto, but {type(decoder).__name__} has no list of layers to choose from: leave it null."
+            f"{type(decoder).__name__} has no list of layers to choose from: leave body_layers and head_layers null."
         )
-    device = next(decoder.parameters()).device
-    order = sorted(range(len(answers)), key=lambda i: (len(answers[i]), i))
-    found: list[Tensor | None] = [None] * len(answers)
-    while order:
-        longest, batch = 1, list[int]()
-        while order and (len(batch) + 1) * max(longest, len(answers[order[0]])) <= max(
-            token_budget, len(answers[order[0]])
-        ):
-            batch.append(order.pop(0))
-            longest = len(answers[batch[-1]])
-        ids = torch.zeros(len(batch), longest, dtype=torch.int64, device=device)
-        mask = torch.zeros_like(ids)
-        for k, i in enumerate(batch):
-            ids[k, : len(answers[i])], mask[k, : len(answers[i])] = torch.tensor(answers[i], device=device), 1
-        for i, state in zip(batch, _pooled(decoder, ids, mask, pooling, parts if every else None), strict=True):
-            found[i] = state
-    return torch.stack([s for s in found if s is not None], 1)
+    reader = decoder if parts is None else LayerStates(decoder, range(1, len(parts.layers) + 1))
+    answers = collate_preferences(rows, 0).completions(0).to(next(decoder.parameters()).device)
+    states = sequence_scores(reader, lambda h: h.float(), answers, token_budget=token_budget, pooling=pooling)
+    depths, pooled = 1 if parts is None else len(parts.layers), 2 if pooling == "both" else 1
+    states = states.view(len(states), pooled, depths, -1).permute(2, 0, 1, 3).flatten(2)
+    return states[:, 0::2] - states[:, 1::2]
+
+# %% ../../nbs/train/fit_head.ipynb #fh000002
+PIECE = 32  # pairs that are read, kept and told of together
 
 
-def _pooled(decoder: Any, ids: Tensor, mask: Tensor, pooling: Pooling, parts: Any) -> Tensor:
-    """float32[rows, depths, H] states of right-padded rows."""
-    ends, seen = mask.sum(1) - 1, list[Tensor]()
+class Pace:
+    """Tells how far something is that takes long: a line every ten seconds.
 
-    def pool(h: Tensor, norm: Any = None) -> Tensor:
-        if pooling == "last":
-            h = h[torch.arange(len(h), device=h.device), ends][:, None]
-        h = (h if norm is None else norm(h)).float()
-        return h[:, 0] if pooling == "last" else (h * mask[:, :, None]).sum(1) / mask.sum(1)[:, None]
+    Args:
+        tell: takes a line.
+        every: seconds between two lines.
+    """
 
-    def hook(module: Any, args: Any, out: Any) -> None:
-        seen.append(pool(out[0] if isinstance(out, tuple) else out, parts[2]))
+    def __init__(self, tell: Callable[[str], None], every: float = 10.0) -> None:
+        self.tell, self.every = tell, every
+        self.begin = self.told = time.monotonic()
 
-    hooks = [layer.register_forward_hook(hook) for layer in parts[1]] if parts is not None else []
-    try:
-        last = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return torch.stack(seen if parts is not None else [pool(last)], 1)
+    def __call__(self, what: str, done: int, total: int, fresh: int) -> None:
+        """Tell, if it is time.
+
+        Args:
+            what: is done.
+            done: so many.
+            total: of so many.
+            fresh: so many of the done ones in this process, from which the rest of the time is told.
+        """
+        now = time.monotonic()
+        if now - self.told >= self.every and fresh and done < total:
+            self.told = now
+            left = (now - self.begin) / fresh * (total - done)
+            self.tell(f"{what}: {done:,} of {total:,}, about {max(left, 1):,.0f} s left")
+
+
+def kept_states(
+    pieces: Sequence[int], total: int, read: Callable[[int], Tensor], folder: Path | None, pace: Pace
+) -> Iterator[Tensor]:
+    """States of pieces of the pairs, from the folder or read now.
+
+    Args:
+        pieces: numbers of these pieces.
+        total: pairs of all of them.
+        read: number of a piece to its states [depths, at most `PIECE`, W].
+        folder: where they are kept; None: nowhere.
+        pace: told after each.
+    """
+    done = fresh = 0
+    for piece in pieces:
+        file = None if folder is None else folder / f"piece-{piece:05d}.safetensors"
+        states = None
+        if file is not None and file.is_file():
+            with suppress(OSError, SafetensorError), safe_open(str(file), framework="pt") as f:
+                states = f.get_tensor("states")
+        if states is None:
+            states, fresh = read(piece).half().cpu(), fresh + PIECE
+            if file is not None:
+                _write(file, {"states": states})
+        done += states.shape[1]
+        pace("pairs read for the head", done, total, fresh)
+        yield states
+
+
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A file of tensors, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, aside, metadata=metadata)
+    os.replace(aside, file)
 
 # %% ../../nbs/train/fit_head.ipynb #47f22692
 class Fit(NamedTuple):
     """A fitted head."""
 
-    weight: Tensor  # [H], of the states as they are
-    layers: int  # depth that it reads, counted from 1
+    weight: Tensor  # [layers · W], of the pooled states as they are, in the order in which `LayerStates` gives them
+    layers: tuple[int, ...]  # that it reads, counted from 1
     ridge: float
     accuracy: float  # share of pairs that folds without them order rightly; the choice was made by the same folds
 
 
-def fit_head(states: Tensor, folds: int = FOLDS, ridges: Sequence[float] = RIDGES) -> Fit:
-    """The linear head that predicts choices best, among depths and ridges.
+def thirds(depths: int) -> list[tuple[int, ...]]:
+    """Five overlapping thirds of so many layers, counted from 1; fewer where there are few layers."""
+    cuts = [round(depths * i / 6) for i in range(7)]
+    return list(dict.fromkeys(tuple(range(a + 1, b + 1)) for a, b in zip(cuts, cuts[2:]) if b > a))
+
+
+def side_by_side(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Tensor:
+    """[n, layers · W] of [depths, n, W], as `LayerStates` and the pooling put them together.
 
     Args:
-        states: [depths, n, H] of `difference_states`.
+        states: of `difference_states`.
+        layers: which, counted from 1.
+        pooled: 2 for the pooling "both": first all last states, then all means.
+    """
+    x = torch.stack([states[k - 1].float() for k in layers], 1)  # [n, layers, W]
+    return x.view(*x.shape[:2], pooled, -1).transpose(1, 2).flatten(1)
+
+
+def fit_head(
+    states: Tensor,
+    several: bool = False,
+    pooled: int = 1,
+    folds: int = FOLDS,
+    ridges: Sequence[float] = RIDGES,
+    pace: Pace | None = None,
+) -> Fit:
+    """The linear head that predicts choices best, among layers and ridges.
+
+    Args:
+        states: [depths, n, W] of `difference_states`.
+        several: choose among `thirds` of the layers; False: among single ones.
+        pooled: as in `side_by_side`.
         folds: of the pairs, to choose by.
         ridges: to choose from.
+        pace: told after each candidate.
 
     Raises:
         ConfigError: too few pairs to choose by.
     """
-    n = states.shape[1]
+    depths, n = states.shape[:2]
     if n < 2 * folds:
         raise ConfigError(
-            f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least): set it to 0, or give more pairs."
+            f"fit_head_pairs: {n} pairs are too few to fit a head ({2 * folds} at least): set it to 0, or give more "
+            "pairs."
         )
     part = torch.arange(n, device=states.device) % folds
-    best: tuple[float, int, float, float] | None = None
-    for depth, x in enumerate(states):
-        x = _scaled(x)[0].float()
-        for ridge, margins in zip(ridges, _by_others(x, part, ridges), strict=True):
+    candidates = thirds(depths) if several else [(k,) for k in range(1, depths + 1)]
+    best: tuple[float, tuple[int, ...], float, float] | None = None
+    for done, layers in enumerate(candidates, 1):
+        x = _scaled(side_by_side(states, layers, pooled))[0]
+        for ridge, margins in zip(ridges, _by_others(_compact(x)[0], part, ridges), strict=True):
             miss = float((1 - margins).square().mean())
             if best is None or miss < best[0]:
                 right = float((margins > 0).double().mean() + 0.5 * (margins == 0).double().mean())
-                best = (miss, depth, ridge, right)
+                best = (miss, layers, ridge, right)
+        if pace is not None:
+            pace("layers tried for the head", done, len(candidates), done)
     assert best is not None
-    _, depth, ridge, right = best
-    x, scale = _scaled(states[depth])
-    return Fit((fit_logistic(x, ridge) / scale).float(), depth + 1, ridge, right)
+    _, layers, ridge, right = best
+    x, scale = _scaled(side_by_side(states, layers, pooled))
+    return Fit((fit_logistic(x, ridge) / scale).float(), layers, ridge, right)
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of mean square 1 / H over the pairs, and what they were divided by."""
+    """float32 features of mean square 1 / H over the pairs, and what they were divided by."""
     scale = x.double().square().mean(0).sqrt().clamp_min(1e-8) * x.shape[1] ** 0.5
-    return x.double() / scale, scale
+    return (x / scale).float(), scale
 
 
 def _by_others(x: Tensor, part: Tensor, ridges: Sequence[float]) -> list[Tensor]:
     """For each ridge the margins [n] of pairs by least squares on the other folds."""
     out = [x.new_zeros(len(x)) for _ in ridges]
+    eye = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     for fold in range(int(part.max()) + 1):
         known, kept = x[part != fold], x[part == fold]
-        few = len(known) < x.shape[1]
-        square = known @ known.T if few else known.T @ known
-        eye = torch.eye(len(square), dtype=x.dtype, device=x.device)
-        target = known.new_ones(len(known), 1) if few else known.sum(0)[:, None]
+        square, target = known.T @ known, known.sum(0)[:, None]
         for margins, ridge in zip(out, ridges, strict=True):
-            solved = torch.cholesky_solve(target, torch.linalg.cholesky(square + ridge * len(known) * eye))
-            margins[part == fold] = (kept @ (known.T @ solved if few else solved))[:, 0]
+            lower = torch.linalg.cholesky(square + ridge * len(known) * eye)
+            margins[part == fold] = (kept @ torch.cholesky_solve(target, lower))[:, 0]
     return out
 
 # %% ../../nbs/train/fit_head.ipynb #15064d42
 class Fitted(NamedTuple):
     """Heads of K members, on bodies of one depth."""
 
-    weights: Tensor  # [K, H]
+    weights: Tensor  # [K, layers · W]
     about: dict[str, Any]  # layers, ridge, accuracy, pairs
 
 
-def fit_members(states: Tensor, seeds: Sequence[int], layers: int | None = None) -> Fitted:
+def fit_members(
+    states: Tensor,
+    seeds: Sequence[int],
+    layers: int | None = None,
+    several: bool = False,
+    pooled: int = 1,
+    pace: Pace | None = None,
+) -> Fitted:
     """A fitted head for each member of an ensemble.
 
     Args:
-        states: [depths, n, H] of `difference_states`.
+        states: [depths, n, W] of `difference_states`.
         seeds: one a member, of the pairs that members after the first are fitted to.
         layers: depth that the last of the depths has (None: they are all there are, counted from 1).
+        several, pooled, pace: as in `fit_head`.
     """
-    first = fit_head(states)
-    depth, weights = first.layers - 1, [first.weight]
+    first = fit_head(states, several, pooled, pace=pace)
+    x, weights = side_by_side(states, first.layers, pooled), [first.weight]
     for seed in seeds[1:]:
         g = torch.Generator().manual_seed(seed % 2**63)
-        drawn = torch.randint(states.shape[1], (states.shape[1],), generator=g).to(states.device)
-        x, scale = _scaled(states[depth][drawn])
-        weights.append((fit_logistic(x, first.ridge) / scale).float())
+        drawn = torch.randint(len(x), (len(x),), generator=g).to(states.device)
+        some, scale = _scaled(x[drawn])
+        weights.append((fit_logistic(some, first.ridge) / scale).float())
     about = {
-        "layers": layers or first.layers,
+        "layers": list(first.layers) if several else layers or first.layers[0],
         "ridge": first.ridge,
         "accuracy": first.accuracy,
-        "pairs": states.shape[1],
+        "pairs": len(x),
     }
     return Fitted(torch.stack(weights).cpu(), about)
 
 
 def set_heads(members: Sequence[RewardModel], fitted: Fitted, cut: bool) -> None:
     """Give members their fitted heads, and bodies of the depth that these read."""
+    layers = fitted.about["layers"]
     for member, weight in zip(members, fitted.weights, strict=True):
-        if cut:
-            cut_body(member.decoder, int(fitted.about["layers"]))
+        if isinstance(layers, list):
+            member.read_layers(layers)
+        elif cut:
+            cut_body(member.decoder, int(layers))
         with torch.no_grad():
             member.head.last.weight.copy_(weight[None])
 
+
+def told_of(fitted: Fitted, body: Any) -> str:
+    """A sentence about a fit, given the body that it was made on."""
+    about, layers = fitted.about, fitted.about["layers"]
+    reads = f"layers {layers[0]} to {layers[-1]}" if isinstance(layers, list) else f"layer {layers}"
+    return (
+        f"head fitted to {about['pairs']:,} pairs: it reads {reads} of {text_config(body).num_hidden_layers}, pulled by "
+        f"{about['ridge']:g}; folds without them order {about['accuracy']:.1%} of them rightly."
+    )
+
 # %% ../../nbs/train/fit_head.ipynb #716fc26c
 HEAD_FILE = "fitted_head.safetensors"
+PIECES = "fitting"  # the folder of an unfinished one's pieces
 
 
 def read_fit(folder: str | Path, of: str) -> Fitted | None:
@@ -268,7 +328,9 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
         of: hash of what it depends on.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / HEAD_FILE), framework="pt") as f:
+        path = Path(folder).expanduser() / HEAD_FILE
+        open_regular(path).close()
+        with safe_open(str(path), framework="pt") as f:
             told = f.metadata() or {}
             return Fitted(f.get_tensor("weights"), json_value(told["about"].encode())) if told.get("of") == of else None
     except (OSError, SafetensorError, Unreadable, KeyError):  # it is made again
@@ -277,7 +339,18 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
 
 def keep_fit(folder: str | Path, of: str, fitted: Fitted) -> None:
     """Write a fit into a run's folder."""
-    path = Path(folder) / HEAD_FILE
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    save_file({"weights": fitted.weights.contiguous()}, aside, metadata={"of": of, "about": json.dumps(fitted.about)})
-    os.replace(aside, path)
+    _write(Path(folder) / HEAD_FILE, {"weights": fitted.weights}, {"of": of, "about": json.dumps(fitted.about)})
+    shutil.rmtree(Path(folder) / PIECES, ignore_errors=True)
+
+
+def pieces_of(folder: str | Path, of: str) -> Path:
+    """Where the pieces of an unfinished fit are kept; those of another one go.
+
+    Args:
+        folder: of the run.
+        of: hash of what the states depend on.
+    """
+    home = Path(folder).expanduser() / PIECES
+    for other in [p for p in home.glob("*") if p.name != of[:16]]:
+        shutil.rmtree(other, ignore_errors=True)
+    return home / of[:16]

@@ -22,14 +22,29 @@ from ..data.sources import collate_completions, collate_preferences, tokenize_pr
 from ..data.worlds import toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
+from ..scoring.scores import Pooling
 from ..models.starts import weight_digest
 from ..run.engine import Engine
 from ..scoring.check import check_scores
 from ..scoring.head import text_config
-from .fit_head import Fitted, cut_body, difference_states, fit_members, keep_fit, read_fit, set_heads
+from ..console import tell
+from ..models.layers import cut_body
+from rlhf_nb.train.fit_head import (
+    PIECE,
+    Fitted,
+    Pace,
+    difference_states,
+    fit_members,
+    keep_fit,
+    kept_states,
+    pieces_of,
+    read_fit,
+    set_heads,
+    told_of,
+)
 from .registry import register
 from ..data.worlds import Row
-from .method import TextMethod, split_pairs
+from .method import TextConfig, TextMethod, split_pairs
 from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -38,7 +53,7 @@ __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 
            'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/train/reward.ipynb #407b06d2
-class RewardConfig(TrainConfig):
+class RewardConfig(TextConfig):
     """Everything that a reward-model run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
@@ -53,7 +68,9 @@ class RewardConfig(TrainConfig):
     head: Literal["linear", "mlp"] = option("linear", "linear is readable by plain transformers")
     head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)
     head_dropout: float = option(0.0, "dropout before the head's last layer, while training", ge=0, lt=1)
-    pooling: Literal["last", "mean"] = option("last", "state at the last real token, or the mean of all")
+    pooling: Pooling = option(
+        "last", "state at the last real token, the mean of all, or both: the last state beside the mean of the answer"
+    )
     fit_head_pairs: int = option(
         0,
         "training pairs that the head is fitted to before the first step, on the body as it comes; 0: it is drawn",
@@ -62,6 +79,11 @@ class RewardConfig(TrainConfig):
     body_layers: int | Literal["auto"] | None = option(
         None,
         "layers of the body that are kept; auto: up to the one whose states fit_head_pairs predict best; null: all",
+    )
+    head_layers: list[int] | Literal["auto"] | None = option(
+        None,
+        "layers whose states the head reads side by side, counted from 1 (those above them go); auto: the neighbouring "
+        "third of them whose states fit_head_pairs predict best; null: the last one alone, as plain classifiers do",
     )
     train_body: bool = option(True, "false: only the head learns, and the body stays as it came")
     label_smoothing: float = option(0.0, "how often a label is believed to be wrong", ge=0, lt=0.5)
@@ -73,15 +95,27 @@ class RewardConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _heads(self) -> RewardConfig:
-        """Only a linear head can be fitted, and an adapter belongs to a whole body."""
+        """Only a linear head can be fitted or read several layers, and an adapter belongs to a whole body."""
         if self.fit_head_pairs and self.head != "linear":
             raise ValueError(
                 f"fit_head_pairs is {self.fit_head_pairs}, but head is {self.head!r}: only a linear head is fitted. Set head=linear, or fit_head_pairs=0."
             )
-        if self.body_layers == "auto" and not self.fit_head_pairs:
-            raise ValueError("body_layers is auto, but nothing is fitted to choose by: set fit_head_pairs=5000.")
-        if self.model.lora is not None and (self.body_layers is not None or not self.train_body):
-            key = "body_layers" if self.body_layers is not None else "train_body=false"
+        for key in ("body_layers", "head_layers"):
+            if getattr(self, key) == "auto" and not self.fit_head_pairs:
+                raise ValueError(f"{key} is auto, but nothing is fitted to choose by: set fit_head_pairs=5000.")
+        if self.head_layers is not None and (self.body_layers is not None or self.head != "linear"):
+            key = "body_layers" if self.body_layers is not None else "head"
+            raise ValueError(
+                f"head_layers is {self.head_layers}, and {key} is {getattr(self, key)!r}: the body ends behind the last "
+                "of head_layers, and only a linear head reads several. Leave one of the two out."
+            )
+        keys = {
+            "body_layers": self.body_layers is not None,
+            "head_layers": self.head_layers is not None,
+            "train_body=false": not self.train_body,
+        }
+        if self.model.lora is not None and any(keys.values()):
+            key = next(k for k, given in keys.items() if given)
             raise ValueError(
                 f"{key} and model.lora don't go together: an adapter trains the body, and is saved for the whole of it. Leave one of them out."
             )
@@ -114,6 +148,7 @@ class Reward(TextMethod):
         config: of the run.
         demonstrations: tokenized rows whose mean score is 0 at the end.
         examples: training pairs as text, from which the baseline learns when `evaluate` is first asked.
+        to_fit: pairs as text that heads are fitted to, with `fit_head_pairs`.
     """
 
     name = "reward"
@@ -129,29 +164,31 @@ class Reward(TextMethod):
         config: RewardConfig,
         demonstrations: Sequence[Row] = (),
         examples: Sequence[Row] = (),
+        to_fit: Sequence[Row] = (),
     ) -> None:
         super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
-        self.examples = list(examples)
+        self.examples, self.to_fit = list(examples), list(to_fit)
         self._baselines: dict[str, float] | None = None
-        self.to_fit: list[Row] = []  # pairs as text that heads are fitted to
         self.fitted: tuple[str, Fitted] | None = None  # hash of what it depends on, and the fit
 
     def attach(self, engine: Engine, config: TrainConfig) -> None:
         """Bodies are cut and heads fitted here, on the device and in the format of the run, before anything is wrapped."""
         super().attach(engine, config)
-        layers = self.config.body_layers
-        for member in self.members:
+        layers, several = self.config.body_layers, self.config.head_layers
+        for i, member in enumerate(self.members):
             if isinstance(layers, int):
                 cut_body(member.decoder, layers)
+            if isinstance(several, list):
+                member.read_layers(several, derive_seed(config.seed, "head", i))
         if self.config.fit_head_pairs:
-            self.fitted = self._fit_heads(layers)
+            self.fitted = self._fit_heads()
             set_heads(self.members, self.fitted[1], cut=layers == "auto")
         if not self.config.train_body:
             for member in self.members:
                 member.decoder.requires_grad_(False)
 
-    def _fit_heads(self, layers: int | str | None) -> tuple[str, Fitted]:
+    def _fit_heads(self) -> tuple[str, Fitted]:
         """The heads that pairs and the untrained body give (`train.fit_head`), or those that the run has kept."""
         config, engine, first = self.config, self.engine, self.members[0]
         rows = self.tokenize(self.to_fit, warn=False) if self.to_fit else []
@@ -159,7 +196,16 @@ class Reward(TextMethod):
             raise ConfigError(
                 "fit_head_pairs needs the pairs before the first step, and a stream is read as it goes: set fit_head_pairs=0, or data.streaming=false."
             )
-        how = (len(self.members), config.seed, config.pooling, layers, str(engine.precision.compute_dtype))
+        several, pooled = config.head_layers == "auto", 2 if config.pooling == "both" else 1
+        every = several or config.body_layers == "auto"
+        how: list[Any] = [
+            len(self.members),
+            config.seed,
+            config.pooling,
+            config.body_layers,
+            str(engine.precision.compute_dtype),
+        ]
+        how += [] if config.head_layers is None else [config.head_layers]
         body = [weight_digest(p) for p in first.decoder.parameters()]
         of = weight_digest(
             torch.zeros(0), *how, *body, *[(r["prompt_ids"], r["chosen_ids"], r["rejected_ids"]) for r in rows]
@@ -167,27 +213,28 @@ class Reward(TextMethod):
         kept = engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]
         if kept is not None:
             return of, kept
-        with engine.autocast(), evaluating(first.decoder.to(engine.device)), first.speaking():
-            mine = rows[engine.rank :: engine.world_size]
-            part = (
-                difference_states(first.decoder, mine, config.pooling, layers == "auto", config.token_budget)
-                if mine
-                else None
-            )
-        parts = [p for p in engine.gather_object(None if part is None else part.cpu()) if p is not None]
-        states = torch.empty(parts[0].shape[0], len(rows), parts[0].shape[2])
-        for rank, found in enumerate(parts):
-            states[:, rank :: engine.world_size] = found
+        pace = Pace(tell if engine.is_main and config.console else lambda line: None)
+        depth = None if every else text_config(first.decoder).num_hidden_layers
+        states = self._states(rows, every, pieces_of(config.output_dir, of), pace).to(engine.device)
         seeds = [derive_seed(config.seed, "fit", i) for i in range(len(self.members))]
-        depth = None if layers == "auto" else text_config(first.decoder).num_hidden_layers
-        made = fit_members(states.to(engine.device), seeds, depth) if engine.is_main else None
-        fitted = engine.gather_object(made)[0]
-        told, whole = fitted.about, text_config(first.decoder).num_hidden_layers
-        warnings.warn(
-            f"head fitted to {told['pairs']:,} pairs: it reads layer {told['layers']} of {whole}, pulled by {told['ridge']:g}; "
-            f"folds without them order {told['accuracy']:.1%} of them rightly.", DataNote, stacklevel=2,
-        )  # fmt: skip
+        made = fit_members(states, seeds, depth, several, pooled, pace) if engine.is_main else None
+        fitted: Fitted = engine.gather_object(made)[0]
+        warnings.warn(told_of(fitted, first.decoder), DataNote, stacklevel=2)
         return of, fitted
+
+    def _states(self, rows: list[Row], every: bool, folder: Path, pace: Pace) -> Tensor:
+        """float16[depths, n, W], `difference_states` of pairs; ranks take turns, a piece each."""
+        config, engine, first = self.config, self.engine, self.members[0]
+        mine = range(-(-len(rows) // PIECE))[engine.rank :: engine.world_size]
+
+        def read(piece: int) -> Tensor:
+            some = rows[piece * PIECE : (piece + 1) * PIECE]
+            return difference_states(first.decoder, some, config.pooling, every, config.token_budget)
+
+        with engine.autocast(), evaluating(first.decoder.to(engine.device)), first.speaking():
+            states = list(kept_states(mine, len(rows) // engine.world_size, read, folder, pace))
+        pieces = dict(pair for part in engine.gather_object(list(zip(mine, states))) for pair in part)
+        return torch.cat([pieces[k] for k in sorted(pieces)], 1)
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
@@ -225,11 +272,11 @@ class Reward(TextMethod):
             terms["center"] = (centering(chosen, rejected), self.config.center_coef / k)
         return terms
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
-        if not self.held_out:
+        if not held_out:
             return {}
-        engine, rows, scores = self.engine, self.my_held_out, list[Tensor]()
+        engine, rows, scores = self.engine, self.my_share(held_out), list[Tensor]()
         if rows:
             pairs = self.collate(rows).completions()
             found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
@@ -239,7 +286,7 @@ class Reward(TextMethod):
         self.by_question = {"eval/accuracy": (every[0::2, 0] > every[1::2, 0]).double().tolist()}
         if self._baselines is None:
             known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
-            self._baselines = engine.gather_object(baselines(known, self.held_out) if known else {})[0]
+            self._baselines = engine.gather_object(baselines(known, held_out) if known else {})[0]
             self.examples = []
         return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
@@ -426,7 +473,7 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
     "reward", RewardConfig, stage=3, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
     about="Learn a reward model from preferences.",
 )  # fmt: skip
-class RewardTrainer(TextTrainer):
+class RewardTrainer(TextTrainer[RewardConfig]):
     """Reward modelling on preferences, ready to `fit()`; afterwards `members` hold the trained models.
 
     Args as in `TextTrainer`; `model` is the causal language model to start from (the SFT model).
@@ -445,10 +492,8 @@ class RewardTrainer(TextTrainer):
         first = rows[: config.calibrate_rows]
         chat = speaks_chat(tokenizer, config.data.as_chat)
         demonstrations = tokenize_sft(first, tokenizer, **_limits(config), chat=chat, warn=False) if first else ()
-        examples = rows[: config.baseline_pairs]
-        method = Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
-        method.to_fit = rows[: config.fit_head_pairs]
-        return method
+        examples, to_fit = rows[: config.baseline_pairs], rows[: config.fit_head_pairs]
+        return Reward(self.members, tokenizer, config, demonstrations, examples, to_fit)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
         """As in `TextTrainer`; fitted heads are kept and logged."""
