@@ -113,11 +113,7 @@ def monitor_command(
         raise typer.Exit(ALERT)
 
 # %% ../../nbs/cli/traffic.ipynb #c1540a07
-_Folders = typer.Option(
-    [Path("models"), Path("runs")],
-    "--models",
-    help="with --forget: folders of runs and versions; may be given several times",
-)
+_Folders = typer.Option([Path("models"), Path("runs")], "--models", help="with --forget: folders of runs and versions")
 _Logs = typer.Option(None, "--traffic", metavar="LOG", help="with --forget: traffic logs; those beside FILE are found")
 _Export = typer.Option(None, "--export", metavar="OUT", help="write rows that data.path takes")
 

@@ -58,7 +58,8 @@ def export_rows(
     path, owner = Path(path), {x.id: x.user for x in said}
     if not rows:
         raise DataError(
-            f"nothing to export to {path}: the store has no votes that are left after limits and outliers. `rlhf-nb feedback {store.path}` shows why."
+            f"nothing to export to {path}: the store has no votes that are left after limits and outliers. "
+            f"`rlhf-nb feedback {store.path}` shows why."
         )
     users = tuple(sorted({owner[i] for r in rows for i in r["feedback"] if i in owner}))
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -107,7 +108,7 @@ def exports_of(store: FeedbackStore) -> list[Export]:
 
 # %% ../../nbs/feedback/governance.ipynb #f8740009
 class Saw(NamedTuple):
-    """A model that learnt from somebody's words."""
+    """A model that learnt from a user's words."""
 
     folder: Path
     through: str  # the file it read, or the folder of the model that it builds on
@@ -157,21 +158,12 @@ def models_that_saw(users: Set[str], store: FeedbackStore, roots: Iterable[str |
         if hit is not None:
             saw[folder] = hit
     named = {folder: _named_folders(folder) for folder in folders}
-    grew = bool(saw)
-    while grew:
-        grew = False
-        for folder in folders:
-            if folder in saw:
-                continue
-            through = next(
-                (
-                    s
-                    for s in saw
-                    for place in named[folder]
-                    if (s == place or s in place.parents) and s not in folder.parents
-                ),
-                None,
-            )
-            if through is not None:
-                saw[folder], grew = str(through), True
+
+    def teacher(folder: Path) -> Path | None:
+        """A model that saw the words and that this folder's config or record names."""
+        inside = [s for s in saw for place in named[folder] if s == place or s in place.parents]
+        return next((s for s in inside if s not in folder.parents), None)
+
+    while new := {f: str(t) for f in folders if f not in saw and (t := teacher(f)) is not None}:
+        saw |= new
     return [Saw(folder, through) for folder, through in saw.items()]

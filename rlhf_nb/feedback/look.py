@@ -67,14 +67,15 @@ def by_version(said: Sequence[Feedback]) -> list[dict[str, Any]]:
         low, high = wilson_interval(row["up"] / n, n) if n else (0.0, 1.0)
         share = f"{row['up'] / n:.0%} [{low:.0%}, {high:.0%}]" if n else "–"
         out.append(
-            {"version": version, "thumbs": n, "up": share, "won": row["won"], "lost": row["lost"], "same version": row["choices"],
-             "comments": row["comments"], "consent": f"{row['consent'] / row['all']:.0%}"}
+            {"version": version, "thumbs": n, "up": share, "won": row["won"], "lost": row["lost"],
+             "same version": row["choices"], "comments": row["comments"],
+             "consent": f"{row['consent'] / row['all']:.0%}"}
         )  # fmt: skip
     return out
 
 
 def agreement_of(said: Sequence[Feedback]) -> tuple[int, float]:
-    """How many pairs of judgements by two users there are about the same item, and the share that agree (0 without any)."""
+    """How many pairs of judgements by two users are about the same item, and the share that agree (0 without any)."""
     by_item: dict[str, list[str]] = {}
     for x in said:
         if x.item and x.value in ("first", "second", "up", "down"):
@@ -111,8 +112,9 @@ def users_table(found: Aggregate, most: int = 10) -> Table:
     """
     shown = found.users[: max(most, len(found.outliers))]
     rows = [
-        {"": "OUTLIER" if u.outlier else "", "user": u.name, "votes": u.votes, "beyond limit": u.cut, "right": f"{u.right:.0%}",
-         "agrees": "–" if u.agree != u.agree else f"{u.agree:.0%}", "z": f"{u.z:+.1f}", "weight": f"{u.weight:.2f}"}
+        {"": "OUTLIER" if u.outlier else "", "user": u.name, "votes": u.votes, "beyond limit": u.cut,
+         "right": f"{u.right:.0%}", "agrees": "–" if u.agree != u.agree else f"{u.agree:.0%}",
+         "z": f"{u.z:+.1f}", "weight": f"{u.weight:.2f}"}
         for u in shown
     ]  # fmt: skip
     return _table(
@@ -195,14 +197,16 @@ def _exported(
     made = export_rows(store, rows, said, out)
     method = "dpo" if kind == "pairs" else "kto"
     tell(
-        f"{made.path}: {made.rows} rows of {len(made.users)} users. Look: {me()} data {made.path}; train: {me()} {method} data.path={made.path} ...",
+        f"{made.path}: {made.rows} rows of {len(made.users)} users. Look: {me()} data {made.path}; "
+        f"train: {me()} {method} data.path={made.path} ...",
         err=False,
     )
 
 
 def look_at_feedback(
-    file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")), traffic: Sequence[Path] = (),
-    export: Path | None = None, kind: str = "pairs", heads: bool = False, most: int | None = None, scrub: bool = False, names: bool = False,
+    file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")),
+    traffic: Sequence[Path] = (), export: Path | None = None, kind: str = "pairs", heads: bool = False,
+    most: int | None = None, scrub: bool = False, names: bool = False,
 ) -> None:  # fmt: skip
     """Print what users said, export rows to train on, or forget a user: what `rlhf-nb feedback` does.
 

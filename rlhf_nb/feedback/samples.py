@@ -110,7 +110,8 @@ class LogReader:
 
     Args:
         path: of a file that need not exist yet; earlier parts beside it are read first.
-        patience: readings for which zero bytes are waited for (a network file system that has the size but not yet the data).
+        patience: readings for which zero bytes are waited for (a network file system that has the size but not yet the
+            data).
     """
 
     def __init__(self, path: Path, patience: int = 0) -> None:

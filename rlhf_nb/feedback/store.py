@@ -81,13 +81,15 @@ class Feedback:
         need = 2 if self.kind == "choice" else 1
         if len(self.versions) != need:
             raise DataError(
-                f"a {self.kind} is about {need} answer{'s' * (need > 1)}, and {len(self.versions)} model versions are named: name one each."
+                f"a {self.kind} is about {need} answer{'s' * (need > 1)}, and {len(self.versions)} model versions are "
+                "named: name one each."
             )
         if self.consent and (
             self.prompt is None or len(self.answers) != need or not all(a.strip() for a in self.answers)
         ):
             raise DataError(
-                f"a {self.kind} with consent needs its prompt and {need} answer{'s' * (need > 1)} that {'are' if need > 1 else 'is'} not empty: without them nothing can be learnt from it."
+                f"a {self.kind} with consent needs its prompt and {need} answer{'s' * (need > 1)} that "
+                f"{'are' if need > 1 else 'is'} not empty: without them nothing can be learnt from it."
             )
         if self.kind == "comment" and self.consent and not self.reason.strip():
             raise DataError("a comment without text says nothing.")
@@ -141,8 +143,9 @@ def feedback_of(line: Mapping[str, Any]) -> Feedback | None:
     if texts and not isinstance(prompt, str | list):
         raise TypeError("a prompt is text or messages")
     return Feedback(
-        kind, str(value), prompt, answers, tuple(map(str, line["sources"])), str(line.get("reason", "")), texts, str(line.get("model", "")),
-        str(line["annotator"]), str(line["id"]), float(line["time"]), str(line.get("name", "")), str(line.get("from", "")),
+        kind, str(value), prompt, answers, tuple(map(str, line["sources"])), str(line.get("reason", "")), texts,
+        str(line.get("model", "")), str(line["annotator"]), str(line["id"]), float(line["time"]),
+        str(line.get("name", "")), str(line.get("from", "")),
     ).checked()  # fmt: skip
 
 # %% ../../nbs/feedback/store.ipynb #f8700012
@@ -211,7 +214,7 @@ class FeedbackStore:
         return self.names.key_path
 
     def hashed(self, user: str) -> str:
-        """A user's id as it stands in the file; see `Names`."""
+        """A user's id as it is in the file; see `Names`."""
         return self.names.hashed(user)
 
     def add(self, user: str, said: Feedback, source: str = "") -> Feedback:
@@ -220,7 +223,7 @@ class FeedbackStore:
         Args:
             user: name or session; only its hash is stored. "": the source is the user.
             said: without id, time and user.
-            source: key or address that it came from, if that may stand for several users, or invent them.
+            source: key or address that it came from, if that may speak for several users, or invent them.
 
         Returns:
             What was stored: with its id, and without texts where there was no consent.
@@ -239,7 +242,7 @@ class FeedbackStore:
         return kept
 
     def all(self) -> list[Feedback]:
-        """Everything in the file, oldest first, less what was undone; damaged lines are left out and counted in `torn`."""
+        """Everything in the file, oldest first, less what was undone; damaged lines are counted in `torn`."""
         self.torn, found, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
         if not self.path.exists():
             return []

@@ -27,7 +27,8 @@ class Served:
         time: seconds since 1970, when it ended.
         id: of the request, as the client got it; several answers to one request share it.
         model: name under which it was served; version: of its weights.
-        user: a hash of key or address and the client's own `user`; name: of that `user` alone; source: of key or address.
+        user: a hash of key or address and the client's own `user`; name: of that `user` alone; source: of key or
+            address.
         tokens_prompt, tokens_answer: lengths.
         first_token_s: seconds from the request to the first token; None: there was none.
         seconds: from the request to the end.

@@ -103,7 +103,7 @@ class Exchange:
             yield index, piece
 
     def cancel(self) -> None:
-        """Nobody wants these answers any more."""
+        """The client wants these answers no more."""
         for answer in self.answers:
             answer.ask.cancel()
 
@@ -115,7 +115,7 @@ class Desk:
         site: the models.
         meters: count.
         gate: lets in.
-        traffic: gets a line for each answer; None: nobody does.
+        traffic: gets a line for each answer; None: there is no log.
     """
 
     def __init__(self, site: Site, meters: Meters, gate: Gate, traffic: TrafficLog | None = None) -> None:
@@ -139,7 +139,8 @@ class Desk:
         if draws * len(given) > self.config.max_n:
             raise Refused(
                 400,
-                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.",
+                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: "
+                "ask for fewer.",
             )
         guess = [model.least(p) for p in given]
         most = self._room(asked, model, max(guess))  # before anything is read into tokens
@@ -173,9 +174,11 @@ class Desk:
             )
         if room < 1 or (asked.wants is not None and asked.wants > room):
             raise Refused(
-                400, f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
+                400,
+                f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} "
+                f"takes {model.length} together: shorten one of them.",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
         return int(asked.wants or min(c.default_tokens, room))
 
     def _ask(
@@ -195,8 +198,8 @@ class Desk:
         for prompt in prompts:
             for sample in range(draws):
                 exchange.ask(
-                    model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample, stop=asked.stops(),
-                    top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
+                    model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample,
+                    stop=asked.stops(), top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
                 )  # fmt: skip
 
     async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
@@ -229,8 +232,8 @@ class Desk:
             seconds,
         )
         line = Served(
-            time.time(), exchange.id, answer.model.name, answer.model.version, "", len(ask.ids), len(answer.tokens), first, seconds,
-            finish, ask.shadow, exchange.prompt, answer.text,
+            time.time(), exchange.id, answer.model.name, answer.model.version, "", len(ask.ids), len(answer.tokens),
+            first, seconds, finish, ask.shadow, exchange.prompt, answer.text,
         )  # fmt: skip
         self.write(line, exchange.user, exchange.who)
 
@@ -275,6 +278,6 @@ class Desk:
 
 
 def _settle(done: asyncio.Future[Any], value: Any, problem: Exception | None) -> None:
-    """End a wait, unless nobody waits any more."""
+    """End a wait, unless it was cancelled."""
     if not done.done():
         done.set_result(value) if problem is None else done.set_exception(problem)

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from ..core import ConfigError
 from .protocol import Refused
 from .settings import ServeConfig, is_local, package_of_serving
+
+_T = TypeVar("_T")
 
 
 def uvicorn() -> Any:
@@ -24,7 +27,7 @@ def uvicorn() -> Any:
 
 # %% auto #0
 __all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'uvicorn', 'patient_protocol', 'PatientReading',
-           'check_json', 'read_body', 'check_host', 'gone', 'bind', 'make_server']
+           'check_json', 'read_body', 'check_host', 'gone', 'unless_gone', 'bind', 'make_server']
 
 # %% ../../nbs/serve/door.ipynb #5e889006
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -39,8 +42,8 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
 
     Args:
         seconds: that a request's head may take; then its connection is closed.
-        most: connections that are served. A later one takes the place of the connection that has waited longest without a whole head; where all are
-            in the middle of a request it gets 503.
+        most: connections that are served. A later one takes the place of the connection that has waited longest
+            without a whole head; where all are in the middle of a request it gets 503.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -229,6 +232,34 @@ async def gone(request: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
+
+async def unless_gone(left: asyncio.Future[None], work: Awaitable[_T], deadline: float = math.inf) -> _T:
+    """What some work gives.
+
+    Args:
+        left: `gone` of the client's request, as a task.
+        work: is cancelled when the client goes away; deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        Refused: the client went away, or the time was over, before it was done.
+    """
+    task = asyncio.ensure_future(work)
+    both: list[asyncio.Future[Any]] = [task, left]
+    try:
+        wait = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        await asyncio.wait(both, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if left.done():
+        raise Refused(499, "the client went away.")
+    raise Refused(
+        504, "the answer took too long and was broken off: ask for fewer tokens, or later.", "server_error", "deadline"
+    )
+
 # %% ../../nbs/serve/door.ipynb #5e889008
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens.
@@ -274,8 +305,8 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
 
     protocol = patient_protocol(config.header_seconds, config.max_connections)
     settings = package.Config(
-        PatientReading(app, config.timeout), http=protocol, ws="none", lifespan="off", access_log=False, log_config=None,
-        log_level="warning", server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=math.ceil(config.drain),
-        h11_max_incomplete_event_size=MOST_HEAD, proxy_headers=False,
+        PatientReading(app, config.timeout), http=protocol, ws="none", lifespan="off", access_log=False,
+        proxy_headers=False, log_config=None, log_level="warning", server_header=False, timeout_keep_alive=5,
+        timeout_graceful_shutdown=math.ceil(config.drain), h11_max_incomplete_event_size=MOST_HEAD,
     )  # fmt: skip
     return Door(settings)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from .door import check_host, read_body
 from .gate import Gate
-from .protocol import Refused, read_request
+from .protocol import Refused, read_request, too_many
 from .turns import Turns
 
 _A = TypeVar("_A", bound=BaseModel)
@@ -60,14 +60,14 @@ class Intake:
         who, most = self.who(request), min(most or self.config.max_body, self.config.max_body)
         self.gate.knock(who)
         if self._bodies[who] >= self.gate.places:
-            raise _busy(f"{self.gate.places} requests of yours are being sent")
+            raise too_many(f"{self.gate.places} requests of yours are being sent", 1)
         held = 0
 
         def hold(size: int) -> None:
             nonlocal held
             limit = max(MOST_BYTES, 2 * most)
             if self._bytes.total() + size > limit or self._bytes[who] + size > limit // 2:
-                raise _busy("too many bytes are being sent")
+                raise too_many("too many bytes are being sent", 1)
             held += size
             self._bytes[who] += size
 
@@ -103,8 +103,3 @@ class Intake:
             return refusal.response()
 
         return route
-
-
-def _busy(why: str) -> Refused:
-    """A refusal of a body before it has come."""
-    return Refused(429, f"{why}: come again in 1 s.", "rate_limit_error", "server_busy", {"Retry-After": "1"})
