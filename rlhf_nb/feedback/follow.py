@@ -97,8 +97,8 @@ class Sources:
             parts.append("its last line has no end yet and waits")
         if self.log.gone:
             parts.append(
-                f"{self.log.gone} times the log was replaced and the end of its earlier part was not found: a few requests "
-                "may be missing"
+                f"{self.log.gone} times the log was replaced and the end of its earlier part was not found: a few "
+                "requests may be missing"
             )
         return "; ".join(parts)
 
@@ -217,12 +217,15 @@ def print_looks(found: Findings, config: MonitorConfig, note: str, console: Cons
 
 def as_json(found: Findings, note: str) -> dict[str, Any]:
     """What was found, for programs."""
+
+    def finite(x: float) -> float | None:
+        return x if math.isfinite(x) else None
+
     versions = {
         r.version: {
             "model": r.model, "requests": r.requests, "counted": r.counted, "users": r.users, "note": r.state,
             "measures": {
-                k: {"mean": e.value, "n": e.n, "p95": r.p95[k]}
-                | {side: x if math.isfinite(x) else None for side, x in (("low", e.low), ("high", e.high))}
+                k: {"mean": e.value, "low": finite(e.low), "high": finite(e.high), "n": e.n, "p95": r.p95[k]}
                 for k, e in r.numbers.items()
             },
         }

@@ -116,8 +116,8 @@ _FIRST = 256  # columns of a tape that has read little; it grows to twice as man
 class SharedTape(Tape):
     """A tape that copies the beginning of a prompt from a row of the same owner; for arguments see `Tape`.
 
-    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next power
-    of two. It never takes more than `places` tokens; None: rows · (length + block).
+    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next
+    power of two. It never takes more than `places` tokens; None: rows · (length + block).
 
     held: the tokens whose keys and values are in each row, from column 0 on; owners: whose they are.
     copied: tokens of prompts that needed no reading, so far.

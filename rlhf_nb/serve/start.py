@@ -106,8 +106,8 @@ def serve(config: ServeConfig) -> None:
                 tell(f"Note: {name} is answered one row at a time, slower: {lane.plain}.")
         shown, port = f"[{config.host}]" if ":" in config.host else config.host, listening.getsockname()[1]
         tell(
-            f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 (loaded in {time.perf_counter() - begin:.1f} s)."
-            " Ctrl-C ends."
+            f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 "
+            f"(loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
         )
         try:
             server.run(sockets=[listening])
