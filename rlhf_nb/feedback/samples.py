@@ -32,7 +32,6 @@ class LoggedRequest(NamedTuple):
     model: str = ""  # name under which it was served
     id: str = ""
     user: str = ""  # a hash; "": unknown
-    source: str = ""  # a hash of the key or address; "": unknown
     prompt: str | None = None  # the last thing the user said; None: not logged
     answer: str | None = None
     tokens: float = math.nan  # of the answer
@@ -40,6 +39,7 @@ class LoggedRequest(NamedTuple):
     seconds: float = math.nan
     finish: str = ""  # stop, length, cancelled, deadline, error
     satisfied: float = math.nan  # what a user said of it: 1 or 0, ½ for a tie
+    source: str = ""  # a hash of the key or address; "": unknown
 
 
 def _text(said: Any) -> str | None:
@@ -93,7 +93,7 @@ def ratings_of(said: Feedback) -> list[LoggedRequest]:
     """What a user's feedback says of each version it is about; nothing for a comment."""
     worth = _WORTH.get(said.value, ())
     return [
-        LoggedRequest(said.time, version, said.model, said.id, said.user, said.source, satisfied=value)
+        LoggedRequest(said.time, version, said.model, said.id, said.user, satisfied=value, source=said.source)
         for version, value in zip(said.versions, worth)
     ]
 
