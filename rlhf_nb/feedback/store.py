@@ -238,7 +238,7 @@ class FeedbackStore:
         new = {"id": secrets.token_hex(8), "user": whole, "name": name, "source": place}
         stamp = replace(said.checked(), time=round(time.time(), 3), **new)  # type: ignore[arg-type]
         kept = stamp if said.consent else replace(stamp, prompt=None, answers=(), reason="")
-        append_line(self.path, line_of(kept), durable=True, lost="the feedback was not stored")
+        append_line(self.path.resolve(), line_of(kept), durable=True, lost="the feedback was not stored")
         return kept
 
     def all(self) -> list[Feedback]:
