@@ -132,8 +132,8 @@ def _renamed(found: dict[str, list[Any]], where: str, to: str | None, reading: R
 
 # %% ../../nbs/data/shapes.ipynb #4f4d0d1b
 SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
 
 
@@ -341,20 +341,32 @@ def _together(first: Row, rows: list[Row]) -> Row:
     return {**first, "response": [r["response"] for r in rows], "helpfulness": ratings}
 
 # %% ../../nbs/data/shapes.ipynb #fc6e2369
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
+_HELPSTEER = "helpfulness + correctness? + coherence? + complexity? + verbosity?"
 SHAPES: list[Shape] = [
     Shape("sharegpt", "ShareGPT", {"messages": "conversations|conversation"}, "messages", _sharegpt, _are_turns),
-    Shape("sharegpt_pairs", "ShareGPT with two answers", {"prompt": "conversations|conversation", "chosen": "chosen", "rejected": "rejected"}, "preference", _sharegpt, _are_turns),
-    Shape("alpaca", "Alpaca", {"prompt": "instruction + input|context?", "completion": "output|response"}, "prompt_completion", _asked),
-    Shape("alpaca_pairs", "Alpaca with two answers", {"prompt": "instruction + input|context?", "chosen": "chosen", "rejected": "rejected"}, "preference", _asked),
-    Shape("question_answer", "question and answer", {"prompt": "question|query|problem", "completion": "answer|solution|response"}, "prompt_completion", _asked),
-    Shape("question_pairs", "question with two answers, as in orca-dpo", {"prompt": "question|query|problem|input", "chosen": "chosen", "rejected": "rejected"}, "preference", _asked),
+    Shape("sharegpt_pairs", "ShareGPT with two answers", {"prompt": "conversations|conversation"} | _PAIR,
+          "preference", _sharegpt, _are_turns),
+    Shape("alpaca", "Alpaca", {"prompt": "instruction + input|context?", "completion": "output|response"},
+          "prompt_completion", _asked),
+    Shape("alpaca_pairs", "Alpaca with two answers", {"prompt": "instruction + input|context?"} | _PAIR, "preference",
+          _asked),
+    Shape("question_answer", "question and answer",
+          {"prompt": "question|query|problem", "completion": "answer|solution|response"}, "prompt_completion", _asked),
+    Shape("question_pairs", "question with two answers, as in orca-dpo",
+          {"prompt": "question|query|problem|input"} | _PAIR, "preference", _asked),
     Shape("question", "question", {"prompt": "question|instruction|query|problem"}, "prompt", _asked),
-    Shape("prompt_response", "prompt and response", {"prompt": "prompt", "completion": "response"}, "prompt_completion", _renamed),
-    Shape("thumbs", "prompt and response with a thumb", {"prompt": "prompt", "completion": "response", "label": "label"}, "unpaired", _renamed),
-    Shape("ultrafeedback", "UltraFeedback", {"prompt": "instruction|prompt", "answers": "completions"}, "preference", _rated,
-          _dicts_with("completions", "annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")),
-    Shape("ranking", "ranked answers, as in Nectar", {"prompt": "prompt|question", "answers": "answers"}, "preference", _ranked, _dicts_with("answers", "rank")),
-    Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": "helpfulness + correctness? + coherence? + complexity? + verbosity?"}, "preference", _scored, gathers=True),
+    Shape("prompt_response", "prompt and response", {"prompt": "prompt", "completion": "response"},
+          "prompt_completion", _renamed),
+    Shape("thumbs", "prompt and response with a thumb",
+          {"prompt": "prompt", "completion": "response", "label": "label"}, "unpaired", _renamed),
+    Shape("ultrafeedback", "UltraFeedback", {"prompt": "instruction|prompt", "answers": "completions"}, "preference",
+          _rated, _dicts_with("completions", *_RATED)),
+    Shape("ranking", "ranked answers, as in Nectar", {"prompt": "prompt|question", "answers": "answers"},
+          "preference", _ranked, _dicts_with("answers", "rank")),
+    Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": _HELPSTEER},
+          "preference", _scored, gathers=True),
 ]  # fmt: skip
 
 

@@ -326,7 +326,7 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
             4,
         )
 
-
+# %% ../../nbs/data/sources.ipynb #59a6e55f
 def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[bool]]:
     """Everything but the first token is a completion that counts."""
     ids = prompt + completion
@@ -347,7 +347,8 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
         "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them "
         "as they are"
         if chat
-        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
+        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model "
+        "later"
     )
     warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
 
@@ -459,6 +460,27 @@ def tokenize_sft(
     return out
 
 # %% ../../nbs/data/sources.ipynb #62ba5e41
+def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[list[Row], int]:
+    """Pairs that say something, and how many there were; those that don't are counted in `lost`."""
+    kept, total = [], 0
+    for row in to_rows(rows, "preference"):
+        total += 1
+        if row["chosen"] == row["rejected"]:
+            lost["identical chosen and rejected"] += 1
+        elif is_blank(row["chosen"]) or is_blank(row["rejected"]):
+            lost["an empty completion"] += 1
+        else:
+            kept.append(row)
+    alone = sum(not row["prompt"] for row in kept)
+    if alone and warn:
+        _warn(
+            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
+            "they answer different prompts, give a prompt column or drop them.",
+            4,
+        )
+    return kept, total
+
+
 def tokenize_preferences(
     rows: Iterable[Row],
     tok: Any,
@@ -489,21 +511,8 @@ def tokenize_preferences(
     Raises:
         DataError: no rows, or a row of another format (named by its number); none left.
     """
-    total, lost, kept = 0, Counter[str](), []
-    for row in to_rows(rows, "preference"):
-        total += 1
-        if row["chosen"] == row["rejected"]:
-            lost["identical chosen and rejected"] += 1
-        elif is_blank(row["chosen"]) or is_blank(row["rejected"]):
-            lost["an empty completion"] += 1
-        else:
-            kept.append(row)
-    alone = sum(not row["prompt"] for row in kept)
-    if alone and warn:
-        _warn(
-            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
-            "they answer different prompts, give a prompt column or drop them."
-        )
+    lost = Counter[str]()
+    kept, total = _comparable(rows, lost, warn)
     prompts: list[Text] = [r["prompt"] for r in kept]
     answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
     _say_plain(prompts, tok, chat, warn)

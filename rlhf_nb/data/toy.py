@@ -192,7 +192,8 @@ def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[di
     for _ in range(n):
         q = rng.choice(pools[rng.choice(list(pools))])
         prompt = PROMPT.format(question=rng.choice(HELLO) + q.text)
-        rows.append({"prompt": prompt, "kind": q.kind, "animals": list(q.animals), "counts": list(q.counts), "answer": q.answer})  # fmt: skip
+        about = {"kind": q.kind, "animals": list(q.animals), "counts": list(q.counts), "answer": q.answer}
+        rows.append({"prompt": prompt, **about})
     return rows
 
 

@@ -112,7 +112,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
     _check_sizes(path / "config.json", 1 << 31)
     return "model", str(path)
 
-
+# %% ../../nbs/models/files.ipynb #9649693f
 _READ = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py", ".gguf")  # what libraries open in a model's folder
 _WEIGHTS = (".safetensors", ".gguf")
 _LONGEST = 1 << 28  # bytes of a text; the largest tokenizers have a tenth of that
@@ -139,7 +139,7 @@ def check_folder(folder: Path) -> None:
             except OSError as e:
                 raise ModelError(f"{str(file)!r} can't be read as a part of a model: {e}") from e
 
-
+# %% ../../nbs/models/files.ipynb #8c024a1b
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -180,7 +180,7 @@ def _check_sizes(file: Path, most: int) -> None:
                 f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
             )
 
-
+# %% ../../nbs/models/files.ipynb #edffabaa
 _NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"]
 _NAMING += ["target_parameters", "trainable_token_indices"]
 _MODULE = re.compile(r"[\w.\-]{1,300}", re.ASCII)

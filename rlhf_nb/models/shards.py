@@ -410,7 +410,7 @@ def write_shards(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
-
+# %% ../../nbs/models/shards.ipynb #5c473627
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt",
     "added_tokens.json", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",

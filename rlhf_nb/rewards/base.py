@@ -358,7 +358,7 @@ def check_reader(model: Any, tokenizer: Any) -> None:
                 stacklevel=3,
             )
 
-
+# %% ../../nbs/rewards/base.ipynb #95cf55a7
 class Rewards:
     """Several reward functions with weights, as one.
 
