@@ -501,7 +501,7 @@ class Sandbox:
             ValueError: a test is no Python, or can't be judged from outside the program.
             ConfigError: the kernel of this machine wouldn't keep the program from your files; it was not run.
         """
-        result = self._run(code, tuple(tests), stdin, setup, entry_point)
+        result = _run(self, code, tuple(tests), stdin, setup, entry_point)
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
@@ -511,45 +511,46 @@ class Sandbox:
             )
         return result
 
-    def _run(self, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
-        """`run`, and where the fences don't hold a result of a program that wasn't run."""
-        questions, prepared = translate_tests(tests, setup, entry_point)
-        todo = marshal.dumps(
-            {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
-        )
-        with ExitStack() as stack:
-            folder = stack.enter_context(_folder())
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
-            given = (stdin.encode(errors="surrogatepass"), b"", b"", _job(self, code, bool(tests)), todo)
-            for file, content in zip(files, given, strict=True):
-                file.write(content)
-                file.seek(0)
-            hear, tell = os.pipe()
-            stack.callback(os.close, hear)
-            try:
-                process = _start(folder, files, tell)
-            finally:
-                os.close(tell)
-            try:
-                heard, in_time = _listen(hear, process, self.wall_s or 3 * self.timeout_s)
-            finally:
-                with suppress(OSError):  # the number of a session isn't given away while it has members
-                    os.killpg(process.pid, signal.SIGKILL)
-                ended = process.wait()
-            fences, *told = heard.decode(errors="replace").split("\n")[:-1] or [""]
-            verdicts, at_end = [line for line in told if line[:1] != "."], 0
-            if ended == 0 and told and told[-1][:1] == ".":
-                ended, at_end = (int(x) for x in told[-1][1:].split())
-            passed = tuple(line[:1] == "+" for line in verdicts[: len(tests)])
-            passed += (False,) * (len(tests) - len(passed))
-            outcome = _outcome(in_time, ended, bool(at_end), all(passed))
-            why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
-            said, complained = _tail(files[1], self.output_kb << 10), _tail(files[2], 2000)
-            unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
-            return SandboxResult(
-                passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
-            )
-
     def fences_here(self) -> tuple[str, ...]:
         """The fences that stand on this machine, found out by starting an empty program."""
-        return self._run("", (), "", "", "").fences
+        return _run(self, "", (), "", "", "").fences
+
+# %% ../../nbs/sandbox/runner.ipynb #046e05b6
+def _run(box: Sandbox, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
+    """`Sandbox.run`, and where the fences don't hold a result of a program that wasn't run."""
+    questions, prepared = translate_tests(tests, setup, entry_point)
+    todo = marshal.dumps(
+        {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
+    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(_folder())
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
+        given = (stdin.encode(errors="surrogatepass"), b"", b"", _job(box, code, bool(tests)), todo)
+        for file, content in zip(files, given, strict=True):
+            file.write(content)
+            file.seek(0)
+        hear, tell = os.pipe()
+        stack.callback(os.close, hear)
+        try:
+            process = _start(folder, files, tell)
+        finally:
+            os.close(tell)
+        try:
+            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s)
+        finally:
+            with suppress(OSError):  # the number of a session isn't given away while it has members
+                os.killpg(process.pid, signal.SIGKILL)
+            ended = process.wait()
+        fences, *told = heard.decode(errors="replace").split("\n")[:-1] or [""]
+        verdicts, at_end = [line for line in told if line[:1] != "."], 0
+        if ended == 0 and told and told[-1][:1] == ".":
+            ended, at_end = (int(x) for x in told[-1][1:].split())
+        passed = tuple(line[:1] == "+" for line in verdicts[: len(tests)])
+        passed += (False,) * (len(tests) - len(passed))
+        outcome = _outcome(in_time, ended, bool(at_end), all(passed))
+        why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
+        said, complained = _tail(files[1], box.output_kb << 10), _tail(files[2], 2000)
+        unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
+        return SandboxResult(
+            passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
+        )
