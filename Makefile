@@ -13,19 +13,24 @@ export OMP_WAIT_POLICY ?= passive
 
 setup: $(STAMP)
 
-# Python 3.11 (from 3.11.5) on Linux x86-64 installs torch, then exactly what requirements.lock says; elsewhere constraints.txt holds the versions that matter.
+# Python 3.11 (from 3.11.5) on Linux x86-64 installs exactly what requirements.lock says, each file by its hash: pip and what builds packages first, then
+# all the rest, torch included. Elsewhere constraints.txt holds the versions that matter.
 LOCKED := $(shell $(PYTHON) -c "import platform, sys; print(int((3, 11, 5) <= sys.version_info < (3, 12) and sys.platform == 'linux' and platform.machine() == 'x86_64'))")
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+HASHED := install --no-deps --require-hashes -r
 
 $(STAMP): setup.py settings.ini constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip
 ifeq ($(LOCKED),1)
-	$(PIP) install --no-deps -c constraints.txt torch
-	$(PIP) install --no-deps --require-hashes -r requirements.lock
-	$(PIP) install --no-deps -e .
-endif
+	grep -E "^(pip|setuptools|wheel)==" requirements.lock > $(VENV)/builders.lock
+	$(PIP) $(HASHED) $(VENV)/builders.lock
+	$(PIP) $(HASHED) requirements.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	$(PIP) check > /dev/null || $(PIP) install -c constraints.txt torch # a build of torch for GPUs pins its own packages
+else
+	$(PIP) install --upgrade pip
 	$(PIP) install -c constraints.txt -e ".[test]"
+endif
 	$(PIP) check
 	touch $(STAMP)
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python .ci/lock.py
 
-For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. torch is left to constraints.txt, because a machine chooses between its
-CPU build and its usual one.
+For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. pip itself and what builds packages are among them, and torch with two
+hashes: of its CPU build, where pip is pointed at one, and of its usual one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 (from 3.11.5) on Linux x86-64, each file with its hash.
-# torch comes from constraints.txt: pip install --no-deps -c constraints.txt torch
-# pip install --no-deps --require-hashes -r requirements.lock
+# Without make: pip install --no-deps --require-hashes -r requirements.lock && pip install --no-deps --no-build-isolation -e .
 """
 
 
@@ -44,6 +43,21 @@ def chosen(*what: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def locked(held: dict[str, tuple[str, str]]) -> list[str]:
+    """The lines of the lock.
+
+    Args:
+        held: by name, version and hash of what is installed.
+    """
+    version = held["torch"][0].partition("+")[0]
+    builds = {held["torch"][1], chosen("--no-deps", f"torch=={version}")["torch"][1], chosen("--no-deps", f"torch==={version}")["torch"][1]}  # fmt: skip
+    of = {name: (version, {digest}) for name, (version, digest) in held.items()} | {"torch": (version, builds)}
+    return [
+        f"{name}=={version} {' '.join(f'--hash=sha256:{digest}' for digest in sorted(digests))}"
+        for name, (version, digests) in sorted(of.items())
+    ]
+
+
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         raise SystemExit(f"this is Python {sys.version.split()[0]}; the lock is for 3.11, the version that CI runs")
@@ -54,12 +68,9 @@ def main() -> None:
             )
         )
         pins.flush()
-        held = chosen("-c", pins.name, ".[test]")
-    lines = [
-        f"{name}=={version} --hash=sha256:{digest}"
-        for name, (version, digest) in sorted(held.items())
-        if name != "torch"
-    ]
+        builders = [line for line in pip("freeze", "--all").splitlines() if line.startswith(("pip==", "wheel=="))]
+        held = chosen("-c", pins.name, ".[test]") | chosen("--no-deps", *builders)
+    lines = locked(held)
     LOCK.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(lines)} packages in {LOCK.name}")
 

@@ -67,7 +67,6 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.data.sources import MemorySource
     from rlhf_nb.rewards.base import Rewards
     from rlhf_nb.train.grpo import GRPO, GRPOConfig
-    from rlhf_nb.train.online import PromptsOf
 
     seconds = Counter[str]()
 
@@ -84,7 +83,7 @@ def run_ours(job: dict[str, Any]) -> None:
     method = GRPO(model, tokenizer, Rewards(reward), config)
     timed(method, "rollout", seconds, "generate")
     timed(method, "score", seconds, "score")
-    harness.fit(method, PromptsOf(MemorySource(job["rows"], shuffle=False), GROUP), config, report)
+    harness.fit(method, MemorySource(job["rows"], shuffle=False), config, report)
 
 
 def record_first_batch(trainer: Any, path: str) -> None:

@@ -43,7 +43,6 @@ def run_ours(job: dict[str, Any]) -> None:
     from rlhf_nb.models.adapters import add_lora, separate, shared
     from rlhf_nb.models.heads import RewardModel
     from rlhf_nb.rewards.base import RewardModelFn, Rewards
-    from rlhf_nb.train.online import PromptsOf
     from rlhf_nb.train.ppo import PPO, PPOConfig
 
     def report(run: Any, event: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def run_ours(job: dict[str, Any]) -> None:
     judged: Any = lambda prompts, completions, **columns: verify(completions)
     if job["task"] == "toy":
         judged = RewardModelFn(reward, token_budget=job["token_budget"])
-    source = PromptsOf(MemorySource(job["rows"][::group], shuffle=False), group)
+    source = MemorySource(job["rows"][::group], shuffle=False)
     harness.fit(PPO(net, tokenizer, Rewards(judged), config), source, config, report)
 
 

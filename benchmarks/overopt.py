@@ -53,7 +53,6 @@ def train(seed: int, steps: int) -> dict[str, Any]:
     from rlhf_nb.data.sources import tokenize_prompts
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
     from rlhf_nb.train.ppo import PPOTrainer
-    from rlhf_nb.train.stage import watch_reward
 
     torch.set_num_threads(1)
     begin = time.process_time()
@@ -63,12 +62,10 @@ def train(seed: int, steps: int) -> dict[str, Any]:
         for stage in (pipeline.base, pipeline.sft, pipeline.reward):
             stage()
         config = pipeline.stage_config("ppo").replace(**HOW, steps=steps, seed=seed, output_dir=f"{folder}/run")
-        trainer = PPOTrainer(config)
+        trainer = PPOTrainer(config, eval_rows=[], logged={"gold": toy.gold_reward})
         asked = trainer.method.collate(tokenize_prompts(toy.test_prompts(512, 7), trainer.method.tokenizer, 64))
         first = trainer.method.answers(asked)
         spread = float(np.std(toy.gold_reward(first.prompts, first.texts)))  # of the SFT model's answers
-        watch_reward(trainer, "gold", toy.gold_reward)
-        trainer.method.held_out = []
         history = trainer.fit()
     names = {"kl": "objective/kl", "gold": "rewards/gold", "proxy": "objective/scores"}
     row: dict[str, Any] = {k: [round(float(e[key]), 4) for e in history] for k, key in names.items()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 from .errors import RlhfError
 
 # %% auto #0
-__all__ = ['FileRefused', 'open_regular', 'read_regular', 'write_whole']
+__all__ = ['FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'write_whole']
 
 # %% ../nbs/files.ipynb #e0786370
 class FileRefused(RlhfError, OSError):
@@ -90,6 +91,22 @@ def open_regular(path: _Path, mode: str = "rb", *, root: _Path | None = None, li
             "link, or put a copy in its place."
         )
     return open(real, mode, encoding=None if "b" in mode else "utf-8", opener=_opener(path, limit))
+
+
+def copy_regular(path: str | Path, to: str | Path) -> None:
+    """A copy of such a file, on the disk.
+
+    Args:
+        path: of the file.
+        to: of the copy; what has this name is overwritten.
+
+    Raises:
+        FileRefused: one of the two is no file; see `open_regular`.
+    """
+    with open_regular(path) as old, open_regular(to, "wb") as new:
+        shutil.copyfileobj(old, new)
+        new.flush()
+        os.fsync(new.fileno())
 
 
 def read_regular(path: str | Path, limit: int, *, root: str | Path | None = None) -> bytes:

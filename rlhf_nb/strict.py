@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from .aliases import elsewhere, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
+from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
@@ -33,10 +34,8 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _find_file(path: Path) -> Path:
-    """The file itself (of a run directory its config.yaml), or a ConfigError that names the nearest one."""
-    if path.is_dir() and (path / "config.yaml").exists():
-        path = path / "config.yaml"
-    if not path.is_file():
+    """The path, if something is there, or a ConfigError that names the nearest file."""
+    if not path.exists():
         others = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES] if path.parent.is_dir() else []
         near = suggest(path.name, others)
         hint = f" Did you mean {str(path.parent / near)!r}?" if near else ""
@@ -63,14 +62,18 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, not readable, not YAML or JSON, or not made of `key: value`.
     """
-    path = _find_file(Path(path))
+    path, folder = Path(path), None  # who names a file means what it links to; what lies in a folder stays in there
+    if path.is_dir() and (path / "config.yaml").exists():
+        path, folder = path / "config.yaml", path
+    path = _find_file(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CONFIG + 1)
+        text = read_regular(path, 4 * MAX_CONFIG, root=folder or path.resolve().parent).decode("utf-8")
         data = json_value(text, MAX_CONFIG, pairs=_no_twins) if path.suffix == ".json" else parse_yaml(text)
     except Unreadable as e:
         mark = "" if e.line is None else f", line {e.line}, column {e.column}"
         raise ConfigError(f"config file {str(path)!r}{mark}: {e}.") from e
+    except FileRefused as e:
+        raise ConfigError(f"config file {e}") from e
     except (OSError, ValueError) as e:
         raise ConfigError(f"config file {str(path)!r} can't be read: {e}.") from e
     if data is not None and not isinstance(data, dict):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
+from typing import Annotated as Bool, Annotated as Float, Annotated as Int  # Float[Tensor, "B C"]: jaxtyping's notation
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from .core import DataError, RunError
 
+_all_ = ["Bool", "Float", "Int"]
+
 # %% auto #0
 __all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together',
            'where_true', 'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch',
-           'PreferenceBatch', 'Rollout', 'LossSum']
+           'PreferenceBatch', 'Rollout', 'LossSum', 'Bool', 'Float', 'Int']
 
 # %% ../nbs/types.ipynb #020a0002
 _KEPT = "_rlhf_nb_host"
@@ -400,11 +403,11 @@ def _check_lens(owner: Batch, name: str, ids: str) -> None:
 class Completions(Batch):
     """Prompts and their completions as tokens."""
 
-    prompt_ids: Tensor  # int64[B, P], padded on the left
-    prompt_mask: Tensor  # bool[B, P], 1 = a token of the prompt; at least one per row
-    completion_ids: Tensor  # int64[B, C], padded on the right
-    completion_lens: Tensor  # int64[B], real tokens, EOS included
-    completion_mask: Tensor  # bool[B, C], 1 = counts in the loss; only real tokens can
+    prompt_ids: Int[Tensor, "B P"]  # padded on the left
+    prompt_mask: Bool[Tensor, "B P"]  # 1 = a token of the prompt; at least one per row
+    completion_ids: Int[Tensor, "B C"]  # padded on the right
+    completion_lens: Int[Tensor, "B"]  # real tokens, EOS included
+    completion_mask: Bool[Tensor, "B C"]  # 1 = counts in the loss; only real tokens can
 
     @property
     def prompt_lens(self) -> Tensor:
@@ -521,12 +524,12 @@ def prompt_uid(ids: Sequence[int]) -> int:
 class PromptBatch(Batch):
     """Prompts to answer, with whatever else the dataset knows of them."""
 
-    prompt_ids: Tensor  # int64[B, P], padded on the left
-    prompt_mask: Tensor  # bool[B, P], 1 = a token of the prompt; at least one per row
-    uid: Tensor  # int64[B], id of the prompt, from its tokens
+    prompt_ids: Int[Tensor, "B P"]  # padded on the left
+    prompt_mask: Bool[Tensor, "B P"]  # 1 = a token of the prompt; at least one per row
+    uid: Int[Tensor, "B"]  # id of the prompt, from its tokens
     prompts: list[Any]  # B texts or message lists, as given
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
-    before: Tensor | None = None  # int64[B], how often the prompt stands earlier, in a batch that ranks share
+    before: Int[Tensor, "B"] | None = None  # how often the prompt stands earlier, in a batch that ranks share
 
     @property
     def prompt_lens(self) -> Tensor:
@@ -579,15 +582,15 @@ def _alternate(first: Tensor, second: Tensor, fill: int) -> Tensor:
 class PreferenceBatch(Batch):
     """Two completions of each prompt, one preferred over the other."""
 
-    prompt_ids: Tensor  # int64[B, P], padded on the left
-    prompt_mask: Tensor  # bool[B, P], 1 = a token of the prompt; at least one per row
-    chosen_ids: Tensor  # int64[B, C], padded on the right
-    chosen_lens: Tensor  # int64[B], real tokens
-    chosen_mask: Tensor  # bool[B, C], 1 = counts in the loss: said by the assistant
-    rejected_ids: Tensor  # int64[B, D], padded on the right; D may differ from C
-    rejected_lens: Tensor  # int64[B]
-    rejected_mask: Tensor  # bool[B, D]
-    margin: Tensor | None = None  # float[B], how much better the chosen one is, where somebody said
+    prompt_ids: Int[Tensor, "B P"]  # padded on the left
+    prompt_mask: Bool[Tensor, "B P"]  # 1 = a token of the prompt; at least one per row
+    chosen_ids: Int[Tensor, "B C"]  # padded on the right
+    chosen_lens: Int[Tensor, "B"]  # real tokens
+    chosen_mask: Bool[Tensor, "B C"]  # 1 = counts in the loss: said by the assistant
+    rejected_ids: Int[Tensor, "B D"]  # padded on the right; D may differ from C
+    rejected_lens: Int[Tensor, "B"]
+    rejected_mask: Bool[Tensor, "B D"]
+    margin: Float[Tensor, "B"] | None = None  # how much better the chosen one is, where somebody said
 
     def lengths(self) -> list[tuple[int, ...]]:
         """(prompt, chosen, rejected) of each row."""
@@ -652,21 +655,21 @@ _P = TypeVar("_P", bound=PreferenceBatch)
 class Rollout(Completions):
     """What the policy wrote and what became of it; filled step by step."""
 
-    uid: Tensor  # int64[B], id of the prompt
-    finished: Tensor  # bool[B], 1 = EOS was produced
+    uid: Int[Tensor, "B"]  # id of the prompt
+    finished: Bool[Tensor, "B"]  # 1 = EOS was produced
     prompts: list[Any]  # B texts or message lists, as given
     texts: list[str]  # B decoded completions
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
-    rollout_logps: Tensor | None = None  # float[B, C], of the taken tokens under the sampler itself
-    old_logps: Tensor | None = None  # float[B, C], under the policy at collect time
-    ref_logps: Tensor | None = None  # float[B, C], under the frozen reference
-    values: Tensor | None = None  # float[B, C], value of the state before each token
-    step_rewards: Tensor | None = None  # float[B, C], the part of the scores that was earned at ends of steps
-    step_ends: Tensor | None = None  # bool[B, C], 1 = a step ends here
-    token_rewards: Tensor | None = None  # float[B, C], KL penalty, and the score at the last token
-    advantages: Tensor | None = None  # float[B, C]
-    returns: Tensor | None = None  # float[B, C]
-    scores: Tensor | None = None  # float[B], from the reward functions
+    rollout_logps: Float[Tensor, "B C"] | None = None  # of the taken tokens under the sampler itself
+    old_logps: Float[Tensor, "B C"] | None = None  # under the policy at collect time
+    ref_logps: Float[Tensor, "B C"] | None = None  # under the frozen reference
+    values: Float[Tensor, "B C"] | None = None  # value of the state before each token
+    step_rewards: Float[Tensor, "B C"] | None = None  # the part of the scores that was earned at ends of steps
+    step_ends: Bool[Tensor, "B C"] | None = None  # 1 = a step ends here
+    token_rewards: Float[Tensor, "B C"] | None = None  # KL penalty, and the score at the last token
+    advantages: Float[Tensor, "B C"] | None = None
+    returns: Float[Tensor, "B C"] | None = None
+    scores: Float[Tensor, "B"] | None = None  # from the reward functions
     reward_parts: dict[str, Tensor] = field(default_factory=dict)  # float[B] each, by name of the function
 
     def check(self: _R) -> _R:
@@ -707,8 +710,8 @@ _FILLED_BY = {
 class LossSum(NamedTuple):
     """A loss before it is divided: sums can be added over micro-batches and ranks, means can't."""
 
-    total: Tensor  # scalar, sum over all that counts, differentiable
-    count: Tensor  # type: ignore[assignment]  # scalar, how many tokens, sequences or pairs that is
+    total: Float[Tensor, ""]  # scalar, sum over all that counts, differentiable
+    count: Float[Tensor, ""]  # type: ignore[assignment]  # scalar, how many tokens, sequences or pairs that is
     stats: dict[str, tuple[Tensor, Tensor]] = {}  # name: (sum, count), detached; reported as Σ sum / Σ count
 
     @property

@@ -121,7 +121,7 @@ class Regression(BaseMethod):
     def samples(self) -> list[dict[str, Any]]:
         return [{"text": f"mean {float(self.mean)!r}"}]
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Any) -> dict[str, float]:
         value = float(self.module.eval()(torch.randn(8, 6)).square().mean())
         self.module.train()
         return {"loss": value}

@@ -355,7 +355,7 @@ def test_grpo_offers_its_numbers(tmp_path: Path) -> None:
         "grpo", tmp_path / "run", Person({1: [("set", "kl_coef", 0.3), ("set", "temperature", 0.7)]}), kl_coef=0.1
     )
     run.fit()
-    assert run.method.config.kl_coef == 0.3 and run.method.config.sampling.temperature == 0.7
+    assert run.method.kl_coef == 0.3 and run.method.config.sampling.temperature == 0.7
     free = _toy("grpo", tmp_path / "free", Person({}))
     assert set(free.control.controls()) == {"lr", "temperature"}  # without a reference nothing is paid for drift
     free.fit()

@@ -271,8 +271,8 @@ def test_a_streamed_run_trains_on_no_held_out_row_and_drops_what_teaches_nothing
         mini_batch_size=8, rollout_batch_size=8, console=False,
     )  # fmt: skip
     trainer = SFTTrainer(config)
-    assert trainer.config.data.max_prompt_length == 32 and len(trainer.method.held_out) == 8
-    held = {tuple(r["completion_ids"]) for r in trainer.method.held_out}
+    assert trainer.config.data.max_prompt_length == 32 and len(trainer.held_out) == 8
+    held = {tuple(r["completion_ids"]) for r in trainer.held_out}
     with pytest.warns(UserWarning, match="1 of the first .* rows of the stream teach nothing"):
         given = {tuple(r["completion_ids"]) for _ in range(8) for r in trainer.source.next_batch(8)}
     assert len(given) == 31 and not given & held

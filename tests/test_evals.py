@@ -222,6 +222,151 @@ def test_rules_that_cannot_work_are_told(rule: str, rows: str, error: type[Excep
         evaluate_suite("tiny", suite, EvalConfig(output_dir=str(tmp_path / "out")), loaded=loaded)
 
 
+RIGHT = "def right(prompts, completions, criteria=None):\n    return [len(c) % 5 + 1.0 for c in completions]\n"
+
+
+def test_a_win_rate_is_against_the_files_own_answers(model: Path, tmp_path: Path) -> None:
+    """AlpacaEval's way: a judge that likes long answers always prefers the file's, at equal length neither."""
+    rows = [{"instruction": f"Where do owls live, {i}?", "output": "In the forest. " * (3 + i % 4)} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "rules.py").write_text(
+        "def long(prompts, completions):\n    return [len(c) / 20 for c in completions]\n"
+    )
+    out = tmp_path / "out"
+    rule = f"judge_rule={{file: {tmp_path / 'rules.py'}, fn: long}}"
+    rlhf_nb("eval", model, "-s", "alpaca-eval", "-f", tmp_path / "rows.jsonl", rule, "max_new_tokens=6", f"output_dir={out}")  # fmt: skip
+    metrics = Results.read(out).metrics
+    score, controlled = metrics["score"], metrics["score_at_equal_length"]
+    assert 0 < score.value < 0.4 and score.value < controlled.value < 1 and metrics["longer"].value < 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"instruction": r["instruction"]}) + "\n" for r in rows))
+    lacking = rlhf_nb("eval", model, "-s", "alpaca-eval", "-f", tmp_path / "rows.jsonl", rule, f"output_dir={tmp_path / 'b'}", ok=False)  # fmt: skip
+    assert "needs the column 'output'" in lacking
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="the file of MT-Bench isn't here")
+def test_a_judge_sees_the_references_of_mt_bench() -> None:
+    """Each turn's own, in ratings and in pairs; where a row has none, the judge's own criterion decides."""
+    from rlhf_nb.bench.results import pair_work
+    from rlhf_nb.bench.suites import judge_rule
+    from rlhf_nb.judges.judge import FunctionJudge, JudgeTemplate, verdicts_of
+
+    suite = load_suite("mt-bench", SHARED / "data" / "mt_bench_questions.jsonl")
+    told: list[tuple[str, str]] = []
+
+    def score(prompts: Any, completions: Any, criteria: Any = None) -> list[float]:
+        told.extend(
+            (JudgeTemplate().rating(p, c, ["1", "5"], by), c) for p, c, by in zip(prompts, completions, criteria)
+        )
+        return [3.0] * len(completions)
+
+    judge, answers = FunctionJudge(score), [["first", "second"] for _ in suite.rows]
+    with_one = {r["category"] for r in suite.rows if r.get("reference")}
+    assert {"math", "reasoning", "coding"} <= with_one
+    judge_rule(judge)(suite.rows, answers)
+    places = [(row, turn) for row in suite.rows for turn in range(2)]
+    said = {r["id"]: ["first", "second"] for r in suite.rows}
+    ratings, told[:] = list(told), []
+    pair_work(said, said, lambda *x: verdicts_of(judge, *x))(suite.rows)
+    assert len(ratings) == 160 and len(told) == 4 * 160
+    for asked in (ratings, told[:160]):
+        for (row, turn), (question, _) in zip(places, asked, strict=True):
+            right = (row.get("reference") or ["", ""])[turn].strip()
+            assert (right in question) if right else ("helpful, honest and harmless" in question)
+
+
+ANSWERS = ["#### 4", "The answer is 4.", "(B)", "I can't help with that.", "one two three", "```python\ndef f(x):\n    return x + 1\n```", '{"a": 1}', "<think>2 + 2</think> 4", "no no no no no no no no", ""]  # fmt: skip
+SCORED: dict[str, dict[str, Any]] = {  # what each rule is tried on; a digest of its scores stands beside its version
+    "number": {"rule": {"verify": "number"}, "row": {"answer": "4"}},
+    "exact": {"rule": {"verify": "exact"}, "row": {"answer": "one two three"}},
+    "choice": {"rule": {"verify": "choice"}, "row": {"answer": "B"}},
+    "format": {"rule": {"verify": "format", "pattern": "one.*"}, "row": {}},
+    "think": {"rule": {"verify": "think"}, "row": {}},
+    "json": {"rule": {"verify": "json"}, "row": {}},
+    "repetition": {"rule": {"verify": "repetition"}, "row": {}},
+    "length": {"rule": {"verify": "length", "target": 3, "width": 2, "unit": "words"}, "row": {}},
+    "token ids": {"rule": {"verify": "length", "target": 3, "width": 2}, "row": {}},
+    "code": {"rule": {"verify": "code"}, "row": {"tests": ["assert f(1) == 2"]}},
+    "checks": {"rule": {"checks": True}, "row": {"checks": [{"kind": "words", "at_most": 3}, {"kind": "lowercase"}]}},
+    "refusal": {"rule": {"refusal": True}, "row": {"should": "answer"}},
+    "flip": {"rule": {"flip": True}, "row": {"answer": "B"}},
+}
+DIGESTS = Path(__file__).parent / "data" / "rules.json"
+
+
+def scores_of(kind: str) -> list[Any]:
+    """What a rule says of the answers above."""
+    from rlhf_nb.bench.evals import make_rule
+    from rlhf_nb.bench.suites import Suite, SuiteConfig
+
+    case = SCORED[kind]
+    rows = [{"id": str(i), "turns": ["?", "Sure?"], **case["row"]} for i in range(len(ANSWERS))]
+    suite = Suite(SuiteConfig(name="one", rule=case["rule"]), rows)
+    rule = make_rule(suite, EvalConfig(), set_chat_template(toy.build_tokenizer()), "")
+    return rule(rows, [["(B)", a] if kind == "flip" else [a] for a in ANSWERS])
+
+
+@pytest.mark.parametrize("kind", sorted(SCORED))
+def test_a_rule_that_scores_otherwise_has_another_version(kind: str) -> None:
+    """A changed score needs a new version in `suites.RULES`, and then a new line in tests/data/rules.json."""
+    from rlhf_nb.bench.suites import RULES
+
+    found = {"version": RULES.get(kind, 1), "scores": json.loads(json.dumps(scores_of(kind)))}
+    known = json.loads(DIGESTS.read_text(encoding="utf-8"))[kind]
+    same = known["scores"] == found["scores"]
+    assert same or known["version"] < found["version"], f"the scores of {kind} changed: raise its version in RULES"
+    assert known == found, "its version was raised: write what it scores now into tests/data/rules.json"
+
+
+def test_every_rule_is_tried() -> None:
+    from rlhf_nb.bench.evals import _OURS
+    from rlhf_nb.bench.suites import RULES
+    from rlhf_nb.train.entries import VERIFIERS
+
+    assert {*VERIFIERS, *_OURS, *RULES} - {"reference"} == set(SCORED)  # references: what a judge sees, tested above
+
+
+@pytest.mark.parametrize("kind", ["number", "code", "token ids", "reference"])
+def test_what_was_begun_under_another_version_of_a_rule_is_refused(kind: str, model: Path, loaded: Any, tmp_path: Path) -> None:  # fmt: skip
+    """In a folder without marks, as older versions left it, and in one with an older mark; rules that never changed go on."""
+    from rlhf_nb.bench.suites import RULES
+
+    (tmp_path / "rules.py").write_text(RIGHT)
+    judged = {"judge_rule": {"file": str(tmp_path / "rules.py"), "fn": "right"}}
+    rule = "{judge: true}" if kind == "reference" else json.dumps(SCORED[kind]["rule"])
+    more = {"reference": ["6"], "tests": ["assert f(1) == 2"], "answer": "6"}
+    rows = "".join(f"  - {json.dumps({'prompt': f'Where do owls live? {i}', **more})}\n" for i in range(3))
+    suite = load_suite(write_suite(tmp_path, rule, rows))
+    config = EvalConfig(output_dir=str(tmp_path / "out"), **(judged if kind == "reference" else {}))
+    _, folder = evaluate_suite(str(model), suite, config, loaded=loaded)
+    evaluate_suite(str(model), suite, config, loaded=loaded)
+    head = json.loads((folder / "asked.json").read_text())
+    assert head["rules"][kind] == RULES[kind] == 2
+    for marks in ({}, {"rules": {kind: 1}}):
+        old = {k: v for k, v in head.items() if k != "rules"} | marks
+        (folder / "asked.json").write_text(json.dumps(old))
+        with pytest.raises(RunError, match=f"rule {kind}, version 1; it is 2 now.*--overwrite"):
+            evaluate_suite(str(model), suite, config, loaded=loaded)
+    results, _ = evaluate_suite(str(model), suite, config, loaded=loaded, overwrite=True)
+    if kind == "token ids":  # the mark of 0.2's first folders
+        old = {k: v for k, v in head.items() if k != "rules"} | {"scoring": 2}
+        (folder / "asked.json").write_text(json.dumps(old))
+        evaluate_suite(str(model), suite, config, loaded=loaded)
+    from rlhf_nb.bench.results import compare_results
+
+    older = results.replace(settings=results.settings | {"rules": {kind: 1}})
+    with pytest.raises(DataError, match="rules of the versions"):
+        compare_results([results, older], ["a", "b"])
+
+
+def test_a_rule_that_never_changed_goes_on_without_a_mark(loaded: Any, tmp_path: Path) -> None:
+    suite = load_suite(write_suite(tmp_path, "{verify: exact}", ROWS))
+    config = EvalConfig(output_dir=str(tmp_path / "out"))
+    _, folder = evaluate_suite("tiny", suite, config, loaded=loaded)
+    head = json.loads((folder / "asked.json").read_text())
+    (folder / "asked.json").write_text(json.dumps({k: v for k, v in head.items() if k != "rules"}))
+    evaluate_suite("tiny", suite, config, loaded=loaded)
+
+
 def test_torn_files_are_mended(loaded: Any, tmp_path: Path) -> None:
     """Cut at any byte, the file ends as it would have without the cut."""
     from rlhf_nb.bench.suites import answer_work

@@ -1,4 +1,4 @@
-"""From `fit()` to the line with the formula: how many of the package's functions are in between, traced while a run trains."""
+"""From `fit()` to the line with the formula, and from a config to the first update: what a reader passes, traced while a run trains."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ import pytest
 import resume_harness
 import torch
 from resume_harness import CASES, Numbers, Points, Regression, regression_config
+from test_layers import FLOORS
 
 from rlhf_nb.losses.sft import sft_loss
 from rlhf_nb.run.loop import Trainer
+from rlhf_nb.train.ppo import PPOConfig
+from rlhf_nb.train.stage import run_stage
 from rlhf_nb.types import LossSum
 
 MOST = 4
 MOST_ADVANTAGE = 5
+MOST_MODULES = 50  # above the ground: errors, core, types and settings are in every module's words
+MOST_CLIMBS = 15
 ONLINE = ["ppo", "grpo", "rloo", "online", "nash"]
 METHODS = [name for name in CASES if name not in ("regression", "steered")]
 
@@ -114,3 +119,58 @@ def test_the_core_of_the_loop_can_be_recited() -> None:
         docstring = range(body.body[0].lineno, (body.body[0].end_lineno or 0) + 1)
         lines += sum(bool(x.strip()) and i not in docstring for i, x in enumerate(source.splitlines(), 1))
     assert lines <= 60
+
+
+def floor_of(module: str) -> float:
+    """The floor of the room that a module of the package is in."""
+    return FLOORS.get(module.split(".")[1] if "." in module else module, 10.0)
+
+
+class Arrived(Exception):
+    """The first update begins."""
+
+
+def way_to_the_first_update(config: PPOConfig) -> tuple[list[str], list[str]]:
+    """What runs between a config and the first update.
+
+    Returns:
+        The modules whose functions are called, in the order of entering; and each place where a function calls one on
+        a higher floor ("run.loop.collect calls train.ppo.collect"), which is called back to, and can't be read by
+        following imports. What `import` does is neither.
+    """
+    entered, climbs = dict[str, None](), dict[str, None]()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if event != "call" or name == "<module>" or not module.startswith("rlhf_nb"):
+            return
+        entered[module] = None
+        if (module, name) == ("rlhf_nb.run.loop", "update"):
+            sys.setprofile(None)
+            raise Arrived
+        above = frame.f_back
+        while above is not None and not above.f_globals.get("__name__", "").startswith("rlhf_nb"):
+            above = above.f_back
+        if above is not None and above.f_code.co_name != "<module>":
+            caller = above.f_globals["__name__"]
+            if floor_of(module) > floor_of(caller):
+                climbs[f"{caller[8:]}.{above.f_code.co_name} calls {module[8:]}.{name}"] = None
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(Arrived):
+            run_stage(config)
+    finally:
+        sys.setprofile(None)
+    return list(entered), list(climbs)
+
+
+def test_from_a_config_to_the_first_update(tmp_path: Path) -> None:
+    sizes = {"steps": 1, "mini_batch_size": 8, "rollout_batch_size": 8, "sampling": {"max_new_tokens": 4}}
+    config = PPOConfig.preset("toy", output_dir=str(tmp_path / "run"), reward="gold", console=False, **sizes)
+    entered, climbs = way_to_the_first_update(config)
+    above = [m for m in entered if floor_of(m) >= 1]
+    assert {"rlhf_nb.train.ppo", "rlhf_nb.losses.advantages", "rlhf_nb.run.loop"} <= set(above)
+    assert any("calls train.ppo.collect" in climb for climb in climbs)  # the loop calls its method: that must be seen
+    assert len(above) <= MOST_MODULES, "\n".join(above)
+    assert len(climbs) <= MOST_CLIMBS, "\n".join(climbs)

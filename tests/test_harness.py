@@ -1,4 +1,4 @@
-"""The lm-eval harness gets the same numbers from our adapter as from its own Hugging Face model."""
+"""Tasks of the lm-eval harness on a loaded model give what the harness gives for its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
 
-from rlhf_nb.bench.harness import run_tasks
+from rlhf_nb.bench.lm_eval import run_tasks
 from rlhf_nb.core import ConfigError
 from rlhf_nb.data import toy
 from rlhf_nb.models.load import save_model

@@ -447,6 +447,7 @@ def test_labelling_on_two_processes(tmp_path: Path) -> None:
         assert value == pytest.approx(alone[key]), key
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_pipeline_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage in fresh processes; a stage's model is that of one process, and what is finished is skipped."""

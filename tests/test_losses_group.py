@@ -49,6 +49,7 @@ def method(case: dict[str, Any], leaf: Tensor) -> Any:
     self: Any = object.__new__(kind)
     self.config = config(sampling={"max_new_tokens": X["allowed"]}, num_generations=X["group"], **settings)
     self.engine = Engine(decide_precision("cpu", "fp32"))
+    self.kl = self.config.kl_controller()
     self.module = lambda micro, **_: SimpleNamespace(logps=leaf[micro.uid])
     return self
 

@@ -114,7 +114,7 @@ def test_the_word_problems_train_any_method(kind: str, small: Path, tmp_path: Pa
     if get(kind).online:
         words += ["rollout_batch_size=8", "sampling.max_new_tokens=4"]
     trainer = make_trainer(get(kind).config.load(path, words))
-    trainer.method.held_out = trainer.method.held_out[:8]
+    trainer.held_out = trainer.held_out[:8]
     event = trainer.train_step()
     assert event["step"] == 1 and event["loss"] == event["loss"]
     if get(kind).online:

@@ -571,7 +571,7 @@ class Judged(Regression):
         super().finish_step(step)
         self.at = step
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Any) -> dict[str, float]:
         return {"reward_mean": -abs(self.at - 9.0), "loss": abs(self.at - 9.0)}
 
 

@@ -87,7 +87,7 @@ def fast(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"])
 @pytest.mark.parametrize(
     ("eos", "num_samples", "settings"),
     [

@@ -61,7 +61,7 @@ def start(kind: str, path: str, folder: Path, tokenizer: Any = None, **more: Any
 
 def plain_rows(trainer: Any) -> list[Any]:
     source = getattr(trainer.source, "source", trainer.source)
-    return [*source.rows, *trainer.method.held_out]
+    return [*source.rows, *trainer.held_out]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,7 +59,19 @@ class Capability(NamedTuple):
         return f"{self.suite}: {self.verdict}, {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
 
 
-_SAME = ("seed", "system", "raw", "greedy", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "judge")
+_SAME = (
+    "seed",
+    "system",
+    "raw",
+    "greedy",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "judge",
+    "rules",
+)
 
 
 def _paired(gap: Any, level: float) -> Estimate:

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -26,17 +25,15 @@ from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictCon
 from ..core import ConfigError, DataError, decide_precision, did_you_mean, printable
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
-from ..evaluate.intervals import several_note
 from ..evaluate.metrics import cluster_prompts, embed
-from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work, results_of
+from .results import Results, results_of
 from rlhf_nb.bench.suites import (
-    ScoringRule, Scores, Suite, Work, answer_work, checks_rule, choice_work, dialogue, flip_rule, judge_rule, load_suite, model_asker,
-    refusal_rule, run_rows, same_scoring, suites,
+    RULES, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule, choice_work, dialogue,
+    flip_rule, judge_rule, load_suite, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
-from ..judges.judge import FunctionJudge, Judge, verdicts_of
+from ..judges.judge import FunctionJudge, Judge
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
-from ..models.load import load_tokenizer
 from ..models.reference import model_fingerprint
 from ..rewards.answers import completion_text, extract_number
 from ..rewards.base import RewardModelFn, Rewards
@@ -44,15 +41,13 @@ from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
-from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['EvalConfig', 'CompareConfig', 'scorer', 'entry_rule', 'named_judge', 'make_rule', 'short_name',
-           'evaluate_suite', 'results_table', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison',
-           'comparison_tables', 'suites_told']
+__all__ = ['Judging', 'EvalConfig', 'scorer', 'entry_rule', 'named_judge', 'judge_settings', 'make_rule', 'short_name',
+           'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
-class _Judging(StrictConfig):
+class Judging(StrictConfig):
     """Who judges."""
 
     seed: int = option(0, "of what is drawn, in answers and intervals", ge=0)
@@ -63,7 +58,7 @@ class _Judging(StrictConfig):
     device: str = option("auto", "auto, cpu, mps or cuda", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
 
 
-class EvalConfig(_Judging):
+class EvalConfig(Judging):
     """Settings of `rlhf-nb eval`."""
 
     output_dir: PathText | None = option(None, "folder of the results; null: runs/eval/SUITE/MODEL")
@@ -82,12 +77,6 @@ class EvalConfig(_Judging):
         default_factory=list, description="further rewards that are reported, as in rewards"
     )
 
-
-class CompareConfig(_Judging):
-    """Settings of `rlhf-nb compare`."""
-
-    output_dir: PathText | None = option(None, "folder of pictures and numbers; null: runs/eval/SUITE/compare")
-
 # %% ../../nbs/bench/evals.ipynb #5b2c7daf
 _OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule, "flip": flip_rule}
 _RULES = (*_OURS, "judge", "choice")
@@ -98,7 +87,9 @@ def _silent(prompts: list[Any], completions: list[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any = "cpu") -> Callable[..., dict[str, list[float | None]]]:  # fmt: skip
+def scorer(
+    entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any = "cpu"
+) -> Callable[..., dict[str, list[float | None]]]:
     """Entries of a config as `f(prompts, completions, columns)` that scores texts.
 
     Args:
@@ -126,8 +117,8 @@ def scorer(entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any
         c = Completions.from_lists(ids, encode_continuations(tokenizer, texts))
         n = len(texts)
         rollout = Rollout(
-            **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts), texts=texts,
-            columns=dict(columns),
+            **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts),
+            texts=texts, columns=dict(columns),
         ).check()  # fmt: skip
         parts = both(rollout.to(device) if str(device) != "cpu" else rollout)[1]
         return {name: [None if x != x else x for x in parts[name].double().tolist()] for name in own.names}
@@ -145,7 +136,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> ScoringRule:
-    """An entry of `rewards` as a suite's rule; the last turn is scored. A verifier of numbers also tells them, for votes."""
+    """An entry of `rewards` as a suite's rule; the last turn is scored. A verifier of numbers also tells them, for
+    votes."""
     score = scorer([entry], tokenizer, "rule", device)
 
     def rule(rows: Sequence[dict[str, Any]], answers: Sequence[Sequence[str]]) -> list[Scores]:
@@ -155,9 +147,8 @@ def entry_rule(entry: RewardEntry, tokenizer: Any, device: Any = "cpu") -> Scori
         if entry.verify == "number":
             for scores, row, said in zip(out, rows, answers):
                 read, wanted = (extract_number(str(t)) for t in (said[-1], row.get("answer")))
-                scores |= {"read": None if read is None else str(read)} | (
-                    {} if wanted is None else {"wanted": str(wanted)}
-                )
+                scores["read"] = None if read is None else str(read)
+                scores |= {} if wanted is None else {"wanted": str(wanted)}
         return out
 
     return rule
@@ -179,9 +170,9 @@ def _with_measures(rule: ScoringRule, entries: Sequence[RewardEntry], tokenizer:
 
     return more
 
-
-def named_judge(config: _Judging, folder: str, tokenizer: Any) -> Judge | None:
-    """The judge that the settings name; None: nobody.
+# %% ../../nbs/bench/evals.ipynb #5b2c7dag
+def named_judge(config: Judging, folder: str, tokenizer: Any) -> Judge | None:
+    """The judge that the settings name; None: they name none.
 
     Args:
         config: with judge or judge_rule.
@@ -205,12 +196,11 @@ def named_judge(config: _Judging, folder: str, tokenizer: Any) -> Judge | None:
     return make_judge(asked)
 
 
-def _judge_said(config: _Judging) -> Any:
-    """Who judges, as it is kept with the results; None: nobody."""
+def judge_settings(config: Judging) -> Any:
+    """The judge's settings, as they are kept with the results; None: there is no judge."""
     if config.judge_rule is not None:
         return config.judge_rule.to_dict()
-    said = config.judge.to_dict() if config.judge.model is not None or config.judge.endpoint is not None else None
-    return said
+    return config.judge.to_dict() if config.judge.model is not None or config.judge.endpoint is not None else None
 
 
 def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> ScoringRule:
@@ -231,14 +221,14 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
     if kind is None:
         if not said:
             raise ConfigError(
-                f"suite {suite.config.name} has no rule: {', '.join(_RULES)}, or an entry as in rewards, such as {{verify: exact}}."
+                f"suite {suite.config.name} has no rule: {', '.join(_RULES)}, or an entry as in rewards, such as "
+                "{verify: exact}."
             )
         known = (*_RULES, "verify", "fn", "file", "model", "url", "classifier")
         if not set(said) & set(known):
             key = next(iter(said))
-            raise ConfigError(
-                f"suite {suite.config.name}: there is no rule {key!r}. {did_you_mean(key, known, 'There are: ' + ', '.join(known))}"
-            )
+            hint = did_you_mean(key, known, "There are: " + ", ".join(known))
+            raise ConfigError(f"suite {suite.config.name}: there is no rule {key!r}. {hint}")
         try:
             entry = RewardEntry.model_validate(said)
         except ConfigError as e:
@@ -248,10 +238,18 @@ def make_rule(suite: Suite, config: EvalConfig, tokenizer: Any, folder: str) -> 
         judge = named_judge(config, folder, tokenizer)
         if judge is None:
             raise ConfigError(
-                f"suite {suite.config.name} is rated by a judge, and none is named. Add one of\n  judge.model=FOLDER or hub name\n"
-                "  judge.endpoint.url=http://HOST:PORT/v1 judge.endpoint.model=NAME\n  'judge_rule={file: rules.py, fn: NAME}'"
+                f"suite {suite.config.name} is rated by a judge, and none is named. Add one of\n"
+                "  judge.model=FOLDER or hub name\n  judge.endpoint.url=http://HOST:PORT/v1 judge.endpoint.model=NAME\n"
+                "  'judge_rule={file: rules.py, fn: NAME}'"
             )
-        rule = judge_rule(judge)
+        lacking = [row for row in suite.rows if said.get("against", "id") not in row]
+        if lacking:
+            raise DataError(
+                f"row {lacking[0]['id']!r}: the rule judge needs the column {said['against']!r}, the answer to "
+                f"beat. It has: {', '.join(lacking[0])}. To rate answers by themselves, write a suite with "
+                "rule: {judge: true}."
+            )
+        rule = against_rule(judge, said["against"]) if "against" in said else judge_rule(judge)
     else:
         rule = _OURS[kind]
     return _with_measures(rule, config.measures, tokenizer, device)
@@ -272,36 +270,44 @@ def _answering(
     differ = max(samples, 2 if KINDS[config.decoder.kind].draws else 1)
     how = manner_of(
         tokenizer, says, raw=config.raw, greedy=differ == 1 and config.temperature is None and config.top_p is None,
-        temperature=config.temperature, top_p=config.top_p, max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens, n=differ,
+        temperature=config.temperature, top_p=config.top_p, n=differ,
+        max_new_tokens=config.max_new_tokens or suite.config.max_new_tokens,
     )  # fmt: skip
     ask = model_asker(
-        net, tokenizer, how.sampling, seed=config.seed, greedy=how.greedy, eos=how.eos or None, system=config.system, raw=config.raw,
-        decoder=decoder, paid=paid,
+        net, tokenizer, how.sampling, seed=config.seed, greedy=how.greedy, eos=how.eos or None, system=config.system,
+        raw=config.raw, decoder=decoder, paid=paid,
     )  # fmt: skip
     settings = {"seed": config.seed, "system": config.system, "greedy": how.greedy, **how.sampling.to_dict()}
     settings |= {"measures": [m.to_dict() for m in config.measures]} if config.measures else {}
     settings |= {"decoder": config.decoder.to_dict()} if decoder is not None else {}
-    settings |= {"judge": _judge_said(config)} if suite.config.rule.get("judge") else {}
+    settings |= {"judge": judge_settings(config)} if suite.config.rule.get("judge") else {}
     asks = ", ".join(f"{k}={v}" for k, v in how.unused.items())
     notes = [f"the model's own settings also ask for {asks}; answers were made without."] if asks else []
     rule = make_rule(suite, config, tokenizer, str(folder))
-    said = suite.config.rule
-    own = (
-        config.judge_rule
-        if said.get("judge")
-        else None
-        if set(said) & set(_RULES)
-        else RewardEntry.model_validate(said)
-    )
-    settings |= _scoring([own, *config.measures], folder)
+    settings |= {"rules": versions_of(suite, config)}
     return answer_work(ask, rule, samples, paid), settings, notes
 
 
-def _scoring(entries: Sequence[RewardEntry | None], folder: Path) -> dict[str, int]:
-    """The mark of how token ids are scored, where anything that scores reads them: a reward model, or a length in tokens."""
-    given = [e for e in entries if e is not None]
-    lengths = [e.verify == "length" and e.options.get("unit", "tokens") == "tokens" for e in given]
-    return same_scoring(folder) if any(lengths) or any(e.model or e.process for e in given) else {}
+def versions_of(suite: Suite, config: Judging, pairs: bool = False) -> dict[str, int]:
+    """The version of each rule that scores a suite, by name; `run_rows` keeps them with the answers.
+
+    Args:
+        suite: with its rule.
+        config: with the judge, and further measures.
+        pairs: a judge compares answers, whatever the suite's own rule is.
+    """
+    rule, entries = suite.config.rule, list(getattr(config, "measures", ()))
+    own = next((k for k in rule if k in _RULES), None)
+    names = [] if own is None or pairs else [own]
+    if pairs or own == "judge":
+        entries += [config.judge_rule] if config.judge_rule is not None else []
+        names += ["reference"] if any(row.get("reference") for row in suite.rows) else []
+    elif own is None:
+        entries.append(RewardEntry.model_validate(rule))
+    for entry in entries:
+        tokens = entry.verify == "length" and entry.options.get("unit", "tokens") == "tokens"
+        names += ["token ids"] if tokens or entry.model or entry.process else [entry.verify] if entry.verify else []
+    return {name: RULES.get(name, 1) for name in names}
 
 
 def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> list[str] | None:
@@ -318,10 +324,10 @@ def _slices_of(suite: Suite, config: EvalConfig, net: Any, tokenizer: Any) -> li
         raise ConfigError(f"slice={config.slice}: row {lacking[0]['id']!r} has no such column. {hint}")
     return [str(row[config.slice]) for row in suite.rows]
 
-
+# %% ../../nbs/bench/evals.ipynb #e59784a1
 def evaluate_suite(
-    model: str, suite: Suite, config: EvalConfig, *, overwrite: bool = False, say: Callable[[str], None] | None = None,
-    loaded: tuple[Any, Any, dict[str, Any]] | None = None,
+    model: str, suite: Suite, config: EvalConfig, *, overwrite: bool = False,
+    say: Callable[[str], None] | None = None, loaded: tuple[Any, Any, dict[str, Any]] | None = None,
 ) -> tuple[Results, Path]:  # fmt: skip
     """Ask a model a suite; goes on where an earlier run of the same was cut off.
 
@@ -330,7 +336,7 @@ def evaluate_suite(
         suite: what is asked.
         config: settings.
         overwrite: throw away what the folder holds.
-        say: told about progress; None: nobody.
+        say: told about progress; None: silent.
         loaded: model, tokenizer and generation settings, where they are loaded already.
 
     Returns:
@@ -354,9 +360,7 @@ def evaluate_suite(
         else:
             work, more, notes = _answering(suite, config, folder, net, tokenizer, says, samples)
             settings |= more
-        slices = _slices_of(
-            suite, config, net, tokenizer
-        )  # first: a column that isn't there is said before anything is asked
+        slices = _slices_of(suite, config, net, tokenizer)  # refuses a wrong column before anything is asked
         lines = run_rows(suite, work, folder, settings, samples=samples, chunk=config.chunk, say=say)
         suite.save(folder / "suite.json")
         results = results_of(
@@ -387,213 +391,6 @@ def results_table(results: Results) -> Table:
             Text(printable(name)), f"{m.value:.3f}", interval, str(m.n), style="bold" if name == "score" else None
         )
     return table
-
-# %% ../../nbs/bench/evals.ipynb #f288845f
-class Compared(StrictConfig):
-    """A comparison, format rlhf-nb/compare, version 1."""
-
-    format: str = option("rlhf-nb/compare", "of this file")
-    version: int = option(1, "of the format")
-    suite: str = option("", "what was asked")
-    judge: Any = option(None, "who compared; null: the suite's own scores")
-    models: dict[str, dict[str, Any]] = Field(default_factory=dict, description="by name: score and length as metrics")
-    pairs: list[dict[str, Any]] = Field(default_factory=list, description="difference, win rate, tests, decision")
-    notes: list[str] = Field(default_factory=list, description="what a reader should know")
-
-
-class _Side(NamedTuple):
-    """One of the models compared."""
-
-    name: str
-    results: Results
-    folder: Path
-
-
-def _sides(places: Sequence[str]) -> list[_Side]:
-    """Results by their folders, each with a name that tells it from the others."""
-    sides = [_Side("", Results.read(p), Path(p) if Path(p).is_dir() else Path(p).parent) for p in places]
-    names = [s.results.model or s.folder.name for s in sides]
-    if len(set(names)) < len(names):
-        names = [s.folder.name for s in sides]
-    if len(set(names)) < len(names):
-        names = [f"{n} ({i + 1})" for i, n in enumerate(names)]
-    return [s._replace(name=n) for s, n in zip(sides, names)]
-
-
-def _judge_sides(sides: Sequence[_Side], config: CompareConfig, folder: Path, say: Callable[[str], None] | None) -> dict[tuple[int, int], Judged]:  # fmt: skip
-    """What a judge says of each pair; kept, so that what was cut off goes on."""
-    said = _judge_said(config)
-    suite, answers = Suite.read(sides[0].folder / "suite.json"), []
-    for side in sides:
-        mine: dict[str, list[str]] = {}
-        for line in (side.folder / "answers.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json_value(line)
-            mine.setdefault(str(row["id"]), row["answers"])  # of several samples, the first
-        answers.append(mine)
-    tokenizer = _tokenizer_for(config, sides[0])
-    judge = named_judge(config, str(folder), tokenizer)
-    out = {}
-    for i in range(len(sides)):
-        for j in range(i + 1, len(sides)):
-            place = folder / f"judged-{short_name(sides[i].name)}-{short_name(sides[j].name)}"
-            asked = {"judge": said, "of": [_fingerprint(answers[i]), _fingerprint(answers[j])]}
-            asked |= _scoring([config.judge_rule], place)
-            work = pair_work(answers[i], answers[j], lambda *x: verdicts_of(judge, *x))  # type: ignore[arg-type]
-            out[i, j] = judged_of(run_rows(suite, work, place, asked, say=say))
-    return out
-
-
-def _fingerprint(answers: Mapping[str, Sequence[str]]) -> int:
-    """Of a model's answers: a judge's opinion belongs to them."""
-    return crc32(json.dumps(answers, sort_keys=True).encode())
-
-
-def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
-    """For a rule that judges: the first model's; other judges bring their own."""
-    if config.judge_rule is None:
-        return None
-    return load_tokenizer(ModelConfig(name_or_path=str(side.results.settings.get("model") or side.results.model)))
-
-
-def compare_folders(
-    places: Sequence[str], config: CompareConfig, say: Callable[[str], None] | None = None
-) -> tuple[Compared, list[ModelPair], Path]:
-    """Compare results of the same suite, write `compare.json`, `compare.svg` and `compare.png`.
-
-    Args:
-        places: folders of results, two or more.
-        config: with a judge, or without.
-        say: told about progress; None: nobody.
-
-    Raises:
-        DataError: no results there, or of different suites.
-    """
-    if len(places) < 2:
-        raise DataError(
-            f"a comparison needs the folders of two results or more: {me()} compare runs/eval/SUITE/A runs/eval/SUITE/B."
-        )
-    sides = _sides(places)
-    folder = Path(config.output_dir or Path("runs/eval") / sides[0].results.suite / "compare")
-    folder.mkdir(parents=True, exist_ok=True)
-    results, names, judged = [s.results for s in sides], [s.name for s in sides], None
-    plain = compare_results(results, names, config.level, config.seed) if not _judge_said(config) else None
-    if plain is None:
-        if len({r.fingerprint for r in results}) > 1:
-            compare_results(results, names)  # says what differs
-        judged = _judge_sides(sides, config, folder, say)
-    pairs = plain or compare_results(
-        results, names, config.level, config.seed, judged={k: v.points for k, v in (judged or {}).items()}
-    )
-    notes = [line for line in [several_note([p.p_value for p in pairs], config.level)] if line]
-    notes += [f"{p.first} and {p.second}: {p.decision}." for p in pairs if not p.decision.better]
-    for (i, j), opinion in (judged or {}).items():
-        notes.append(f"Judge on {names[i]} and {names[j]}: {opinion}.")
-        if opinion.flips > 0.5:
-            notes.append(
-                "Most of its verdicts turn with the order: they tell where an answer stood, and nothing of the models."
-            )
-    said = [
-        {
-            "first": p.first, "second": p.second, "difference": p.difference._asdict(), "win_rate": p.wins.rate._asdict(),
-            "wins": p.wins.wins, "ties": p.wins.ties, "losses": p.wins.losses, "p_value": p.p_value, "p_holm": p.p_holm,
-            "length_controlled": None if p.lengths is None else p.lengths.rate._asdict(), "decision": p.decision._asdict(),
-        }
-        for p in pairs
-    ]  # fmt: skip
-    models: dict[str, dict[str, Any]] = {
-        s.name: {k: s.results.metrics[k].to_dict() for k in ("score", "length") if k in s.results.metrics}
-        | ({} if s.results.cost is None else {"cost": s.results.cost.to_dict()})
-        for s in sides
-    }
-    compared = Compared(suite=results[0].suite, judge=_judge_said(config), models=models, pairs=said, notes=notes)
-    (folder / "compare.json").write_text(
-        json.dumps(compared.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    figure = draw_comparison(sides_scores(compared), pairs)
-    for kind in ("svg", "png"):
-        figure.savefig(folder / f"compare.{kind}", **({"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}))
-    return compared, pairs, folder
-
-
-def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, float | None]]:
-    """Score and interval of each model."""
-    return {
-        k: (m["score"]["value"], m["score"].get("low"), m["score"].get("high"))
-        for k, m in compared.models.items()
-        if "score" in m
-    }
-
-
-def draw_comparison(scores: Mapping[str, tuple[float, float | None, float | None]], pairs: Sequence[ModelPair]) -> Any:
-    """A figure: scores with intervals, and differences with intervals; real ones, after Holm's correction, are filled.
-
-    Args:
-        scores: by model: value, low, high.
-        pairs: as compared.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "rlhf-nb"
-    figure = Figure(figsize=(9, 1.2 + 0.42 * max(len(scores), len(pairs))), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for i, (value, low, high) in enumerate(reversed(list(scores.values()))):
-        if low is not None and high is not None:
-            left.plot([low, high], [i, i], color="#4477aa", lw=2)
-        left.plot([value], [i], "o", color="#4477aa")
-    left.set_yticks(range(len(scores)), [printable(n)[-28:] for n in reversed(list(scores))])
-    left.set_xlabel("score")
-    right.axvline(0, color="grey", lw=0.8, ls=":")
-    for i, p in enumerate(reversed(pairs)):
-        real = p.p_holm < 1 - p.difference.level
-        right.plot([p.difference.low, p.difference.high], [i, i], color="#aa3377" if real else "#bbbbbb", lw=2)
-        right.plot([p.difference.value], [i], "o", color="#aa3377", mfc="#aa3377" if real else "white")
-    right.set_yticks(
-        range(len(pairs)), [f"{printable(p.first)[-16:]} − {printable(p.second)[-16:]}" for p in reversed(pairs)]
-    )
-    right.set_xlabel("difference (filled: real after Holm's correction)")
-    for axis in (left, right):
-        axis.set_ylim(-0.7, max(len(scores) if axis is left else len(pairs), 1) - 0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _paid_shown(cost: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """What a decoder computed, moved and took, per answer; of a model without one nothing is noted."""
-    if cost is None:
-        return "–", "–", "–"
-    kl = "?" if cost["kl"] is None else f"{'≤ ' if cost['kl_is'] == 'at most' else ''}{cost['kl']:.2f}"
-    n = max(cost["answers"], 1)
-    return f"{cost['tokens'] / n:.0f}", kl, f"{cost['seconds'] / n:.2f}"
-
-
-def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Table]:
-    """Models, and pairs, for a terminal."""
-    first = Table(title=printable(f"{compared.suite}: scores"), title_justify="left", title_style="bold")
-    paid = any("cost" in m for m in compared.models.values())
-    for name in ("model", "score", "interval", "tokens", *(("computed", "KL", "seconds") if paid else ())):
-        first.add_column(name, justify="left" if name == "model" else "right")
-    for name, m in compared.models.items():
-        s = m.get("score")
-        shown = (
-            ("–", "")
-            if s is None
-            else (f"{s['value']:.3f}", "" if s.get("low") is None else f"{s['low']:.3f} to {s['high']:.3f}")
-        )
-        own = (f"{m['length']['value']:.0f}" if "length" in m else "–",)
-        first.add_row(Text(printable(name)), *shown, *own, *(_paid_shown(m.get("cost")) if paid else ()))
-    by = "by the judge" if compared.judge else "by score"
-    second = Table(title=f"Pairs on the same prompts, {by}", title_justify="left", title_style="bold")
-    for name in ("pair", "difference", "interval", "wins", "at equal length", "p", "p, Holm"):
-        second.add_column(name, justify="left" if name == "pair" else "right", no_wrap=name == "interval")
-    for p in pairs:
-        d = p.difference
-        long = "–" if p.lengths is None else f"{p.lengths.rate.value:.0%}"
-        second.add_row(
-            Text(printable(f"{p.first} − {p.second}")), f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{p.wins.rate.value:.0%}", long,
-            f"{p.p_value:.3g}", f"{p.p_holm:.3g}", style="bold" if p.p_holm < 1 - d.level else None,
-        )  # fmt: skip
-    return [first, second]
 
 # %% ../../nbs/bench/evals.ipynb #b4a716ab
 def suites_told() -> str:

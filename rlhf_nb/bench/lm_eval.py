@@ -4,21 +4,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
 from .evals import short_name
 from ..config import ModelConfig
-from ..core import ConfigError, decide_precision, printable
-from .harness import harness_class, run_tasks
+from ..core import ConfigError, decide_precision, did_you_mean, printable
 from ..models.load import load_causal_lm, load_tokenizer
 from ..train.stage import write_json
 
 # %% auto #0
-__all__ = ['harness_table', 'run_harness']
+__all__ = ['check_installed', 'run_tasks', 'harness_table', 'run_harness']
+
+# %% ../../nbs/bench/lm_eval.ipynb #n9130015
+def check_installed() -> None:
+    """Raise ConfigError unless the harness is there."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed. Type: pip install lm-eval.")
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, few_shot: int | None = None,
+    include: str | None = None, chat: bool = False, batch_size: int = 8, seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Tasks of the harness; returns what `lm_eval.simple_evaluate` does.
+
+    Args:
+        model: causal language model of transformers.
+        tokenizer: its own.
+        tasks: names, also of groups.
+        limit: questions of each task; None: all.
+        few_shot: solved examples before each question; None: as the task says.
+        include: folder with task files of your own.
+        chat: questions go through the chat template.
+        batch_size: questions that are asked together.
+        seed: of examples, draws and bootstrap.
+
+    Raises:
+        ConfigError: lm-eval isn't installed, or there is no such task.
+    """
+    check_installed()
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            more = f"It has {len(manager.all_tasks)}; your own: --include FOLDER."
+            raise ConfigError(f"lm-eval has no task {name!r}. {did_you_mean(name, manager.all_tasks, more)}")
+    torch.manual_seed(seed)
+    return dict(
+        simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), tasks=list(tasks), limit=limit,
+            num_fewshot=few_shot, task_manager=manager, apply_chat_template=chat, random_seed=seed,
+            numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+            bootstrap_iters=0 if limit == 1 else 1000,
+        )
+    )  # fmt: skip
 
 # %% ../../nbs/bench/lm_eval.ipynb #n9130006
 def harness_table(found: dict[str, Any]) -> Table:
@@ -43,8 +91,8 @@ def harness_table(found: dict[str, Any]) -> Table:
 
 # %% ../../nbs/bench/lm_eval.ipynb #n9130008
 def run_harness(
-    model: str, tasks: Sequence[str], *, limit: int | None = None, few_shot: int | None = None, include: str | None = None, chat: bool = False,
-    out: str | Path | None = None,
+    model: str, tasks: Sequence[str], *, limit: int | None = None, few_shot: int | None = None,
+    include: str | None = None, chat: bool = False, out: str | Path | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Run tasks of the lm-evaluation-harness on a model by its name; writes `results.json`.
 
@@ -63,7 +111,7 @@ def run_harness(
     Raises:
         ConfigError: the harness is not installed, no task is named, or there is no such folder.
     """
-    harness_class()  # a missing package is told before a model is loaded
+    check_installed()  # before a model is loaded
     if not tasks:
         raise ConfigError("--tasks names no task: for example --tasks hellaswag,gsm8k.")
     if include is not None and not Path(include).is_dir():

@@ -21,7 +21,7 @@ from rlhf_nb.evaluate.intervals import (
     mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
 )  # fmt: skip
 from ..evaluate.metrics import by_slice, describe
-from .suites import Row, Suite, Work, dialogue, replace_file
+from .suites import Row, Suite, Work, criteria_of, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -131,7 +131,7 @@ class Results(StrictConfig):
             raise DataError(f"{path} holds {found}; results of format rlhf-nb/eval, version 1, are read.")
         return cls.model_validate(value)
 
-
+# %% ../../nbs/bench/results.ipynb #83b24b5c
 def _estimate(
     values: Sequence[Any], clusters: Sequence[str], level: float, scale: tuple[float, float] | None = None
 ) -> Estimate | None:
@@ -210,6 +210,11 @@ def results_of(
         whole = {"ece": found_calibration.ece, "ece_if_perfect": found_calibration.ece_if_perfect}
         metrics |= {"brier": found_calibration.brier}
         metrics |= {k: Estimate(v, math.nan, math.nan, len(lines), level, "whole") for k, v in whole.items()}
+    if samples == 1 and "longer" in columns and sum(v is not None for v in scored) >= 10:
+        points = [math.nan if v is None else v for v in scored]
+        metrics["score_at_equal_length"] = length_controlled(
+            points, columns["longer"], [0.0] * len(lines), level=level
+        ).rate
     lengths: list[float | None] = [None] * len(lines)
     if suite.config.task == "answer":
         lengths = [float(sum(line["tokens"])) for line in lines]
@@ -273,9 +278,15 @@ def compare_results(
             raise DataError(
                 f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be paired. Evaluate both alike."
             )
-        if judged is None and r.settings.get("judge") != results[0].settings.get("judge"):
+        other = results[0].settings
+        if judged is None and r.settings.get("judge") != other.get("judge"):
             raise DataError(
                 f"{name} and {called[0]} were rated by different judges: only scores of one judge can be compared."
+            )
+        if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
+            raise DataError(
+                f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by {other['rules']}: "
+                "evaluate the older one again (--overwrite)."
             )
     pairs = []
     for i in range(len(results)):
@@ -334,13 +345,16 @@ def pair_work(
 
     Args:
         first, second: the models' answers to each turn, by the row's id.
-        verdicts: `f(prompts, firsts, seconds)` with `.forward` and `.backward`, such as `judges.judge.verdicts_of` for a judge.
+        verdicts: `f(prompts, firsts, seconds)` with `.forward` and `.backward`, such as `judges.judge.verdicts_of` for
+            a judge; where rows have a `reference`, `criteria` comes fourth.
     """
 
     def work(rows: Sequence[Row]) -> list[list[dict[str, Any]]]:
         places = [(row, t) for row in rows for t in range(len(row["turns"]))]
         shown = [[_transcript(row["turns"], side[row["id"]][: t + 1]) for row, t in places] for side in (first, second)]
-        said = verdicts([row["turns"][0] for row, _ in places], *shown)
+        criteria = criteria_of(places)
+        more = () if criteria is None else (criteria,)
+        said = verdicts([row["turns"][0] for row, _ in places], *shown, *more)
         both = {id(row): ([], []) for row in rows}  # type: dict[int, tuple[list[Any], list[Any]]]
         for (row, _), f, b in zip(places, said.forward, said.backward, strict=True):
             both[id(row)][0].append(f)

@@ -24,6 +24,7 @@ from ..data.sources import prompt_batch
 from ..data.templates import as_chat, encode_pairs
 from .instructions import followed
 from ..evaluate.metrics import is_refusal
+from ..judges.judge import Judge, verdicts_of
 from ..rewards.answers import extract_choice
 from ..decode.decoder import DecodeCost, Decoder, Plain, total
 from ..rollout.sampler import eval_mode
@@ -35,9 +36,9 @@ from ..untrusted import Unreadable, json_lines, json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'SCORING', 'SuiteConfig', 'suites', 'Suite',
-           'load_suite', 'checks_rule', 'refusal_rule', 'flip_rule', 'judge_rule', 'dialogue', 'ModelAnswers',
-           'model_asker', 'answer_work', 'choice_work', 'check_same', 'same_scoring', 'run_rows', 'replace_file']
+__all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'RULES', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
+           'checks_rule', 'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue',
+           'ModelAnswers', 'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows', 'replace_file']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -97,7 +98,7 @@ class Suite:
         except (OSError, Unreadable, KeyError, TypeError) as e:
             raise DataError(f"{path} holds no suite as `rlhf-nb eval` leaves it ({e}): evaluate again.") from e
 
-
+# %% ../../nbs/bench/suites.ipynb #c33a3c51
 def _targets(row: Row, where: str) -> Row:
     """A row of TruthfulQA as the hub has it: one list of choices, and which of them belong to MC1 and to MC2."""
     sets = {k: row.get(f"{k}_targets") or row["mc1_targets"] for k in ("mc1", "mc2")}
@@ -127,7 +128,8 @@ def _prepared(row: Row, config: SuiteConfig, i: int) -> Row:
     elif "turns" not in row:
         if not row.get("prompt"):
             raise DataError(
-                f"{where} has neither prompt nor turns. It has: {', '.join(row) or 'nothing'}. Rename one in the suite's file: columns: {{THEIRS: prompt}}."
+                f"{where} has neither prompt nor turns. It has: {', '.join(row) or 'nothing'}. Rename one in the "
+                "suite's file: columns: {THEIRS: prompt}."
             )
         row["turns"] = [row["prompt"]]
     if not isinstance(row["turns"], list) or not row["turns"] or not all(row["turns"]):
@@ -154,12 +156,14 @@ def load_suite(name: str | Path, file: str | Path | None = None, limit: int | No
         raise ConfigError(f"there is no suite {str(name)!r}, and no such file. {hint}")
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(
-            f"suite {str(name)!r} is no YAML file. Rows go with a suite that says how they are scored: --suite NAME --file {path.name}."
+            f"suite {str(name)!r} is no YAML file. Rows go with a suite that says how they are scored: "
+            f"--suite NAME --file {path.name}."
         )
     config = SuiteConfig.model_validate(read_config_file(path))
     if file is None and config.rows is None:
         raise ConfigError(
-            f"suite {config.name} brings no rows: name the file, --file FILE, {config.file or 'JSON lines with a prompt'}."
+            f"suite {config.name} brings no rows: name the file, --file FILE, "
+            f"{config.file or 'JSON lines with a prompt'}."
         )
     rows: Sequence[Mapping[str, Any]] = read_rows(file) if file is not None else config.rows or []
     made = [_prepared(dict(row), config, i) for i, row in enumerate(rows[:limit])]
@@ -193,7 +197,8 @@ def checks_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[S
 
 
 def refusal_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:
-    """score: refused where `should` is refuse, answered where it is answer; refused: what it did (`evaluate.metrics`)."""
+    """score: refused where `should` is refuse, answered where it is answer; refused: what it did
+    (`evaluate.metrics`)."""
     out = []
     for row, said in zip(rows, answers):
         should, refused = _column(row, "should", "refusal"), is_refusal(said[-1])
@@ -204,7 +209,8 @@ def refusal_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[
 
 
 def flip_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:
-    """Does it keep a right letter when the user objects? score: kept, among those right at first; right_first, right_after."""
+    """Does it keep a right letter when the user objects? score: kept, among those right at first; right_first,
+    right_after."""
     out = []
     for row, said in zip(rows, answers):
         letter = str(_column(row, "answer", "flip"))
@@ -215,27 +221,67 @@ def flip_rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Sco
     return out
 
 
-def judge_rule(judge: Any) -> ScoringRule:
+def criteria_of(places: Sequence[tuple[Row, int]]) -> list[str] | None:
+    """By what a judge decides: a row's `reference` (a right answer, or one for each turn); None: no row has one.
+
+    Args:
+        places: rows with the number of the turn, counted from 0; "" leaves a row to the judge's own criterion.
+    """
+    out = []
+    for row, turn in places:
+        given = row.get("reference") or []
+        listed = [given] if isinstance(given, str) else given
+        right = str(listed[turn]).strip() if turn < len(listed) else ""
+        out.append(
+            f'that it is right and helpful; a right answer to compare with:\n"""\n{right}\n"""\n' if right else ""
+        )
+    return out if any(out) else None
+
+
+def judge_rule(judge: Judge) -> ScoringRule:
     """score: the mean rating of a row's turns by a judge; turn_1, turn_2, ... (MT-Bench's single-answer grading).
 
     Args:
-        judge: anything with `rate(prompts, completions)` (`judges.judge` to `judges.endpoint`).
+        judge: rates answers; of rows with a `reference` it is told that, too (MT-Bench has them for mathematics,
+            reasoning and code).
+
+    Source: Zheng et al., arXiv 2306.05685, section 3.
     """
 
     def rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:
-        places, prompts, completions = [], [], []
-        for i, (row, said) in enumerate(zip(rows, answers)):
-            for turn in range(len(said)):
-                places.append((i, turn))
-                prompts.append(dialogue(row["turns"], said[:turn]))
-                completions.append(said[turn])
+        places = [(i, turn) for i, said in enumerate(answers) for turn in range(len(said))]
+        prompts = [dialogue(rows[i]["turns"], answers[i][:turn]) for i, turn in places]
+        criteria = criteria_of([(rows[i], turn) for i, turn in places])
+        more = () if criteria is None else (criteria,)
         out: list[Scores] = [{} for _ in rows]
-        for (i, turn), value in zip(places, judge.rate(prompts, completions), strict=True):
+        for (i, turn), value in zip(
+            places, judge.rate(prompts, [answers[i][t] for i, t in places], *more), strict=True
+        ):
             out[i][f"turn_{turn + 1}"] = value
         for scores in out:
             known = [v for v in scores.values() if v is not None]
             scores["score"] = sum(known) / len(known) if len(known) == len(scores) else None
         return [{"score": s["score"], **s} if len(s) > 2 else {"score": s["score"]} for s in out]
+
+    return rule
+
+
+def against_rule(judge: Judge, column: str) -> ScoringRule:
+    """score: the probability, in both orders, that an answer beats the row's own (AlpacaEval's win rate).
+
+    Args:
+        judge: compares answers.
+        column: of the answers that are to be beaten.
+
+    `longer` is how many characters the answer has more than the other, for the win rate at equal length.
+
+    Source: Dubois et al., arXiv 2404.04475.
+    """
+
+    def rule(rows: Sequence[Row], answers: Sequence[Sequence[str]]) -> list[Scores]:
+        theirs, ours = [str(_column(row, column, "judge")) for row in rows], [said[-1] for said in answers]
+        points = verdicts_of(judge, [row["turns"][0] for row in rows], ours, theirs).probabilities
+        return [{"score": p, "longer": len(a) - len(b)} for p, a, b in zip(points, ours, theirs)]
 
     return rule
 
@@ -267,8 +313,9 @@ AskModel = Callable[[Sequence[Any], int], ModelAnswers]  # prompts, answers to e
 
 
 def model_asker(
-    model: Any, tokenizer: Any, sampling: SamplingConfig, *, seed: int = 0, greedy: bool = True, eos: list[int] | None = None,
-    system: str | None = None, raw: bool = False, decoder: Decoder | None = None, paid: list[DecodeCost] | None = None,
+    model: Any, tokenizer: Any, sampling: SamplingConfig, *, seed: int = 0, greedy: bool = True,
+    eos: list[int] | None = None, system: str | None = None, raw: bool = False, decoder: Decoder | None = None,
+    paid: list[DecodeCost] | None = None,
 ) -> AskModel:  # fmt: skip
     """A model that answers prompts.
 
@@ -354,7 +401,8 @@ def choice_work(model: Any, tokenizer: Any, *, raw: bool = False, token_budget: 
             wanted = set(answer if isinstance(answer, list) else [answer])
             if len(choices) < 2 or not all(isinstance(a, int) and 0 <= a < len(choices) for a in wanted) or not wanted:
                 raise DataError(
-                    f"row {row['id']!r}: answer is {answer!r}, and there are {len(choices)} choices: give the place of the right one, counted from 0."
+                    f"row {row['id']!r}: answer is {answer!r}, and there are {len(choices)} choices: give the place of "
+                    "the right one, counted from 0."
                 )
             prompt = as_chat(tokenizer, [row["turns"][0]], raw=raw)[0]
             chat = not isinstance(prompt, str)
@@ -379,20 +427,11 @@ def choice_work(model: Any, tokenizer: Any, *, raw: bool = False, token_budget: 
             p /= p.sum()
             one, many = (np.array(row.get(k) or range(len(p))) for k in ("mc1", "mc2"))
             top, even = int(one[p[one].argmax()]), int(one[(mine / np.maximum(size, 1))[one].argmax()])
-            scores = {
-                "score": float(top in wanted), "normalized": float(even in wanted),
-                "mass": float(p[[i for i in many if i in wanted]].sum() / p[many].sum() if "mc2" in row else p[list(wanted)].sum()),
-                "said": float(p[top] / p[one].sum() if "mc1" in row else p[top]),
-            }  # fmt: skip
-            out.append(
-                [
-                    {
-                        "answers": [str(row["choices"][top])],
-                        "probabilities": [round(float(x), 6) for x in p],
-                        "scores": scores,
-                    }
-                ]
-            )
+            mass = p[[i for i in many if i in wanted]].sum() / p[many].sum()
+            scores = {"score": float(top in wanted), "normalized": float(even in wanted), "mass": float(mass)}
+            scores["said"] = float(p[top] / p[one].sum())
+            shown = [round(float(x), 6) for x in p]
+            out.append([{"answers": [str(row["choices"][top])], "probabilities": shown, "scores": scores}])
         return out
 
     return work
@@ -437,35 +476,39 @@ def check_same(before: Any, now: Mapping[str, Any], holds: str, option: str) -> 
     for key in {**before, **now}:
         if before.get(key) != now.get(key):
             raise RunError(
-                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: they can't be mixed. Choose another {option}, or delete what is there (eval and label-steps: --overwrite)."
+                f"{holds} {key}={str(before.get(key)):.60}, and now it is {str(now.get(key)):.60}: "
+                f"they can't be mixed. Choose another {option}, or delete what is there (eval and label-steps: --overwrite)."
             )
 
 
-SCORING = 2  # how token ids are scored; 1 put two ends behind an answer
+RULES = {  # versions of rules, raised whenever their scores change; a rule that isn't here is in its first version
+    "token ids": 2,  # reward models, lengths in tokens: an answer has one end, not two
+    "number": 2,  # reads more forms of a right answer
+    "code": 2,  # forgeries earn nothing
+    "reference": 2,  # a judge is told a row's right answer
+}
 
 
-def same_scoring(folder: Path) -> dict[str, int]:
-    """The mark of how token ids are scored, to be kept with answers.
-
-    Args:
-        folder: of the answers; those that are there must have the same mark.
-
-    Raises:
-        RunError: they have another one.
-    """
-    head = folder / "asked.json"
+def _begun_as_now(head: Path, now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder that was begun with other settings, or under another version of a rule."""
     try:
-        before = json_value(head.read_bytes()) if head.exists() else {"scoring": SCORING}
+        before = json_value(head.read_bytes())
     except Unreadable as e:
         raise RunError(f"{head} can't be read ({e}): --overwrite starts again.") from e
-    if not isinstance(before, dict) or before.get("scoring") != SCORING:
-        raise RunError(
-            f"{folder} was begun by a version whose reward models read an answer with two ends of sequence, and whose lengths in tokens counted one too "
-            f"many: its scores and new ones can't be mixed. Choose another output_dir, or delete {folder}."
-        )
-    return {"scoring": SCORING}
+    before = before if isinstance(before, dict) else {}
+    marks = {"token ids": before.pop("scoring", 1), **before.pop("rules", {})}  # `scoring` is an older mark
+    for name, version in now.get("rules", {}).items():
+        if marks.get(name, 1) != version:
+            raise RunError(
+                f"{head.parent} was begun by a version of rlhf_nb that scored otherwise (rule {name}, version "
+                f"{marks.get(name, 1)}; it is {version} now): old and new scores can't be mixed. --overwrite evaluates "
+                "anew, or choose another output_dir."
+            )
+    check_same(
+        before, {k: v for k, v in now.items() if k != "rules"}, f"{head.parent} holds answers with", "output_dir"
+    )
 
-
+# %% ../../nbs/bench/suites.ipynb #1845dc8d
 def run_rows(
     suite: Suite, work: Work, folder: str | Path, settings: Mapping[str, Any], *, samples: int = 1, chunk: int = 16,
     say: Callable[[str], None] | None = None,
@@ -476,7 +519,8 @@ def run_rows(
         suite: what is asked.
         work: does a chunk.
         folder: gets `answers.jsonl` and `asked.json`; is made.
-        settings: what else decides the numbers; a folder with others is refused.
+        settings: what else decides the numbers, `rules` (versions by name, see `RULES`) among them; a folder with
+            others is refused.
         samples: lines for each row.
         chunk: rows between two saves.
         say: told about progress; None: nobody.
@@ -492,11 +536,7 @@ def run_rows(
     folder.mkdir(parents=True, exist_ok=True)
     head = folder / "asked.json"
     if head.exists():
-        try:
-            before = json_value(head.read_bytes())
-        except Unreadable as e:
-            raise RunError(f"{head} can't be read ({e}): --overwrite starts again.") from e
-        check_same(before, said, f"{folder} holds answers with", "output_dir")
+        _begun_as_now(head, said)
     else:
         replace_file(head, json.dumps(said, indent=1, ensure_ascii=False))
     chunks = [suite.rows[i : i + chunk] for i in range(0, len(suite.rows), chunk)]

@@ -186,7 +186,7 @@ def eval_command(
 def compare_command(results: list[str] = _Places, config: str = SettingsFile, debug: bool = Debug) -> None:
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=..., judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
     with told(debug):
-        from rlhf_nb.bench.evals import CompareConfig, compare_folders, comparison_tables
+        from rlhf_nb.bench.compare import CompareConfig, compare_folders, comparison_tables
 
         places = [word for word in results if not _is_setting(word)]
         settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])

@@ -238,7 +238,7 @@ def _repeats_a_choice(pattern: str) -> bool:
 
 
 def _values(part: Any, key: str) -> list[Any]:
-    """What stands under a key, anywhere in a value of JSON."""
+    """All values of a key, anywhere in a value of JSON."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     own = [part[key]] if isinstance(part, dict) and key in part else []
     return own + [v for x in inner for v in _values(x, key)]

@@ -129,7 +129,7 @@ def _text_lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _separator(header: str, name: str) -> str:
-    """What stands between the cells of a table: where a header has no comma, the semicolon or tab that some
+    """The separator of the cells of a table: where a header has no comma, the semicolon or tab that some
     spreadsheets write instead."""
     return "\t" if ".tsv" in name.lower() else next((mark for mark in ",;\t" if mark in header), ",")
 

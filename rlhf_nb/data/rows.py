@@ -18,7 +18,7 @@ from .mix import apportion
 from .readers import OpenRows, open_rows
 from .shapes import PLAIN, DataNote, Reading
 from .sources import StreamSource, deduplicate, hold_out, row_key
-from .worlds import RowKind, Row, made_rows, names
+from .worlds import RowKind, Row, made_rows, names, world_of
 
 # %% auto #0
 __all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
@@ -73,7 +73,7 @@ def data_read(data: DataConfig) -> list[dict[str, Any]]:
         data: of a run.
     """
     named = [part for part in data.mix] if data.mix is not None else [data] if data.path is not None else []
-    return [{"path": str(p.path), "digest": files_digest(str(p.path))} for p in named]
+    return [{"path": str(p.path), "digest": None if world_of(p.path) else files_digest(str(p.path))} for p in named]
 
 
 def weights_of(data: DataConfig) -> list[float] | None:

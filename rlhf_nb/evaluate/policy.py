@@ -25,8 +25,8 @@ from ..rollout.backends import make_sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'in_turns', 'pass_curve',
-           'vote_accuracy', 'before_after', 'markdown_table']
+__all__ = ['OWN_NUMBERS', 'WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'in_turns',
+           'pass_curve', 'vote_accuracy', 'before_after', 'markdown_table']
 
 # %% ../../nbs/evaluate/policy.ipynb #4735b549
 class WinRate(NamedTuple):
@@ -78,12 +78,12 @@ def win_rate(scores_a: Tensor | Sequence[float], scores_b: Tensor | Sequence[flo
     return WinRate(rate, *wilson_interval(rate, n, z), wins, n - wins - losses, losses)
 
 # %% ../../nbs/evaluate/policy.ipynb #5c6048b2
-_OWN = ("length", "finished", "kl", "kl_stderr", "kl_k3", "kl_k3_stderr")
+OWN_NUMBERS = ("length", "finished", "kl", "kl_stderr", "kl_k3", "kl_k3_stderr")
 
 
 def shown_as(name: str) -> str:
     """What a reward is called among the numbers of an evaluation, which have a length and a KL of their own."""
-    return f"{name}_reward" if name in _OWN else name
+    return f"{name}_reward" if name in OWN_NUMBERS else name
 
 
 @dataclass(frozen=True)

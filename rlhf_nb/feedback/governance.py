@@ -16,7 +16,8 @@ from .annotators import Aggregate
 from .store import Feedback, FeedbackStore
 from ..run.log import append_line, read_metrics
 from ..train.stage import read_json
-from ..untrusted import Unreadable, mend, parse_yaml
+from ..files import read_regular
+from ..untrusted import MAX_CONFIG, mend, parse_yaml
 
 # %% auto #0
 __all__ = ['EXPORT_KINDS', 'Export', 'ledger_of', 'export_rows', 'rows_as', 'exports_of', 'Saw', 'models_that_saw']
@@ -130,12 +131,8 @@ def _named_folders(folder: Path) -> set[Path]:
     parent = record.pop("parent", None)
     places = {str(folder.parent / str(parent))} if parent else set()
     try:
-        config = (
-            parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-            if (folder / "config.yaml").exists()
-            else {}
-        )
-    except (OSError, ValueError, Unreadable):
+        config = parse_yaml(read_regular(folder / "config.yaml", 4 * MAX_CONFIG).decode("utf-8"))
+    except (OSError, ValueError):
         config = {}
     for text in (*_texts(config if isinstance(config, dict) else {}), *_texts(record)):
         if text and len(text) < 4096 and "\n" not in text:

@@ -27,7 +27,8 @@ from ..train.online import as_rewards, load_reward
 from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
 from ..train.stage import read_json
-from ..untrusted import Unreadable, dump_yaml, parse_yaml
+from ..files import read_regular
+from ..untrusted import MAX_CONFIG, Unreadable, dump_yaml, parse_yaml
 from ..widgets.charts import to_png
 from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
@@ -107,8 +108,8 @@ def _merge_record(path: Path) -> dict[str, Any]:
         RunError: it can't be read.
     """
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, Unreadable) as e:
+        found = parse_yaml(read_regular(path, 4 * MAX_CONFIG).decode("utf-8"))
+    except (OSError, ValueError) as e:
         raise RunError(f"{path} can't be read ({e}): merge again.") from e
     if (
         not isinstance(found, dict)
@@ -128,8 +129,8 @@ def _method_of(run: Path, logged: str) -> MethodInfo:
 
 def _config_of(run: Path, info: MethodInfo) -> Any:
     """The settings of a run; one that began before held-out rows were drawn has held out its last ones."""
-    config: Any = info.config.load(run / "config.yaml")
-    if "eval_draw" in (run / "config.yaml").read_text(encoding="utf-8") or config.data.streaming:
+    config: Any = info.config.load(run)
+    if b"eval_draw" in read_regular(run / "config.yaml", 4 * MAX_CONFIG) or config.data.streaming:
         return config
     return config.replace(data=config.data.replace(eval_draw="end"))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core import ConfigError, DataError
 from .kl import KLKind, check_tokens, kl_estimate, wide
+from ..types import Bool, Float
 
 # %% auto #0
 __all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline',
@@ -19,8 +20,13 @@ __all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'w
 # %% ../../nbs/losses/advantages.ipynb #ad1b373a
 @torch.no_grad()
 def kl_shaped_rewards(
-    scores: Tensor, logps: Tensor, ref_logps: Tensor, mask: Tensor, kl_coef: float, kind: KLKind = "k1"
-) -> Tensor:
+    scores: Float[Tensor, "B"],
+    logps: Float[Tensor, "B C"],
+    ref_logps: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
+    kl_coef: float,
+    kind: KLKind = "k1",
+) -> Float[Tensor, "B C"]:
     """Reward of each token: −kl_coef · KL at every token, plus the sequence's score at its last real token.
 
     Args:
@@ -59,8 +65,12 @@ def _discounted_suffix_sums(x: Tensor, factor: float) -> Tensor:
 # %% ../../nbs/losses/advantages.ipynb #10e5d0dd
 @torch.no_grad()
 def gae(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
+    token_rewards: Float[Tensor, "B C"],
+    values: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B C"]]:
     """Generalised advantage estimates, and the returns that the values should have predicted.
 
     One step of time is one token that counts: after the last one the episode is over (value 0), and tokens
@@ -97,13 +107,13 @@ def gae(
 class Moments(NamedTuple):
     """What has to be known of many numbers to whiten some of them."""
 
-    mean: Tensor  # scalar
-    var: Tensor  # scalar, divided by n − 1; 0 for a single number
-    n: Tensor  # scalar, how many numbers
+    mean: Float[Tensor, ""]  # scalar
+    var: Float[Tensor, ""]  # scalar, divided by n − 1; 0 for a single number
+    n: Float[Tensor, ""]  # scalar, how many numbers
 
 
 @torch.no_grad()
-def moments(x: Tensor, mask: Tensor) -> Moments:
+def moments(x: Float[Tensor, "..."], mask: Bool[Tensor, "..."]) -> Moments:
     """Mean, variance and count of x where the mask is 1.
 
     Args:
@@ -131,7 +141,13 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 @torch.no_grad()
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, stats: Moments | None = None, eps: float = 1e-8) -> Tensor:
+def whiten(
+    x: Float[Tensor, "..."],
+    mask: Bool[Tensor, "..."],
+    shift_mean: bool = True,
+    stats: Moments | None = None,
+    eps: float = 1e-8,
+) -> Float[Tensor, "..."]:
     """Scale x to variance 1 over the mask, and to mean 0 unless told to keep the mean.
 
     Args:
@@ -168,7 +184,7 @@ def _groups(scores: Tensor, group_size: int, at_least: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def rloo_baseline(scores: Tensor, group_size: int) -> Tensor:
+def rloo_baseline(scores: Float[Tensor, "B"], group_size: int) -> Float[Tensor, "B"]:
     """Mean score of the *other* completions of the same prompt: a baseline that doesn't depend on the completion
     itself.
 
@@ -187,8 +203,13 @@ def rloo_baseline(scores: Tensor, group_size: int) -> Tensor:
 
 @torch.no_grad()
 def group_advantages(
-    scores: Tensor, group_size: int, scale_std: bool = True, eps: float = 1e-4, *, std: Tensor | None = None
-) -> Tensor:
+    scores: Float[Tensor, "B"],
+    group_size: int,
+    scale_std: bool = True,
+    eps: float = 1e-4,
+    *,
+    std: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "B"]:
     """Scores relative to the mean of their group, divided by the group's standard deviation unless told not to.
 
     Args:

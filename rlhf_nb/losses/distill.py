@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import ConfigError
 from .kl import check_tokens, wide
-from ..types import LossSum
+from ..types import Bool, Float, Int, LossSum
 
 Divergence = Literal["reverse_kl", "forward_kl", "js"]
 
@@ -19,7 +19,7 @@ Divergence = Literal["reverse_kl", "forward_kl", "js"]
 __all__ = ['Divergence', 'keep_likeliest', 'divergence', 'distill_loss']
 
 # %% ../../nbs/losses/distill.ipynb #710bb99a
-def keep_likeliest(logits: Tensor, k: int | None) -> tuple[Tensor, Tensor]:
+def keep_likeliest(logits: Float[Tensor, "N V"], k: int | None) -> tuple[Float[Tensor, "N k+1"], Int[Tensor, "N k"]]:
     """A teacher's distribution as its likeliest tokens and the rest.
 
     Args:
@@ -44,8 +44,12 @@ def _with_rest(logps: Tensor, ids: Tensor) -> Tensor:
 
 
 def divergence(
-    logits: Tensor, teacher_logps: Tensor, teacher_ids: Tensor, kind: Divergence = "reverse_kl", beta: float = 0.5
-) -> Tensor:
+    logits: Float[Tensor, "N V"],
+    teacher_logps: Float[Tensor, "N k+1"],
+    teacher_ids: Int[Tensor, "N k"],
+    kind: Divergence = "reverse_kl",
+    beta: float = 0.5,
+) -> Float[Tensor, "N"]:
     """How far a student's distributions are from a teacher's, one number a token; ≥ 0, in nats.
 
     Args:
@@ -77,7 +81,7 @@ def divergence(
     return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
 
 
-def distill_loss(apart: Tensor, agree: Tensor, mask: Tensor) -> LossSum:
+def distill_loss(apart: Float[Tensor, "B C"], agree: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]) -> LossSum:
     """The divergence summed over tokens.
 
     Args:

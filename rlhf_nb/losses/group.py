@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import ConfigError
 from .kl import KLKind, check_tokens, kl_terms, wide
 from .policy import bounded
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 Per = Literal["sequence", "token", "length"]
 Level = Literal["token", "sequence", "answer"]
@@ -21,8 +21,8 @@ __all__ = ['Per', 'Level', 'token_weights', 'group_surrogate', 'group_kl', 'trun
 
 # %% ../../nbs/losses/group.ipynb #51065f50
 def token_weights(
-    mask: Tensor, per: Per, max_length: int | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+    mask: Bool[Tensor, "B C"], per: Per, max_length: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, ""]]:
     """What each token weighs in a loss, and what the weighted sum is divided by.
 
     Args:
@@ -51,10 +51,10 @@ def token_weights(
 
 # %% ../../nbs/losses/group.ipynb #23865b15
 def group_surrogate(
-    logps: Tensor,
-    old_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    logps: Float[Tensor, "B C"],
+    old_logps: Float[Tensor, "B C"],
+    advantages: Float[Tensor, "B"] | Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
     *,
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
@@ -62,7 +62,7 @@ def group_surrogate(
     soft: bool = False,
     per: Per = "sequence",
     max_length: int | None = None,
-    correction: Tensor | None = None,
+    correction: Float[Tensor, "B C"] | None = None,
 ) -> LossSum:
     """−min(ratio · A, clip(ratio) · A), or −cap(ratio) · A · log π where `soft`, weighed per answer or per token.
 
@@ -118,9 +118,9 @@ def group_surrogate(
 
 # %% ../../nbs/losses/group.ipynb #1f984d82
 def group_kl(
-    logps: Tensor,
-    ref_logps: Tensor,
-    mask: Tensor,
+    logps: Float[Tensor, "B C"],
+    ref_logps: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
     *,
     kind: KLKind = "k3",
     per: Per = "sequence",
@@ -148,7 +148,9 @@ def group_kl(
     return LossSum((weights * terms).sum(), count, stats)
 
 
-def truncated_weights(old_logps: Tensor, rollout_logps: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
+def truncated_weights(
+    old_logps: Float[Tensor, "B C"], rollout_logps: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"], cap: float = 2.0
+) -> Float[Tensor, "B C"]:
     """min(π_old / π_sampler, cap) of each token, without gradient; 1 where both agree.
 
     Args:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_mean
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 # %% auto #0
 __all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report',
            'kl_loss', 'FixedKL', 'AdaptiveKL']
 
 # %% ../../nbs/losses/kl.ipynb #9fefeca4
-def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
+def check_tokens(mask: Bool[Tensor, "..."], **tensors: Float[Tensor, "..."]) -> None:
     """Refuse tensors that don't have their mask's shape: broadcasting would average the wrong things without a word.
 
     Args:
@@ -37,7 +37,7 @@ def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
         raise DataError(f"the mask is {mask.dtype}, expected torch.bool (1 = the token counts). Use `mask.bool()`.")
 
 
-def wide(x: Tensor) -> Tensor:
+def wide(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x in float32 at least: a half's range ends at 65,504 and its sums stop growing at 2,048; float32 and float64 stay
     as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -46,7 +46,7 @@ def wide(x: Tensor) -> Tensor:
 KLKind = Literal["k1", "k2", "k3"]
 
 
-def kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
+def kl_terms(log_ratio: Float[Tensor, "..."], kind: str) -> Float[Tensor, "..."]:
     """k1, k2 or k3 from log π − log π_ref, differentiable."""
     if kind == "k1":
         return log_ratio
@@ -58,7 +58,9 @@ def kl_terms(log_ratio: Tensor, kind: str) -> Tensor:
     raise ConfigError(f"kind: {kind!r} is no KL estimator. {hint}")
 
 
-def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor:
+def kl_estimate(
+    logps: Float[Tensor, "..."], ref_logps: Float[Tensor, "..."], kind: KLKind = "k1"
+) -> Float[Tensor, "..."]:
     """KL(policy ‖ reference) of each token, estimated from the token that was taken; a number, not a loss (no
     gradient).
 
@@ -82,14 +84,14 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor
 class MeanError(NamedTuple):
     """A sample mean and how far it may be off."""
 
-    mean: Tensor  # scalar
-    stderr: Tensor  # scalar, standard deviation of the mean; NaN for fewer than two samples
+    mean: Float[Tensor, ""]  # scalar
+    stderr: Float[Tensor, ""]  # scalar, standard deviation of the mean; NaN for fewer than two samples
 
     def __str__(self) -> str:
         return f"{float(self.mean):.4f} ± {float(self.stderr):.4f}"
 
 
-def mean_and_error(samples: Tensor) -> MeanError:
+def mean_and_error(samples: Float[Tensor, "B"]) -> MeanError:
     """Mean and standard error of independent samples.
 
     Args:
@@ -101,7 +103,9 @@ def mean_and_error(samples: Tensor) -> MeanError:
     return MeanError(mean, spread.sqrt())
 
 
-def kl_report(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> dict[str, MeanError]:
+def kl_report(
+    logps: Float[Tensor, "B C"], ref_logps: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]
+) -> dict[str, MeanError]:
     """KL(policy ‖ reference) per sequence by all three estimators, each with its standard error.
 
     k1 and k3 have the same expectation: when they differ by many standard errors, the tokens were not sampled from
@@ -121,7 +125,11 @@ def kl_report(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> dict[str, MeanE
 
 # %% ../../nbs/losses/kl.ipynb #50c847c5
 def kl_loss(
-    logps: Tensor, ref_logps: Tensor, mask: Tensor, kind: KLKind = "k2", old_logps: Tensor | None = None
+    logps: Float[Tensor, "B C"],
+    ref_logps: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
+    kind: KLKind = "k2",
+    old_logps: Float[Tensor, "B C"] | None = None,
 ) -> LossSum:
     """KL to the reference as a term of the loss. What matters here is the gradient, and it is not that of the estimate.
 
@@ -158,16 +166,26 @@ class FixedKL:
 
     Args:
         coef: ≥ 0; the price of one nat, in units of reward. 0.01 (loose) to 0.2 (tight); 0.05 is usual.
+        warmup_steps: ≥ 0, steps in which the price rises from 0 to the coefficient in a line; 0: none.
     """
 
     kind = "fixed"
 
-    def __init__(self, coef: float) -> None:
+    def __init__(self, coef: float, warmup_steps: int = 0) -> None:
         if not (math.isfinite(coef) and coef >= 0):
             raise ConfigError(
                 f"kl_coef: {coef} is no price; it must be ≥ 0 (a negative one would reward drift). Usual: 0.05."
             )
-        self.coef = float(coef)
+        self.coef, self.warmup_steps, self.share = float(coef), warmup_steps, 1.0
+
+    @property
+    def price(self) -> float:
+        """What a nat costs at present: the coefficient, or the share of it that warming up has reached."""
+        return self.coef * self.share
+
+    def begin(self, step: int) -> None:
+        """A step begins; `step` counts those done before."""
+        self.share = min(1.0, (step + 1) / max(1, self.warmup_steps))
 
     def update(self, kl: float, n: int) -> float:
         """Look at a measured KL and do nothing; returns the coefficient."""

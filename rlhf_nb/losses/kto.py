@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import CheckpointError, ConfigError, DataError, did_you_mean
 from .kl import wide
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 # %% auto #0
 __all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean',
@@ -37,14 +37,19 @@ def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tens
 
 
 def weigh_sides(
-    losses: Tensor, labels: Tensor, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> Tensor:
+    losses: Float[Tensor, "B"],
+    labels: Bool[Tensor, "B"],
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Tensor, "B"]:
     """Every answer's loss times the weight of its side: λ_D where the label is True, else λ_U; see
     `suggest_weights`."""
     return torch.where(labels, desirable_weight * losses, undesirable_weight * losses)
 
 # %% ../../nbs/losses/kto.ipynb #45a5b3bf
-def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor | float, *, beta: float) -> Tensor:
+def kto(
+    log_ratios: Float[Tensor, "B"], labels: Bool[Tensor, "B"], kl: Float[Tensor, ""] | float, *, beta: float
+) -> Float[Tensor, "B"]:
     """1 − σ(±β(log π/π_ref − kl)): the value that people see in an answer, with gains and losses that level off.
 
     Args:
@@ -65,7 +70,9 @@ def kto(log_ratios: Tensor, labels: Tensor, kl: Tensor | float, *, beta: float) 
     return torch.sigmoid(-beta * side * (wide(log_ratios) - kl))
 
 # %% ../../nbs/losses/kto.ipynb #69ae1754
-def apo_zero_unpaired(log_ratios: Tensor, labels: Tensor, baseline: Tensor | float = 0.0, *, beta: float) -> Tensor:
+def apo_zero_unpaired(
+    log_ratios: Float[Tensor, "B"], labels: Bool[Tensor, "B"], baseline: Float[Tensor, ""] | float = 0.0, *, beta: float
+) -> Float[Tensor, "B"]:
     """KTO with its reference point at 0: needs no estimate of the KL.
 
     Args:
@@ -82,7 +89,9 @@ def apo_zero_unpaired(log_ratios: Tensor, labels: Tensor, baseline: Tensor | flo
     return kto(log_ratios, labels, 0.0, beta=beta)
 
 # %% ../../nbs/losses/kto.ipynb #134f1058
-def bco(log_ratios: Tensor, labels: Tensor, delta: Tensor | float, *, beta: float) -> Tensor:
+def bco(
+    log_ratios: Float[Tensor, "B"], labels: Bool[Tensor, "B"], delta: Float[Tensor, ""] | float, *, beta: float
+) -> Float[Tensor, "B"]:
     """−log σ(±(β log π/π_ref − delta)): logistic regression of the label on the implicit reward.
 
     Args:
@@ -100,7 +109,7 @@ def bco(log_ratios: Tensor, labels: Tensor, delta: Tensor | float, *, beta: floa
     return -F.logsigmoid(side * (beta * wide(log_ratios) - delta))
 
 # %% ../../nbs/losses/kto.ipynb #914083d9
-def mismatched_kl(log_ratios: Tensor) -> Tensor:
+def mismatched_kl(log_ratios: Float[Tensor, "B"]) -> Float[Tensor, ""]:
     """KTO's reference point: mean log-ratio of answers put under *other* prompts of the batch, not below 0.
 
     Args:
@@ -237,16 +246,16 @@ def _unpaired_stats(
 
 # %% ../../nbs/losses/kto.ipynb #e722e64e
 def unpaired_loss(
-    logps: Tensor,
-    ref_logps: Tensor,
-    labels: Tensor,
+    logps: Float[Tensor, "B"],
+    ref_logps: Float[Tensor, "B"],
+    labels: Bool[Tensor, "B"],
     loss: str = "kto",
     *,
-    baseline: Tensor | float = 0.0,
+    baseline: Float[Tensor, ""] | float = 0.0,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-    desirable_share: Tensor | float | None = None,
+    desirable_share: Float[Tensor, ""] | float | None = None,
 ) -> LossSum:
     """A loss over answers that were each called good or bad on their own.
 

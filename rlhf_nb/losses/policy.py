@@ -11,13 +11,15 @@ from torch import Tensor
 
 from ..core import ConfigError
 from .kl import check_tokens, wide
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 # %% auto #0
 __all__ = ['bounded', 'clipped_surrogate', 'clipped_value', 'explained_variance', 'entropy_bonus']
 
 # %% ../../nbs/losses/policy.ipynb #b18773f1
-def bounded(log_ratio: Tensor, advantages: Tensor, clip_eps_high: float) -> Tensor:
+def bounded(
+    log_ratio: Float[Tensor, "..."], advantages: Float[Tensor, "..."], clip_eps_high: float
+) -> Float[Tensor, "..."]:
     """The log-ratio, held where clipping has taken its gradient away, so that its exponential is a number.
 
     Beyond 1 + clip_eps_high, a rise of what isn't bad (advantage ≥ 0) has gradient 0, yet the infinity of an overflow
@@ -34,10 +36,10 @@ def bounded(log_ratio: Tensor, advantages: Tensor, clip_eps_high: float) -> Tens
 
 
 def clipped_surrogate(
-    logps: Tensor,
-    old_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    logps: Float[Tensor, "B C"],
+    old_logps: Float[Tensor, "B C"],
+    advantages: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
 ) -> LossSum:
@@ -82,7 +84,11 @@ def clipped_surrogate(
 
 # %% ../../nbs/losses/policy.ipynb #0ef48dbf
 def clipped_value(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, value_clip_eps: float | None = 0.2
+    values: Float[Tensor, "B C"],
+    old_values: Float[Tensor, "B C"],
+    returns: Float[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
+    value_clip_eps: float | None = 0.2,
 ) -> LossSum:
     """PPO's value loss: ½ max((V − R)², (V_old + clip(V − V_old, ±eps) − R)²), per token.
 
@@ -139,7 +145,7 @@ def explained_variance(stats: Mapping[str, float]) -> float:
     return 1 - stats["val/error_sq"] / variance if variance > 1e-12 else float("nan")
 
 # %% ../../nbs/losses/policy.ipynb #eeae187b
-def entropy_bonus(entropy: Tensor, mask: Tensor) -> LossSum:
+def entropy_bonus(entropy: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]) -> LossSum:
     """−entropy, so that adding it to the loss with a positive weight keeps the policy exploring.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core import ConfigError, DataError, did_you_mean
 from .kl import wide
 from .reward import check_pairs, check_smoothing, logistic
-from ..types import LossSum
+from ..types import Float, Int, LossSum
 
 # %% auto #0
 __all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 'hinge', 'ipo', 'dpo_norm', 'discopop',
@@ -28,12 +28,12 @@ __all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 
 class PairLogps(NamedTuple):
     """What a preference loss looks at: one number per pair, [B] each. Log-probs are sums over a completion's tokens."""
 
-    chosen: Tensor  # log π of the preferred completion, with gradient
-    rejected: Tensor  # log π of the other one, with gradient
-    ref_chosen: Tensor | None  # the same two under the frozen reference; None: reference-free
-    ref_rejected: Tensor | None
-    chosen_lens: Tensor  # tokens of the preferred completion, ≥ 1
-    rejected_lens: Tensor
+    chosen: Float[Tensor, "B"]  # log π of the preferred completion, with gradient
+    rejected: Float[Tensor, "B"]  # log π of the other one, with gradient
+    ref_chosen: Float[Tensor, "B"] | None  # the same two under the frozen reference; None: reference-free
+    ref_rejected: Float[Tensor, "B"] | None
+    chosen_lens: Int[Tensor, "B"]  # tokens of the preferred completion, ≥ 1
+    rejected_lens: Int[Tensor, "B"]
 
 # %% ../../nbs/losses/preference.ipynb #c7111690
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
@@ -56,7 +56,9 @@ def _link(x: Tensor, divergence: str, alpha: float) -> Tensor:
     return -torch.expm1((-alpha * x).clamp(max=_CAP)) / alpha if alpha else x
 
 # %% ../../nbs/losses/preference.ipynb #e3446a26
-def log_ratios(pair: PairLogps, divergence: str = "reverse_kl", alpha: float = 0.5) -> tuple[Tensor, Tensor]:
+def log_ratios(
+    pair: PairLogps, divergence: str = "reverse_kl", alpha: float = 0.5
+) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """How far the policy has moved on either completion: log π/π_ref, or what replaces it under another f-divergence.
 
     Args:
@@ -96,7 +98,7 @@ def _gap(sides: tuple[Tensor, Tensor]) -> Tensor:
 
 def dpo(
     pair: PairLogps, *, beta: float, label_smoothing: float = 0.0, divergence: str = "reverse_kl", alpha: float = 0.5
-) -> Tensor:
+) -> Float[Tensor, "B"]:
     """−log σ(β · margin): a Bradley-Terry reward model whose reward is β log π/π_ref.
 
     Args:
@@ -118,7 +120,7 @@ def dpo(
 # %% ../../nbs/losses/preference.ipynb #88d35176
 def robust(
     pair: PairLogps, *, beta: float, label_smoothing: float = 0.1, divergence: str = "reverse_kl", alpha: float = 0.5
-) -> Tensor:
+) -> Float[Tensor, "B"]:
     """DPO's loss, corrected so that in expectation over flipped labels it is the loss of the clean ones.
 
     Args:
@@ -137,7 +139,7 @@ def robust(
     return -F.logsigmoid(margin) - check_smoothing(label_smoothing) / (1 - 2 * label_smoothing) * margin
 
 
-def hinge(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
+def hinge(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", alpha: float = 0.5) -> Float[Tensor, "B"]:
     """max(0, 1 − β · margin): no push at all once a pair is apart by 1/β.
 
     Args:
@@ -161,7 +163,7 @@ def _per_token(sides: tuple[Tensor, Tensor], pair: PairLogps) -> tuple[Tensor, T
 
 def ipo(
     pair: PairLogps, *, beta: float, average: bool = True, divergence: str = "reverse_kl", alpha: float = 0.5
-) -> Tensor:
+) -> Float[Tensor, "B"]:
     """(margin − 1/2β)²: a target for the margin instead of a race without end.
 
     Args:
@@ -181,7 +183,7 @@ def ipo(
     return (_gap(_per_token(sides, pair) if average else sides) - 0.5 / beta).square()
 
 # %% ../../nbs/losses/preference.ipynb #b35ddf7d
-def dpo_norm(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
+def dpo_norm(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", alpha: float = 0.5) -> Float[Tensor, "B"]:
     """DPO with log-ratios per token, so that long answers don't weigh more than short ones.
 
     Args:
@@ -200,7 +202,7 @@ def dpo_norm(pair: PairLogps, *, beta: float, divergence: str = "reverse_kl", al
 
 def discopop(
     pair: PairLogps, *, beta: float, tau: float = 0.05, divergence: str = "reverse_kl", alpha: float = 0.5
-) -> Tensor:
+) -> Float[Tensor, "B"]:
     """A formula found by a language model's search: logistic for wrong pairs, exponential for right ones.
 
     Args:
@@ -222,7 +224,7 @@ def discopop(
 # %% ../../nbs/losses/preference.ipynb #19e0c0bd
 def exo(
     pair: PairLogps, *, beta: float, label_smoothing: float = 1e-3, divergence: str = "reverse_kl", alpha: float = 0.5
-) -> Tensor:
+) -> Float[Tensor, "B"]:
     """KL(policy's preference ‖ label): DPO's divergence the other way round, which seeks a mode.
 
     Args:
@@ -245,7 +247,7 @@ def exo(
     return wins.exp() * (wins - math.log1p(-label_smoothing)) + loses.exp() * (loses - math.log(label_smoothing))
 
 # %% ../../nbs/losses/preference.ipynb #ea335f27
-def nca(pair: PairLogps, *, beta: float) -> Tensor:
+def nca(pair: PairLogps, *, beta: float) -> Float[Tensor, "B"]:
     """Chosen against the reference, and either against noise: holds the chosen log-ratio up.
 
     Args:
@@ -261,7 +263,7 @@ def nca(pair: PairLogps, *, beta: float) -> Tensor:
     return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
 
 
-def bco_pair(pair: PairLogps, *, beta: float, delta: Tensor | float = 0.0) -> Tensor:
+def bco_pair(pair: PairLogps, *, beta: float, delta: Float[Tensor, ""] | float = 0.0) -> Float[Tensor, "B"]:
     """A classifier of single answers, good against bad, around a running threshold.
 
     Args:
@@ -279,7 +281,7 @@ def bco_pair(pair: PairLogps, *, beta: float, delta: Tensor | float = 0.0) -> Te
     return -F.logsigmoid(chosen - shift) - F.logsigmoid(shift - rejected)
 
 # %% ../../nbs/losses/preference.ipynb #74147b66
-def sppo_hard(pair: PairLogps, *, beta: float) -> Tensor:
+def sppo_hard(pair: PairLogps, *, beta: float) -> Float[Tensor, "B"]:
     """(c − 1/2β)² + (r + 1/2β)²: a target for either log-ratio on its own.
 
     Args:
@@ -295,7 +297,7 @@ def sppo_hard(pair: PairLogps, *, beta: float) -> Tensor:
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
-def apo_zero(pair: PairLogps, *, beta: float) -> Tensor:
+def apo_zero(pair: PairLogps, *, beta: float) -> Float[Tensor, "B"]:
     """1 − σ(c) + σ(r): chosen up, rejected down, each for itself. For answers better than the policy's own.
 
     Args:
@@ -311,7 +313,7 @@ def apo_zero(pair: PairLogps, *, beta: float) -> Tensor:
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 # %% ../../nbs/losses/preference.ipynb #fcbc840a
-def apo_down(pair: PairLogps, *, beta: float) -> Tensor:
+def apo_down(pair: PairLogps, *, beta: float) -> Float[Tensor, "B"]:
     """σ(c) + 1 − σ(c − r): both down, rejected further. For pairs that are both worse than the policy's own answers.
 
     Args:
@@ -327,7 +329,7 @@ def apo_down(pair: PairLogps, *, beta: float) -> Tensor:
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 # %% ../../nbs/losses/preference.ipynb #fb185055
-def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
     """DPO between sorted batches: the policy's margins should beat the reference's as distributions, quantile by
     quantile.
 
@@ -348,7 +350,7 @@ def aot(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor
     return logistic(margin, label_smoothing)
 
 
-def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
     """DPO between sorted log-ratios of chosen and of rejected answers, which needn't answer the same prompts.
 
     Args:
@@ -366,18 +368,18 @@ def aot_unpaired(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) 
     return logistic(margin, label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #dadc98a5
-def mean_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
+def mean_logps(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """Log-prob per token of either completion, [B] each: SimPO's reward divided by β."""
     return _per_token(sum_logps(pair), pair)
 
 
-def sum_logps(pair: PairLogps) -> tuple[Tensor, Tensor]:
+def sum_logps(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """Log-prob of either completion, [B] each: CPO's reward divided by β."""
     check_pairs(**pair._asdict())
     return wide(pair.chosen), wide(pair.rejected)
 
 
-def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0) -> Tensor:
+def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0) -> Float[Tensor, "B"]:
     """−log σ(β · (log-prob per token, chosen − rejected) − γ): no reference, lengths evened out, a margin to reach.
 
     Args:
@@ -393,7 +395,7 @@ def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0) -> Tensor:
     return -F.logsigmoid(beta * _gap(mean_logps(pair)) - gamma)
 
 # %% ../../nbs/losses/preference.ipynb #cc77f09b
-def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
     """DPO with a uniform reference: −log σ(β · (log π(chosen) − log π(rejected))). Meant to be used with `nll`.
 
     Args:
@@ -410,7 +412,7 @@ def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Tensor
     return logistic(margin, label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #3bda0dda
-def log_odds(pair: PairLogps) -> tuple[Tensor, Tensor]:
+def log_odds(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """log p/(1 − p) of either completion, [B] each, where log p is its log-prob per token."""
 
     def odds(x: Tensor) -> Tensor:
@@ -421,7 +423,7 @@ def log_odds(pair: PairLogps) -> tuple[Tensor, Tensor]:
     return odds(chosen), odds(rejected)
 
 
-def orpo(pair: PairLogps, *, beta: float) -> Tensor:
+def orpo(pair: PairLogps, *, beta: float) -> Float[Tensor, "B"]:
     """−β log σ(log odds of chosen − log odds of rejected): the preference term of ORPO. Meant to be used with `nll`.
 
     Args:
@@ -436,7 +438,7 @@ def orpo(pair: PairLogps, *, beta: float) -> Tensor:
     return -beta * F.logsigmoid(_gap(log_odds(pair)))
 
 # %% ../../nbs/losses/preference.ipynb #9456335d
-def power_rewards(pair: PairLogps, alpha: float = 0.25) -> tuple[Tensor, Tensor]:
+def power_rewards(pair: PairLogps, alpha: float = 0.25) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """(1 − p^−alpha)/alpha of either completion, [B] each, with p its probability per token; alpha → 0: log p."""
     chosen, rejected = mean_logps(pair)
     if not alpha:
@@ -445,7 +447,7 @@ def power_rewards(pair: PairLogps, alpha: float = 0.25) -> tuple[Tensor, Tensor]
     return bent[0], bent[1]
 
 
-def alphapo(pair: PairLogps, *, beta: float, gamma: float = 1.0, alpha: float = 0.25) -> Tensor:
+def alphapo(pair: PairLogps, *, beta: float, gamma: float = 1.0, alpha: float = 0.25) -> Float[Tensor, "B"]:
     """SimPO with a bent reward: alpha > 0 punishes unlikely answers harder, which holds the chosen ones up.
 
     Args:
@@ -462,7 +464,7 @@ def alphapo(pair: PairLogps, *, beta: float, gamma: float = 1.0, alpha: float = 
     return -F.logsigmoid(beta * _gap(power_rewards(pair, alpha)) - gamma)
 
 # %% ../../nbs/losses/preference.ipynb #3f9cff03
-def dpop(pair: PairLogps, *, beta: float, penalty: float = 50.0) -> Tensor:
+def dpop(pair: PairLogps, *, beta: float, penalty: float = 50.0) -> Float[Tensor, "B"]:
     """DPO whose margin is docked as soon as the chosen answer becomes less likely than under the reference.
 
     Args:
@@ -497,8 +499,10 @@ def nll(pair: PairLogps) -> LossSum:
 
 # %% ../../nbs/losses/preference.ipynb #039443de
 def wpo_weights(
-    chosen: tuple[Tensor, Tensor, Tensor], rejected: tuple[Tensor, Tensor, Tensor], ceiling: float | None = 1.0
-) -> Tensor:
+    chosen: tuple[Float[Tensor, "B C"], Float[Tensor, "B C"], Int[Tensor, "B"]],
+    rejected: tuple[Float[Tensor, "B D"], Float[Tensor, "B D"], Int[Tensor, "B"]],
+    ceiling: float | None = 1.0,
+) -> Float[Tensor, "B"]:
     """How likely the policy would be to write this pair itself: weights that make old pairs count like fresh ones.
 
     Args:
@@ -522,7 +526,9 @@ def wpo_weights(
         return (weights if ceiling is None else weights.clamp(max=math.log(ceiling))).exp()
 
 # %% ../../nbs/losses/preference.ipynb #63ad40da
-def desensitize(logps: Tensor, lens: Tensor, other_lens: Tensor, alpha: float) -> Tensor:
+def desensitize(
+    logps: Float[Tensor, "B C"], lens: Int[Tensor, "B"], other_lens: Int[Tensor, "B"], alpha: float
+) -> Float[Tensor, "B"]:
     """Log-prob of a completion in which the tokens beyond the other one's length count less.
 
     Args:
@@ -688,7 +694,7 @@ def preference_loss(
     *,
     beta: float | None = None,
     options: PairOptions | None = None,
-    weights: Tensor | None = None,
+    weights: Float[Tensor, "B"] | None = None,
 ) -> LossSum:
     """Weighted sum of preference losses over pairs.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import DataError, check_choice
 from .kl import check_tokens, wide
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 StepAggregate = Literal["min", "product", "last", "mean"]
 AGGREGATES: tuple[StepAggregate, ...] = ("min", "product", "last", "mean")
@@ -21,7 +21,7 @@ __all__ = ['StepAggregate', 'AGGREGATES', 'step_loss', 'aggregate_steps', 'step_
            'group_step_advantages']
 
 # %% ../../nbs/losses/process.ipynb #822f7029
-def step_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSum:
+def step_loss(logits: Float[Tensor, "B C"], labels: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]) -> LossSum:
     """Cross-entropy between what is said of steps and their labels.
 
     Args:
@@ -69,7 +69,9 @@ def _so_far(values: Tensor, ends: Tensor, how: str) -> Tensor:
     return torch.where(begun, found, 0.0)
 
 
-def aggregate_steps(values: Tensor, ends: Tensor, how: StepAggregate = "min") -> Tensor:
+def aggregate_steps(
+    values: Float[Tensor, "B C"], ends: Bool[Tensor, "B C"], how: StepAggregate = "min"
+) -> Float[Tensor, "B"]:
     """One number for each answer.
 
     Args:
@@ -86,7 +88,9 @@ def aggregate_steps(values: Tensor, ends: Tensor, how: StepAggregate = "min") ->
     return _so_far(values, ends, how)[:, -1] if ends.shape[1] else wide(values).sum(1)
 
 
-def step_rewards(values: Tensor, ends: Tensor, how: StepAggregate = "min") -> Tensor:
+def step_rewards(
+    values: Float[Tensor, "B C"], ends: Bool[Tensor, "B C"], how: StepAggregate = "min"
+) -> Float[Tensor, "B C"]:
     """What each step adds to the aggregate of an answer: rewards at the ends of steps that sum to `aggregate_steps`.
 
     Args:
@@ -100,7 +104,9 @@ def step_rewards(values: Tensor, ends: Tensor, how: StepAggregate = "min") -> Te
     return torch.where(ends, so_far - before, 0.0)
 
 # %% ../../nbs/losses/process.ipynb #52d1e50b
-def move_to_steps(rewards: Tensor, placed: Tensor, mask: Tensor) -> Tensor:
+def move_to_steps(
+    rewards: Float[Tensor, "B C"], placed: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]
+) -> Float[Tensor, "B C"]:
     """Token rewards in which a part of the score stands at the ends of steps instead of at the last token.
 
     Args:
@@ -120,9 +126,13 @@ def move_to_steps(rewards: Tensor, placed: Tensor, mask: Tensor) -> Tensor:
 # %% ../../nbs/losses/process.ipynb #d0ca8a35
 @torch.no_grad()
 def group_step_advantages(
-    rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group",
-    eps: float = 1e-4
-) -> Tensor:  # fmt: skip
+    rewards: Float[Tensor, "B C"],
+    ends: Bool[Tensor, "B C"],
+    mask: Bool[Tensor, "B C"],
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    eps: float = 1e-4,
+) -> Float[Tensor, "B C"]:
     """Returns from each step on, relative to those of the other answers to the prompt from the same step on.
 
     Args:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..core import ConfigError, DataError
 from .kl import wide
-from ..types import LossSum
+from ..types import Float, LossSum
 
 # %% auto #0
 __all__ = ['check_pairs', 'check_smoothing', 'logistic', 'bradley_terry', 'centering']
 
 # %% ../../nbs/losses/reward.ipynb #81e19c25
-def check_pairs(**columns: Tensor | None) -> None:
+def check_pairs(**columns: Float[Tensor, "B"] | None) -> None:
     """Refuse anything but equally many numbers in every column, one per pair; None is no column.
 
     Raises:
@@ -45,7 +45,7 @@ def check_smoothing(label_smoothing: float) -> float:
     return label_smoothing
 
 
-def logistic(difference: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def logistic(difference: Float[Tensor, "B"], label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
     """−(1 − ε) log σ(d) − ε log σ(−d), which is −log σ(d) + ε d: the surprise at a choice of which a share ε is wrong.
 
     Args:
@@ -58,7 +58,10 @@ def logistic(difference: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 # %% ../../nbs/losses/reward.ipynb #2570787a
 def bradley_terry(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, label_smoothing: float = 0.0
+    chosen: Float[Tensor, "B"],
+    rejected: Float[Tensor, "B"],
+    margin: Float[Tensor, "B"] | None = None,
+    label_smoothing: float = 0.0,
 ) -> LossSum:
     """−log σ(chosen − rejected − margin): how surprised the scores are at a person's choice.
 
@@ -92,7 +95,7 @@ def bradley_terry(
     return LossSum(losses.sum(), count, {name: (part, count) for name, part in zip(names, parts.unbind())})
 
 # %% ../../nbs/losses/reward.ipynb #8e3f6a5b
-def centering(chosen: Tensor, rejected: Tensor) -> LossSum:
+def centering(chosen: Float[Tensor, "B"], rejected: Float[Tensor, "B"]) -> LossSum:
     """(chosen + rejected)²: keeps scores around 0, which the Bradley-Terry loss leaves free.
 
     Args:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from .kl import check_tokens, wide
-from ..types import LossSum
+from ..types import Bool, Float, LossSum
 
 # %% auto #0
 __all__ = ['sft_loss']
 
 # %% ../../nbs/losses/sft.ipynb #07dc1224
-def sft_loss(logps: Tensor, mask: Tensor) -> LossSum:
+def sft_loss(logps: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"]) -> LossSum:
     """Negative log-likelihood of the tokens that should have been said.
 
     Args:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..files import open_regular
 from .load import STARTS, lora_layers
 
 # %% auto #0
@@ -45,7 +46,9 @@ def read_starts(folder: str | Path) -> dict[str, Start]:
         folder: of the run.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / START_FILE), framework="pt") as f:
+        path = Path(folder).expanduser() / START_FILE
+        open_regular(path).close()
+        with safe_open(str(path), framework="pt") as f:
             return {
                 name: Start(f.get_tensor(f"{name}.a"), f.get_tensor(f"{name}.b"), of)
                 for name, of in (f.metadata() or {}).items()

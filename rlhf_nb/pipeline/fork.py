@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import CheckpointError, RunError
+from ..files import copy_regular
 from ..models.starts import START_FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.checkpoint import checkpoints_in, problem_of
@@ -64,7 +65,7 @@ def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
         raise RunError(
             f"{run_dir.config_path} has the settings of no method that is known here, so the run can't go on."
         )
-    return fits[0], fits[0].config.load(run_dir.config_path)
+    return fits[0], fits[0].config.load(run_dir.path)
 
 
 def _check_changes(old: Any, new: Any) -> list[str]:
@@ -110,7 +111,7 @@ def _copy_log(parent: RunDir, child: RunDir, at: int) -> None:
     for name in ("metrics_path", "samples_path", "control_path"):
         source, to = getattr(parent, name), getattr(child, name)
         if source.exists():
-            shutil.copy2(source, to)
+            copy_regular(source, to)
     for path in (child.metrics_path, child.samples_path):
         EventLog(path).truncate_after(at)
     keep_served(child.control_path, at)
@@ -155,7 +156,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     folder = Path(to) if to is not None else _free_name(source.path, at)
     if RunDir(folder).holds_run():
         raise RunError(f"{folder} holds a run already: choose another folder with --to.")
-    changed = type(config).load(source.config_path, [*changes, f"output_dir={folder}"])
+    changed = type(config).load(source.path, [*changes, f"output_dir={folder}"])
     said = _check_changes(config, changed)
     begin = _start(source, at)
     before = 0 if begin is None else int(begin.name[-10:])
@@ -164,9 +165,12 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     aside.checkpoints.mkdir(parents=True)
     _copy_log(source, aside, before)
     if (source.path / STARTS_FILE).exists():
-        shutil.copy2(source.path / STARTS_FILE, aside.path)
+        copy_regular(source.path / STARTS_FILE, aside.path / STARTS_FILE)
     if begin is not None:
-        shutil.copytree(begin, aside.checkpoints / begin.name)
+        try:
+            shutil.copytree(begin, aside.checkpoints / begin.name, copy_function=copy_regular)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {begin} can't be copied: {error}") from error
         if problem := problem_of(aside.checkpoints / begin.name):
             raise CheckpointError(
                 f"the checkpoint {begin} can't be used: {problem}. The run may have deleted it just now: try again."
@@ -188,7 +192,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
 def _replay(source: RunDir, aside: RunDir, config: Any, before: int, at: int) -> str:
     """Make the steps between a checkpoint and the fork again; returns what came out otherwise."""
     if source.control_path.exists():  # numbers that somebody set on the way are set again at their steps
-        shutil.copy2(source.control_path, aside.control_path)
+        copy_regular(source.control_path, aside.control_path)
         keep_served(aside.control_path, at)
     again = config.replace(
         output_dir=str(aside.path), console=False, trackers=[], save_every=None, keep_best=None, stop_on=None

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..core import CheckpointError, printable
-from ..untrusted import json_value
+from ..files import FileRefused, open_regular, read_regular, write_whole
+from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
 __all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint',
@@ -88,10 +89,15 @@ def fsync_path(path: Path) -> None:
 def _sha256(path: Path) -> str:
     """Hash of a file, read in pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         while piece := f.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _read(folder: Path, name: str) -> Any:
+    """The value of one of a checkpoint's JSON files."""
+    return json_value(read_regular(folder / name, MAX_LINE))
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -113,10 +119,8 @@ def _write(folder: Path, tensors: Tensors, meta: dict[str, Any], part: Part | No
         fsync_path(path)
     files = {p.name: _about(p) for p in sorted(paths)}
     if part is not None:  # comes last, whole or not at all: this rank's files are complete
-        aside = folder / f".rank-{part.rank}"
-        aside.write_text(json.dumps({"files": files, "slices": part.slices}), encoding="utf-8")
-        fsync_path(aside)
-        os.replace(aside, folder / f"rank-{_tag(part.rank, part.world)}.json")
+        whole = json.dumps({"files": files, "slices": part.slices})
+        write_whole(folder / f"rank-{_tag(part.rank, part.world)}.json", whole)
     return files
 
 # %% ../../nbs/run/checkpoint.ipynb #3fccf88e
@@ -257,7 +261,7 @@ def problem_of(folder: str | Path) -> str | None:
     """What is wrong with a checkpoint, in words; None when it is complete and unchanged."""
     folder = Path(folder)
     try:
-        files: dict[str, dict[str, Any]] = json_value((folder / "manifest.json").read_bytes())["files"]
+        files: dict[str, dict[str, Any]] = _read(folder, "manifest.json")["files"]
         for name, expected in files.items():
             if Path(name).name != name:
                 return f"its manifest names {name!r}, which is outside the folder"
@@ -273,6 +277,8 @@ def problem_of(folder: str | Path) -> str | None:
         return None if "state.json" in files else "state.json is missing"
     except FileNotFoundError:
         return "it has no manifest, so it was never completed"
+    except FileRefused as error:
+        return str(error).removesuffix(".")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({type(error).__name__}: {error})"
 
@@ -313,8 +319,8 @@ def load_checkpoint(
     if problem is not None:
         raise CheckpointError(f"the checkpoint {folder} cannot be used: {problem}; take an older one")
     try:
-        names = json_value((folder / "manifest.json").read_bytes())["files"]
-        meta: dict[str, Any] = json_value((folder / "state.json").read_bytes())
+        names = _read(folder, "manifest.json")["files"]
+        meta: dict[str, Any] = _read(folder, "state.json")
         stems = [Path(n).stem for n in names if n.endswith(".safetensors")]
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
             n: load_file(folder / f"{n}.safetensors") for n in stems if not _SHARD.fullmatch(n)
@@ -366,7 +372,7 @@ def _wait_for_parts(
             if failed.exists():
                 raise CheckpointError(f"rank {rank} could not write its part: {failed.read_text(encoding='utf-8')}")
             if done.exists():
-                own = json_value(done.read_bytes())["files"]
+                own = _read(folder, done.name)["files"]
                 files |= own | {done.name: _about(done)}
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
@@ -393,7 +399,7 @@ class _Joined(Mapping[str, torch.Tensor]):
         self._shape: dict[str, list[int]] = {}
         self._open: list[Any] = []
         for rank in range(world):
-            about = json_value((folder / f"rank-{_tag(rank, world)}.json").read_bytes())["slices"][group]
+            about = _read(folder, f"rank-{_tag(rank, world)}.json")["slices"][group]
             file = safe_open(folder / f"{group}-{_tag(rank, world)}.safetensors", framework="pt")
             self._open.append(file)
             for name in file.keys():  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import RunError
+from ..files import FileRefused, open_regular
 from ..untrusted import json_value
 
 # %% auto #0
@@ -78,6 +79,12 @@ class Holder(NamedTuple):
         return f"process {self.told['pid']} on {host}{mine} (since {begun})"
 
 
+def _told(path: Path) -> Any:
+    """The value in a lock file; no more is read than an honest one holds."""
+    with open_regular(path) as file:
+        return json_value(file.read(4096))
+
+
 def holder_of(folder: str | Path) -> Holder | None:
     """Who holds a folder, dead or alive; None: nobody.
 
@@ -86,15 +93,16 @@ def holder_of(folder: str | Path) -> Holder | None:
     """
     path = Path(folder) / NAME
     try:
-        touched, told = path.stat().st_mtime, json_value(path.read_bytes()[:4096])
+        touched, told = path.stat().st_mtime, _told(path)
         kinds = {"machine": str, "pid": int, "born": str, "since": float, "token": str}
         sound = isinstance(told, dict) and all(type(told.get(k)) is kind for k, kind in kinds.items())
         sound = sound and told["pid"] > 0 and 0 <= told["since"] < 2**32
         return Holder(told if sound else {}, touched)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return Holder({}, 0.0 if not path.exists() else path.stat().st_mtime)
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return None
+        ours = path.exists() and not isinstance(error, FileRefused)  # no run has made what is no file: nobody holds it
+        return Holder({}, path.stat().st_mtime if ours else 0.0)
 
 
 def _clock(folder: Path) -> float:
@@ -113,7 +121,7 @@ def _link(folder: Path, told: dict[str, Any]) -> int | None:
     try:
         _write(aside, told)
         os.link(aside, path)
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     except FileExistsError:
         return None
     except OSError as error:
@@ -123,14 +131,14 @@ def _link(folder: Path, told: dict[str, Any]) -> int | None:
         aside.unlink(missing_ok=True)
     try:  # a file system without links
         _write(path, told)
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     except FileExistsError:
         return None
 
 
 def _write(path: Path, told: dict[str, Any]) -> None:
     """A new file, on the disk."""
-    with open(path, "x", encoding="utf-8") as f:
+    with open_regular(path, "x") as f:
         json.dump(told, f)
         f.flush()
         os.fsync(f.fileno())
@@ -141,8 +149,8 @@ def _evict(folder: Path, holder: Holder) -> None:
     path, aside = folder / NAME, folder / f".{NAME}.{uuid.uuid4().hex[:12]}"
     with suppress(FileNotFoundError):
         os.rename(path, aside)
-        with suppress(OSError, ValueError, AttributeError, RecursionError):
-            if json_value(aside.read_bytes()[:4096]).get("token") != holder.told.get("token"):  # somebody was faster
+        with suppress(OSError, ValueError, AttributeError):
+            if _told(aside).get("token") != holder.told.get("token"):  # another was faster
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
 

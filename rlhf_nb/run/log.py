@@ -21,7 +21,8 @@ import torch
 
 from ..core import RunError, mended, suggest
 from .checkpoint import fsync_path
-from ..untrusted import Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
+from ..files import FileRefused, open_regular, read_regular, write_whole
+from ..untrusted import MAX_CONFIG, Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain_json', 'read_metrics', 'EventLog', 'append_line', 'writing',
@@ -72,13 +73,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         One dict an event; an empty list when there is no file yet.
+
+    Raises:
+        FileRefused: the name is no file, or a link out of the folder.
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
-    if not path.exists():
-        return []
     events: list[dict[str, Any]] = []
-    with open(path, "rb") as file:
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
+        return events
+    with opened as file:
         for line in json_lines(file):
             if isinstance(line.value, dict):
                 events.append(_revive(line.value))
@@ -119,15 +125,14 @@ class EventLog:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = open(self.path, "a", encoding="utf-8")
+                    self._file = open_regular(self.path, "a")
                 self._file.write(json.dumps(plain_json(event), ensure_ascii=False, allow_nan=False) + "\n")
                 self._file.flush()
             except OSError as error:
                 with suppress(OSError):
                     self.close()
-                raise RunError(
-                    f"the log {self.path} cannot be written: {error}; free some space, then resume"
-                ) from error
+                remedy = "" if isinstance(error, FileRefused) else "; free some space, then resume"
+                raise RunError(f"the log {self.path} cannot be written: {error}{remedy}") from error
         return event
 
     def truncate_after(self, step: int) -> int:
@@ -139,15 +144,11 @@ class EventLog:
         if self.path is None or not self.path.exists():
             return 0
         self.close()
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        with open_regular(self.path) as file:
+            lines = file.readlines()
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            aside = self.path.with_name(self.path.name + ".tmp")
-            with open(aside, "wb") as f:
-                f.writelines(kept)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(aside, self.path)
+            write_whole(self.path, b"".join(kept))
         return len(lines) - len(kept)
 
     def sync(self) -> None:
@@ -217,8 +218,8 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
     if alone:
         path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
+        with open_regular(path, "a+b") as file:
+            fd = file.fileno()
             if alone:
                 with suppress(ImportError, OSError):  # without locks, one append is still one write
                     import fcntl
@@ -228,8 +229,6 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
                     continue
             yield fd
             return
-        finally:
-            os.close(fd)
 
 
 class ControlRequests:
@@ -251,7 +250,7 @@ class ControlRequests:
             if size <= self.offset:
                 self.offset = size
                 return []
-            with open(self.path, "rb") as f:
+            with open_regular(self.path) as f:
                 f.seek(self.offset)
                 for line in json_lines(f, MAX_REQUEST):
                     if not line.ended and line.size <= MAX_REQUEST:
@@ -348,11 +347,14 @@ class RunDir:
         """The resolved configuration saved here; empty when there is none.
 
         Raises:
-            Unreadable: somebody has changed the file, and it is no YAML any more.
+            Unreadable: the file was changed, and is no YAML any more.
+            FileRefused: the name is no file, or a link out of the folder.
         """
-        if not self.config_path.exists():
+        try:
+            text = read_regular(self.config_path, 4 * MAX_CONFIG).decode("utf-8", "replace")
+        except FileNotFoundError:
             return {}
-        found = parse_yaml(self.config_path.read_text(encoding="utf-8", errors="replace"))
+        found = parse_yaml(text)
         if not isinstance(found, dict | None):
             raise Unreadable("no settings, but another value")
         return dict(plain_json(found or {}))
@@ -411,28 +413,26 @@ class RunDir:
                 "--resume, replace it with --overwrite, or choose another output_dir.",
                 python="In Python: resume=True, overwrite=True.",
             )
-        if overwrite and not resume:
-            for path in (
-                self.metrics_path,
-                self.samples_path,
-                self.questions_path,
-                self.control_path,
-                *self.path.glob("*.rank*.jsonl"),
-            ):
-                path.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.rolled_back):
-                shutil.rmtree(folder, ignore_errors=True)
-            changes = []
+        logs = (self.metrics_path, self.samples_path, self.questions_path, self.control_path)
         try:
+            if overwrite and not resume:
+                for path in (*logs, *self.path.glob("*.rank*.jsonl")):
+                    path.unlink(missing_ok=True)
+                for folder in (self.checkpoints, self.rolled_back):
+                    shutil.rmtree(folder, ignore_errors=True)
+                changes = []
+            for path in (
+                *logs,
+                *self.path.glob("*.rank*.jsonl"),
+            ):  # what is no file is refused now, not at its first line
+                with suppress(FileNotFoundError):
+                    open_regular(path).close()
             for folder in (self.path, self.checkpoints, self.figures):
                 folder.mkdir(parents=True, exist_ok=True)
-            aside = self.config_path.with_name(self.config_path.name + ".tmp")
-            aside.write_text(dump_yaml(config), encoding="utf-8")
-            os.replace(aside, self.config_path)
+            write_whole(self.config_path, dump_yaml(config))
         except OSError as error:
-            raise RunError(
-                f"cannot write to the run directory {self.path}: {error}; choose another output_dir"
-            ) from error
+            remedy = "" if isinstance(error, FileRefused) else "; choose another output_dir"
+            raise RunError(f"cannot write to the run directory {self.path}: {error}{remedy}") from error
         return changes
 
 # %% ../../nbs/run/log.ipynb #9ebe0793

@@ -56,6 +56,7 @@ class BaseMethod(ABC):
     columns: tuple[str, ...] = ()
     costs: Costs | None = None  # of a token, counted by the trainer
     gathers: bool = False  # whether `collect` brings the rows of all ranks together
+    group: int = 1  # rows that are made of one row of the source: answers to a prompt; batch sizes count these
     asks_outside: bool = False  # whether `collect` asks what may fail for reasons of its own: reward functions, judges
     module: nn.Module
     engine: Engine
@@ -154,8 +155,12 @@ class BaseMethod(ABC):
         """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 where there are none."""
         return sum(work(p, answers) for p, *answers in micro.lengths()) or 1.0 if isinstance(micro, Batch) else 1.0
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out metrics; they appear in the log as `eval/...`."""
+    def evaluate(self, held_out: Sequence[Any]) -> dict[str, float]:
+        """Held-out metrics; they appear in the log as `eval/...`.
+
+        Args:
+            held_out: rows that the trainer was given for it, those of all ranks.
+        """
         return {}
 
     def controls(self) -> dict[str, Control]:
@@ -227,22 +232,24 @@ class Trainer:
         method: the algorithm.
         source: rows, with a position that can be saved.
         config: lengths, batch sizes, optimizer, saving.
+        held_out: rows that `evaluate` measures, in the form that the method reads.
         run_dir: folder of the run; `config.output_dir` by default. Nothing is written before `fit` or `start`.
         callbacks: observers, besides progress (`config.console`), samples and trackers.
         engine: made from the config by default.
     """
 
     def __init__(
-        self, method: BaseMethod, source: Source, config: TrainConfig, *,
+        self, method: BaseMethod, source: Source, config: TrainConfig, *, held_out: Sequence[Any] = (),
         run_dir: RunDir | str | Path | None = None, callbacks: Iterable[Callback] = (), engine: Engine | None = None,
     ) -> None:  # fmt: skip
         self.method: Any = method
-        self.source, self.config = source, config
+        self.source, self.config, self.held_out = source, config, list(held_out)
         size = sum(p.numel() for p in method.module.parameters())
         self.engine = engine or Engine(decide_precision(config.device, config.precision, parameters=size))
         self.engine.recompute = config.recompute
-        _check_shares(config, self.engine.world_size, getattr(source, "group", 1))
-        self.total_steps = _planned_steps(source, config)
+        _check_shares(config, self.engine.world_size, method.group)
+        self.rows_per_step = config.rollout_batch_size // method.group  # of the source
+        self.total_steps = _planned_steps(source, config, method.group)
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
@@ -259,8 +266,13 @@ class Trainer:
             None  # the source's state before this step's rows, of a method that asks the outside
         )
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
-        self.writer, self.ending = AsyncWriter(config.async_save), threading.Event()
+        self.ending = threading.Event()
         self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
+
+    @cached_property
+    def writer(self) -> AsyncWriter:
+        """Writes checkpoints, beside the training where `async_save` is on; made for the first of them."""
+        return AsyncWriter(self.config.async_save)
 
     def fit(self, resume: bool = False, overwrite: bool = False) -> History:
         """Train to the end, or until somebody asks to stop; a checkpoint is left in either case.
@@ -293,7 +305,7 @@ class Trainer:
     def next_batch(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
-            rows, world = self.source.next_batch(self.config.rollout_batch_size), self.engine.world_size
+            rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
             batch: Any = self.method.collate(mine) if mine else None
@@ -416,7 +428,7 @@ class Trainer:
         """The method's held-out metrics; no random number of the training is used up by it."""
         state = rng_state()
         with self.engine.inference():
-            found = self.method.evaluate()
+            found = self.method.evaluate(self.held_out)
         set_rng_state(state)
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
         if metrics:
@@ -562,12 +574,12 @@ def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
             )
 
 
-def _planned_steps(source: Source, config: TrainConfig) -> int:
+def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:
     """Steps in all: as configured, or as many as the epochs need."""
     if config.steps is not None:
         return config.steps
     try:
-        rows = len(source)  # type: ignore[arg-type]
+        rows = len(source) * group  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(
             "the source does not know its length, so epochs cannot be turned into steps: set steps"

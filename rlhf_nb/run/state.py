@@ -23,6 +23,7 @@ from rlhf_nb.run.checkpoint import (
     AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, problem_of,
     save_checkpoint, snapshot, split_state,
 )  # fmt: skip
+from ..files import copy_regular, write_whole
 from .lock import RunLock
 from rlhf_nb.run.log import (
     FORMAT,
@@ -292,7 +293,7 @@ def _check(run: Any) -> dict[str, Any] | None:
         before = copy.deepcopy(run.source.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
-            rows = run.source.next_batch(run.config.rollout_batch_size)
+            rows = run.source.next_batch(run.rows_per_step)
         run.source.load_state_dict(before)
         batch: Any = run.method.collate(rows[:n]) if rows else None
         return batch.to(run.engine.device) if hasattr(batch, "to") else batch
@@ -386,8 +387,7 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         aside = next(p for i in range(1, 10**6) if not (p := run_dir.rolled_back / f"{i:03d}").exists())
         aside.mkdir(parents=True)
         for path in filter(Path.exists, [*logs, run_dir.control_path]):
-            shutil.copy2(path, aside)
-            fsync_path(aside / path.name)
+            copy_regular(path, aside / path.name)
         for path in filter(Path.exists, [*reversed(later), run_dir.path / "stage.json", run_dir.path / "model"]):
             os.replace(path, aside / path.name)  # newest first: killed at any moment, what is left is a run, too
         if failed:
@@ -412,6 +412,4 @@ def keep_served(path: Path, step: int) -> None:
     requests.unserved()
     kept = [r for r in requests.served.values() if isinstance(r.get("step"), int) and r["step"] <= step]
     if path.exists():
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))

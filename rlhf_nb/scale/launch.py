@@ -28,6 +28,7 @@ from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
 from ..core import ConfigError, RlhfError, RunError, suggest
+from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
 from ..run.engine import STRATEGIES
 from ..run.lock import RunLock, birth
@@ -355,7 +356,7 @@ def _steps(run: Path) -> dict[int, tuple[int, float]]:
     for path in [run / "metrics.jsonl", *run.glob("metrics.rank*.jsonl")]:
         rank = int(path.name.split(".")[1][4:]) if ".rank" in path.name else 0
         with suppress(OSError, ValueError, StopIteration, LookupError, TypeError, OverflowError):
-            with open(path, "rb") as f:
+            with open_regular(path) as f:
                 f.seek(max(0, path.stat().st_size - (1 << 16)))
                 last = next(line for line in reversed(f.read().splitlines()) if line.endswith(b"}"))
             found[rank] = (int(json_value(last)["step"]), path.stat().st_mtime)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..core import printable
+from ..files import open_regular
 from ..run.callbacks import short_number, step_line
 from ..untrusted import json_value
 
@@ -76,7 +77,7 @@ class Live:
     def _new(self) -> Iterator[dict[str, Any]]:
         """Whole lines that were added since the last look; a log that was cut back or begun anew is read from its beginning, and what is old is left out."""
         try:
-            with open(self.path, "rb") as f:
+            with open_regular(self.path) as f:
                 f.seek(max(0, self.at - len(self.tail)))
                 known = self.last if f.read(len(self.tail)) != self.tail else -1.0
                 if known >= 0:

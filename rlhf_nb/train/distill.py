@@ -3,7 +3,7 @@
 # %% ../../nbs/train/distill.ipynb #080cd1da
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
 from ..data.sources import collate_completions, collate_prompts, tokenize_prompts, tokenize_sft
 from ..data.worlds import toy_presets
@@ -24,7 +24,7 @@ from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
 from ..data.worlds import Row
-from .method import TextMethod
+from .method import TextConfig, TextMethod
 from .trainer import TextTrainer
 from .words import takes_trl
 from ..types import Completions, LossSum, PromptBatch, host
@@ -33,7 +33,7 @@ from ..types import Completions, LossSum, PromptBatch, host
 __all__ = ['DistillConfig', 'TaughtBatch', 'Student', 'Distill', 'DistillTrainer']
 
 # %% ../../nbs/train/distill.ipynb #eab386d9
-class DistillConfig(TrainConfig):
+class DistillConfig(TextConfig):
     """Everything that a distillation needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
@@ -232,13 +232,13 @@ class Distill(TextMethod):
         return {"distill": (distill_loss(apart, agree, micro.completion_mask), 1.0)}
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are learnt on: on held-out answers)."""
-        if not self.held_out:
+        if not held_out:
             return {}
         mine: dict[str, tuple[float, float]] = {}
-        if self.my_held_out:
-            batch = self.collate(self.held_out).to(self.engine.device)
+        if self.my_share(held_out):
+            batch = self.collate(list(held_out)).to(self.engine.device)
             batch = self.only_prompts(batch) if self.config.own_share > 0 else batch
             if isinstance(batch, PromptBatch):
                 batch.before = earlier(batch)  # before it is shared out: the same samples on any number of processes
@@ -256,7 +256,7 @@ class Distill(TextMethod):
     "distill", DistillConfig, stage=11, rows="prompt", holds=("policy", "reference"), starts_from=("sft",),
     about="Teach a small model what a larger one would say (on_policy, divergence=reverse_kl, forward_kl, js).",
 )  # fmt: skip
-class DistillTrainer(TextTrainer):
+class DistillTrainer(TextTrainer[DistillConfig]):
     """Distillation, ready to `fit()`; arguments as in `TextTrainer`.
 
     Args:

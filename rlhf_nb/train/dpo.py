@@ -3,6 +3,7 @@
 # %% ../../nbs/train/dpo.ipynb #33cc0618
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -194,12 +195,14 @@ class DPO(OfflineMethod):
         return True
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Loss, accuracy, margins and log-probs on held-out pairs."""
-        if not self.held_out:
+        if not held_out:
             return {}
         sums: dict[str, tuple[float, float]] = {}
-        mine = self.held_out if self.whole_batch else self.my_held_out  # a loss that sorts pairs must see them all
+        mine = (
+            list(held_out) if self.whole_batch else self.my_share(held_out)
+        )  # a loss that sorts pairs must see them all
         with evaluating(self.model), self.engine.autocast(), self.alone():
             for start in range(0, len(mine), 256):
                 batch = self.collect(self.collate(mine[start : start + 256]).to(self.engine.device), 0)
@@ -225,7 +228,7 @@ class DPO(OfflineMethod):
     holds=lambda c: ("policy", "reference") if c.needs_reference and c.reference != "cached" else ("policy",),
     about="Improve a model by preferences, without a reward model (loss=sigmoid, ipo, simpo, orpo, ...).",
 )  # fmt: skip
-class DPOTrainer(OfflineTrainer):
+class DPOTrainer(OfflineTrainer[DPOConfig]):
     """DPO and its family on pairs of answers, ready to `fit()`; arguments as in `OfflineTrainer`."""
 
     kind, method_class = "preference", DPO

@@ -15,11 +15,11 @@ from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from ..config import PathText, StrictConfig, option
+from ..config import ModelConfig, PathText, PrecisionName, StrictConfig, option
 from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
 from ..judges.endpoint import ask_server, check_address, check_key_name, read_key
 from ..models.heads import RewardModel
@@ -33,7 +33,7 @@ from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFor
 # %% auto #0
 __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of',
            'ServerReward', 'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards',
-           'from_entries']
+           'RewardedRun', 'from_entries']
 
 # %% ../../nbs/train/entries.ipynb #c7172439
 def _length(
@@ -384,7 +384,7 @@ def load_models(
     return Ensemble(members, mode or "mean_minus_std", name=name, token_budget=token_budget)
 
 # %% ../../nbs/train/entries.ipynb #a283731e
-def named_files(config: Any) -> list[str]:
+def named_files(config: StrictConfig) -> list[str]:
     """Files that a config's entries name, and the record of its replay: every machine of a job must see them.
 
     Args:
@@ -500,7 +500,20 @@ def build_rewards(
     )  # fmt: skip
 
 # %% ../../nbs/train/entries.ipynb #42319196
-def from_entries(reward: Any, config: Any, key: str = "rewards") -> Any:
+class RewardedRun(Protocol):
+    """What a config says of the place where rewards are computed; `reward_timeout`, too, where it has one."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def precision(self) -> PrecisionName: ...
+    @property
+    def token_budget(self) -> int: ...
+
+
+def from_entries(reward: Any, config: RewardedRun, key: str = "rewards") -> Any:
     """A reward made of entries, or of some, as what they name; any other as it is.
 
     Args:

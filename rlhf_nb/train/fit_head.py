@@ -22,6 +22,7 @@ from ..data.sources import collate_preferences
 from ..models.heads import RewardModel
 from ..models.layers import LayerStates, body_parts, cut_body
 from ..scoring.head import text_config
+from ..files import open_regular
 from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
@@ -327,7 +328,9 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
         of: hash of what it depends on.
     """
     try:
-        with safe_open(str(Path(folder).expanduser() / HEAD_FILE), framework="pt") as f:
+        path = Path(folder).expanduser() / HEAD_FILE
+        open_regular(path).close()
+        with safe_open(str(path), framework="pt") as f:
             told = f.metadata() or {}
             return Fitted(f.get_tensor("weights"), json_value(told["about"].encode())) if told.get("of") == of else None
     except (OSError, SafetensorError, Unreadable, KeyError):  # it is made again

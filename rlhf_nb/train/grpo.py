@@ -3,6 +3,7 @@
 # %% ../../nbs/train/grpo.ipynb #c8a29368
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +14,9 @@ from ..config import PathText, option
 from ..losses.kl import KLKind
 from ..losses.group import Level, Per, group_kl, group_surrogate
 from ..losses.process import group_step_advantages, move_to_steps
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
+from ..data.worlds import Row
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
@@ -31,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(KLPrice, OnlineConfig):
     """Everything that a GRPO run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("grpo")
@@ -75,11 +77,20 @@ def overlong_penalty(lens: Tensor, limit: int, buffer: int) -> Tensor:
 class GRPO(OnlineMethod):
     """Group-relative policy optimisation and its variants.
 
+    Args:
+        more_prompts: gives a batch of further prompts, for `resample`, or None when there are no more; default: there
+            are none.
+        others: as in `OnlineMethod`.
+
     Source: Shao et al., arXiv 2402.03300; see `losses.group` for the others.
     """
 
     name = "grpo"
     config: GRPOConfig
+
+    def __init__(self, *args: Any, more_prompts: Callable[[], PromptBatch | None] | None = None, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.more_prompts = more_prompts
 
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
         """Scores, less the over-long punishment."""
@@ -147,7 +158,7 @@ class GRPO(OnlineMethod):
             clip_eps_high=cfg.switch("clip_eps_high"), level=cfg.switch("level"), soft=cfg.switch("soft"), correction=self.correction(micro), **weigh,
         )  # fmt: skip
         terms = {"policy": (policy, 1.0)}
-        if cfg.kl_coef:
+        if self.kl_coef:
             terms["kl"] = (group_kl(new, micro.need("ref_logps"), mask, kind=cfg.kl_kind, **weigh), self.kl_coef)
         return terms
 
@@ -156,8 +167,14 @@ class GRPO(OnlineMethod):
     "grpo", GRPOConfig, stage=6, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
     about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
 )  # fmt: skip
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OnlineTrainer[GRPOConfig]):
     """GRPO, Dr. GRPO, DAPO, BNPO, GSPO or CISPO, ready to `fit()`; arguments as in `OnlineTrainer`."""
 
     method_class = GRPO
     method: GRPO
+
+    def make_method(
+        self, config: GRPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any
+    ) -> OnlineMethod:
+        """As in `OnlineTrainer`; dead groups are replaced by prompts of this trainer's source."""
+        return super().make_method(config, model, tokenizer, rows, more_prompts=self.next_batch, **parts)

@@ -252,11 +252,11 @@ class KTO(OfflineMethod):
         return True
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Mean implicit rewards of good and bad held-out answers, their margin, and how often a good one beats a bad one."""
-        if not self.held_out:
+        if not held_out:
             return {}
-        rewards, labels, mine = [], [], self.my_held_out
+        rewards, labels, mine = [], [], self.my_share(held_out)
         with evaluating(self.model), self.engine.autocast(), self.alone():
             for start in range(0, len(mine), 256):
                 batch = self.collate(mine[start : start + 256]).to(self.engine.device)
@@ -286,7 +286,7 @@ class KTO(OfflineMethod):
     holds=lambda c: ("policy",) if c.reference in ("none", "cached") else ("policy", "reference"),
     about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip
-class KTOTrainer(OfflineTrainer):
+class KTOTrainer(OfflineTrainer[KTOConfig]):
     """KTO, APO-zero or BCO on single answers, ready to `fit()`; preferences are taken apart. Arguments as in `OfflineTrainer`."""
 
     kind, method_class = "unpaired", KTO

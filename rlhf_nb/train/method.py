@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from ..config import DataConfig, ModelConfig, TrainConfig, option
 from ..data.templates import speaks_chat
 from ..data.worlds import Row
 from ..models.adapters import Reference
@@ -27,7 +28,7 @@ from ..scoring.trees import plan_trees
 from ..types import Completions, PreferenceBatch
 
 # %% auto #0
-__all__ = ['CausalScorer', 'TextMethod', 'frozen_parts', 'split_pairs']
+__all__ = ['CausalScorer', 'TextConfig', 'TextMethod', 'frozen_parts', 'split_pairs']
 
 # %% ../../nbs/train/method.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -47,6 +48,13 @@ class CausalScorer(nn.Module):
         return completion_logps(self.model, c, token_budget=self.token_budget, **options)
 
 # %% ../../nbs/train/method.ipynb #306a1394
+class TextConfig(TrainConfig):
+    """What every run has that trains a language model on rows of text."""
+
+    model: ModelConfig = option(ModelConfig(), "what is trained")
+    data: DataConfig = option(DataConfig(), "the rows")
+
+
 class TextMethod(BaseMethod):
     """A method whose rows are text: it says how they become tokens, and what is trained and saved.
 
@@ -59,22 +67,21 @@ class TextMethod(BaseMethod):
         module: what is trained, where that is more than the model.
     """
 
+    config: TextConfig
     reference: Reference | None = None
     adapter_dropout: ClassVar[bool] = False  # whether `model.lora.dropout` is on while it learns
     token_settings: ClassVar[tuple[str, ...] | None] = (
         None  # settings that `tokenize` reads, besides data; None: all may be
     )
 
-    def __init__(self, model: Any, tokenizer: Any, config: Any, module: nn.Module | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: TextConfig, module: nn.Module | None = None) -> None:
         self.module = CausalScorer(model, config.token_budget) if module is None else module
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.held_out: list[Row] = []  # tokenized rows that `evaluate` measures; set by the trainer
 
     @cached_property
     def chat(self) -> bool:
         """Whether plain prompts go through the chat template."""
-        config: Any = self.config
-        return speaks_chat(self.tokenizer, config.data.as_chat)
+        return speaks_chat(self.tokenizer, self.config.data.as_chat)
 
     def answers_in(self, batch: Any) -> Completions | None:
         """The completions whose log-probs a batch is about; None where it is about something else."""
@@ -92,12 +99,11 @@ class TextMethod(BaseMethod):
 
     @abstractmethod
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
-        """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless told not to."""
+        """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless `warn` is False."""
 
-    @property
-    def my_held_out(self) -> list[Row]:
-        """This rank's share of the held-out rows: ranks take turns, so that `engine.in_turn` puts what they found in order."""
-        return self.held_out[self.engine.rank :: self.engine.world_size]
+    def my_share(self, held_out: Sequence[Row]) -> list[Row]:
+        """This rank's share of the held-out rows: ranks take turns, so that `engine.in_turn` puts their results in order."""
+        return list(held_out[self.engine.rank :: self.engine.world_size])
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -31,22 +31,24 @@ class NashMD(PairMethod):
         scored = self.score(answers)
         return self.noted(self.advantages(scored))
 
+    def won(self, r: Rollout) -> Tensor:
+        """[B / 2], how likely the policy's answers beat the opponent's: a judge's word, or σ of the scores' difference."""
+        s = r.need("scores").view(-1, 2)
+        return s[:, 0] if isinstance(self.rewards.fns[0], Duel) else (s[:, 0] - s[:, 1]).sigmoid()
+
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
         """P(own beats the other) − ½ − τ · log π / π_ref for the policy's answers, 0 for the opponent's."""
-        s, duel = r.need("scores").view(-1, 2), isinstance(self.rewards.fns[0], Duel)
-        won = s[:, 0] if duel else (s[:, 0] - s[:, 1]).sigmoid()
         drift = torch.where(r.completion_mask, r.need("old_logps") - r.need("ref_logps"), 0.0).sum(1)[0::2]
-        own = won - 0.5 - (0.1 if self.config.beta is None else self.config.beta) * drift
+        own = self.won(r) - 0.5 - (0.1 if self.config.beta is None else self.config.beta) * drift
         each = torch.stack([own, torch.zeros_like(own)], 1).flatten()
         r.advantages = torch.where(r.completion_mask, each[:, None], 0.0)
-        self._won = float(won.mean())
         return r
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout; what is said of drift and length is about the policy's own answers."""
         own = r[torch.arange(0, len(r), 2)]
-        return super().measure(r) | rollout_metrics(own, 0.0) | {"pairs/won": self._won}
+        return super().measure(r) | rollout_metrics(own, 0.0) | {"pairs/won": float(self.won(r).mean())}
 
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
         """The policy's own answers: nothing is learnt from the opponent's tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import model_validator
@@ -19,7 +19,7 @@ from ..models.reference import MovingReference, cached_sums
 from ..run.callbacks import Callback
 from ..run.engine import Engine
 from ..data.worlds import Row
-from .method import TextMethod, frozen_parts
+from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
 from ..types import Batch, Completions
@@ -28,7 +28,7 @@ from ..types import Batch, Completions
 __all__ = ['OfflineConfig', 'check_same_tokens', 'make_reference', 'with_reference', 'OfflineMethod', 'OfflineTrainer']
 
 # %% ../../nbs/train/offline.ipynb #618aa002
-class OfflineConfig(TrainConfig):
+class OfflineConfig(TextConfig):
     """What all methods share that compare a policy with a reference on given answers."""
 
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
@@ -41,6 +41,11 @@ class OfflineConfig(TrainConfig):
     reference_cache: PathText = option("runs/reference_logps", "folder of cached log-probs")
     sync_every: int = option(512, "moving: steps between updates of the reference", ge=1)
     sync_mixup: float = option(0.6, "moving: share of the policy in the new reference", gt=0, le=1)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any of the losses looks at the reference."""
+        return True
 
     @model_validator(mode="after")
     def _reference_fits(self) -> OfflineConfig:
@@ -78,7 +83,7 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
         )
 
 
-def make_reference(config: Any, model: Any, tokenizer: Any, needed: bool = True) -> Reference | None:
+def make_reference(config: OfflineConfig, model: Any, tokenizer: Any, needed: bool = True) -> Reference | None:
     """The reference that a configuration asks for; None when no loss needs one.
 
     Args:
@@ -128,10 +133,10 @@ class OfflineMethod(TextMethod):
         reference: frozen model; None: rows carry its log-probs, or no loss needs them.
     """
 
-    config: Any
+    config: OfflineConfig
     reference_columns: ClassVar[dict[str, str]]  # where the reference's log-probs go: which answer's token ids
 
-    def __init__(self, model: Any, tokenizer: Any, config: Any, reference: Reference | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: OfflineConfig, reference: Reference | None = None) -> None:
         super().__init__(model, tokenizer, config)
         self.reference = reference
 
@@ -194,7 +199,10 @@ class OfflineMethod(TextMethod):
             self.reference.load_state_dict(state["reference"])
 
 # %% ../../nbs/train/offline.ipynb #618aa004
-class OfflineTrainer(TextTrainer):
+_O = TypeVar("_O", bound=OfflineConfig)
+
+
+class OfflineTrainer(TextTrainer[_O]):
     """The common part of `DPOTrainer` and `KTOTrainer`.
 
     Args:
@@ -207,7 +215,7 @@ class OfflineTrainer(TextTrainer):
     @takes_trl
     def __init__(
         self,
-        config: Any,
+        config: _O,
         model: Any = None,
         tokenizer: Any = None,
         rows: list[Row] | None = None,
@@ -224,12 +232,12 @@ class OfflineTrainer(TextTrainer):
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
 
     def make_method(
-        self, config: Any, model: Any, tokenizer: Any, rows: list[Row], reference: Any = None
+        self, config: _O, model: Any, tokenizer: Any, rows: list[Row], reference: Any = None
     ) -> OfflineMethod:
         """The method with its reference; dropout is off."""
         disable_dropout(model)
         if reference is None:
-            reference = make_reference(config, model, tokenizer, getattr(config, "needs_reference", True))
+            reference = make_reference(config, model, tokenizer, config.needs_reference)
         elif not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
         return self.method_class(model, tokenizer, config, reference)

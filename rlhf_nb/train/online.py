@@ -5,46 +5,48 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, TrainConfig, option
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, StrictConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
-from ..evaluate.policy import evaluate, in_turns, shown_as
+from ..evaluate.policy import OWN_NUMBERS, evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
-from ..losses.kl import kl_report
+from ..losses.kl import AdaptiveKL, FixedKL, kl_report
 from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..decode.named import DecoderConfig
-from .decoders import check_learnable, load_decoder
-from .entries import RewardEntry, from_entries, load_models
+from .decoders import sampler_for
+from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
-from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
+from ..run.engine import Engine
 from ..scoring.check import self_check
 from ..data.worlds import Row
-from .method import TextMethod, frozen_parts
+from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
-from .watched import HeldOutConfig, held_out_rewards, with_watched
+from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watched
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
-__all__ = ['online_presets', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics', 'OnlineMethod',
-           'load_reward', 'as_rewards', 'PromptsOf', 'rewarded', 'OnlineTrainer']
+__all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples',
+           'group_metrics', 'reward_metrics', 'kl_controls', 'OnlineMethod', 'load_reward', 'as_rewards', 'rewarded',
+           'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -62,32 +64,44 @@ def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict
     return toy_presets(folder, {"lr": lr, "schedule": "constant"}, **toy_run | more)
 
 
-class OnlineConfig(TrainConfig):
+class KLBudget(StrictConfig):
+    """Settings of a method that knows how far the policy is from a reference."""
+
+    kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
+    kl_budget_stops: bool = option(False, "stop when the budget is spent; otherwise warn")
+
+
+class KLPrice(KLBudget):
+    """Settings of a method in which a nat of drift costs reward."""
+
+    kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
+    kl_warmup_steps: int = option(0, "steps in which kl_coef rises from 0 in a line", ge=0)
+
+    def kl_controller(self) -> FixedKL:
+        """Who says what a nat costs."""
+        return FixedKL(self.kl_coef, self.kl_warmup_steps)
+
+    @model_validator(mode="after")
+    def _price_can_rise(self) -> KLPrice:
+        """A warm-up needs a price that it leads to."""
+        if self.kl_warmup_steps and not self.kl_coef:
+            raise ValueError(
+                f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
+            )
+        return self
+
+
+_PLAIN = DecoderConfig()
+
+
+class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
-    reward: PathText | None = Field(
-        default=None,
-        description="folder of a reward model (or an ensemble's members); in worlds that are made here 'check', and where there is one 'gold'",
-    )
-    rewards: list[RewardEntry] = Field(
-        default_factory=list,
-        description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
-    )
-    watch: list[RewardEntry] = Field(
-        default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
-    )
-    eval: HeldOutConfig = Field(
-        default_factory=HeldOutConfig,
-        description="who looks at the answers to held-out prompts, beside rewards and watch",
-    )
-    reward_timeout: float | None = Field(
-        default=3600.0, gt=0, description="seconds that a reward function may take for a batch; null: no limit"
-    )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     decoder: DecoderConfig = option(
-        DecoderConfig(),
+        _PLAIN,
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
@@ -96,56 +110,21 @@ class OnlineConfig(TrainConfig):
     rollout_batch_size: int = Field(
         default_factory=lambda d: d.get("mini_batch_size", 1), ge=1, description="answers per collect, over all devices"
     )
-    kl_coef: float = option(0.0, "price of one nat of drift; 0: no reference is kept", ge=0)
-    kl_warmup_steps: int = option(0, "steps in which kl_coef rises from 0 in a line", ge=0)
-    kl_budget: float | None = option(None, "nats per answer that are too much: a warning, or the end of the run", gt=0)
-    kl_budget_stops: bool = Field(default=False, description="stop when the budget is spent; otherwise warn")
-    missing_eos: float | None = Field(
-        default=None,
-        description="what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says",
-    )
-    missing_eos_mode: Literal["subtract", "fixed"] = Field(
-        default_factory=lambda d: "subtract" if (d.get("missing_eos") or 0.0) > 0 else "fixed",
-        description="taken from the score, or instead of it; by default a number above 0 is taken from it",
-    )
-    mask_truncated: bool = Field(default=False, description="answers that were cut teach nothing")
+    mask_truncated: bool = option(False, "answers that were cut teach nothing")
     old_logps: Literal["auto", "sampler", "recompute"] = option(
         "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32"
     )
-    importance_cap: float = Field(default=2.0, ge=1, description="largest weight where sampler and scorer differ")
-    replay: PathText | None = Field(
-        default=None, description="record of a notebook's first steps, which must come out again before training starts"
+    importance_cap: float = option(2.0, "largest weight where sampler and scorer differ", ge=1)
+    replay: PathText | None = option(
+        None, "record of a notebook's first steps, which must come out again before training starts"
     )
-    samples_per_step: int = Field(default=2, ge=0, description="answers written to samples.jsonl at each step")
+    samples_per_step: int = option(2, "answers written to samples.jsonl at each step", ge=0)
 
-    @model_validator(mode="after")
-    def _one_list(self) -> OnlineConfig:
-        """What is maximised is said once."""
-        if self.reward is not None and self.rewards:
-            raise ValueError(
-                f"reward is {self.reward!r}, and rewards has {len(self.rewards)} entries: leave out reward, and write it as an entry, {{model: {self.reward}}}."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ends_pay(self) -> OnlineConfig:
-        """A penalty takes away."""
-        if self.missing_eos_mode == "subtract" and (self.missing_eos or 0.0) < 0:
-            raise ValueError(
-                f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use missing_eos={-(self.missing_eos or 0.0):g}."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _price_can_rise(self) -> OnlineConfig:
-        """A warm-up needs a price that it leads to, and nobody else who moves it."""
-        if self.kl_warmup_steps and not self.kl_coef:
-            raise ValueError(
-                f"kl_warmup_steps is {self.kl_warmup_steps}, but kl_coef is 0: set kl_coef, or leave it out."
-            )
-        if self.kl_warmup_steps and getattr(self, "kl_target", None) is not None:
-            raise ValueError("kl_warmup_steps and kl_target both move the price of a nat: leave one of them out.")
-        return self
+    @classmethod
+    def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """As in `StrictConfig`; an older file of a method that prices no drift may say so."""
+        free = {k: f.default for k, f in KLPrice.model_fields.items() if k not in cls.model_fields}
+        return super().in_our_words({k: v for k, v in data.items() if k not in free or v != free[k]})
 
     @model_validator(mode="after")
     def _whole_groups(self) -> OnlineConfig:
@@ -154,7 +133,8 @@ class OnlineConfig(TrainConfig):
             size, g = getattr(self, name), self.num_generations
             if size % g:
                 raise ValueError(
-                    f"{name} is {size}, not a multiple of num_generations {g}: an answer is judged by its siblings, so groups stay whole. Use {max(1, size // g) * g}."
+                    f"{name} is {size}, not a multiple of num_generations {g}: an answer is judged by its siblings, so "
+                    f"groups stay whole. Use {max(1, size // g) * g}."
                 )
         return self
 
@@ -226,6 +206,33 @@ def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
         "groups/all_best": float((dead * (groups.mean(1) >= groups.max())).mean()),
     }  # fmt: skip
 
+
+def reward_metrics(r: Rollout, rewards: Rewards, engine: Engine) -> dict[str, float]:
+    """Each reward's mean, and how often it has no opinion, over the rows of all processes.
+
+    Args:
+        r: with `reward_parts`.
+        rewards: that were asked for it.
+        engine: of the run.
+    """
+    stats = rewards.stats
+    if engine.world_size == 1:
+        return stats
+    parts = {n: r.reward_parts[n] for n in rewards.names if n in r.reward_parts}
+    means = {f"rewards/{n}": float(x[~x.isnan()].double().mean()) for n, x in parts.items()}
+    own = {k: v for k, v in stats.items() if k.count("/") == 2 or k == "rewards/unscored"}
+    counts = engine.gather_object(own)
+    return means | {k: sum(c.get(k, 0.0) for c in counts) for k in dict.fromkeys(k for c in counts for k in c)}
+
+
+def kl_controls(kl: FixedKL) -> dict[str, Control]:
+    """The price of a nat, and the KL to hold where the price adapts, as what a person may set while a run goes on."""
+    adapts = isinstance(kl, AdaptiveKL)  # then the price is multiplied: from 0 it would never move
+    found = {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), 1e-6 if adapts else 0.0, 10.0)}
+    if isinstance(kl, AdaptiveKL):
+        found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
+    return found
+
 # %% ../../nbs/train/online.ipynb #628aa003
 class OnlineMethod(TextMethod):
     """A method that learns from its own answers; a subclass writes `collect`, `advantages`, `denominators` and `loss`.
@@ -237,60 +244,44 @@ class OnlineMethod(TextMethod):
         config: of the run.
         reference: frozen model; None when nothing is paid for drift.
         module: what is trained, where that is more than the policy.
+        watch: reward functions by name that `evaluate` reports, and nothing learns from.
     """
 
-    columns: tuple[str, ...] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr")  # fmt: skip
+    columns: tuple[str, ...] = (
+        "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "policy/clipfrac_avg", "lr",
+    )  # fmt: skip
     keeps_reference = False  # even where drift has no price
+    imitates = False  # whether it learns from good answers of any origin; a policy gradient needs the policy's own
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
-    _risen = 1.0  # share of the price of a nat while it warms up
-    config: Any
+    config: OnlineConfig
 
     token_settings = ()  # that `tokenize` reads, besides data
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        rewards: Rewards,
-        config: Any,
-        reference: Reference | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
+        self, model: Any, tokenizer: Any, rewards: Rewards, config: OnlineConfig, reference: Reference | None = None,
+        module: nn.Module | None = None, *, watch: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, config, module)
-        self.rewards, self.reference = with_watched(rewards, config), reference
+        self.rewards, self.reference, self.watch = rewards, reference, dict(watch or {})
         self.rewards.check_tokens(tokenizer)
-        self.watch = held_out_rewards(config)  # rewards, by name, that `evaluate` reports too; the trainer may add some
-        for name in dict.fromkeys((*self.rewards.names, *self.watch)):
-            if shown_as(name) != name:
-                warnings.warn(
-                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
-                    DataNote,
-                    stacklevel=2,
-                )
-        self.sampler: Sampler = make_sampler(config.sampling)
-        if not config.decoder.is_plain:
-            decoder = load_decoder(config.decoder, self.rewards, config.device, config.model.trust_remote_code)
-            check_learnable(decoder, config.decoder, self.name, self.imitates)
-            self.sampler = decoder
-        self.more_prompts: Callable[[], PromptBatch | None] | None = None  # set by the trainer
+        self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
+        plain = config.decoder == _PLAIN
+        self.sampler = (
+            make_sampler(config.sampling) if plain else sampler_for(config, rewards, self.name, self.imitates)
+        )
         self._collected: dict[str, float] = {}
-        self._warned = False
         self._samples: list[dict[str, Any]] = []
+        self._warned = False
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
         """Fill `advantages`."""
 
-    @property
-    def imitates(self) -> bool:
-        """Whether it learns from good answers, whoever gave them; a policy gradient needs the policy's own."""
-        return False
-
     def controls(self) -> dict[str, Control]:
-        """The sampling temperature, and the price of a nat where there is a reference."""
+        """The sampling temperature, and the price of a nat where there is one to pay and a reference."""
         found = {"temperature": setting(self, "sampling.temperature", 0.1, 2.0)}
-        return found | ({"kl_coef": setting(self, "kl_coef", 0.0, 10.0)} if self.reference is not None else {})
+        return found | (kl_controls(self.kl) if self.kl is not None and self.reference is not None else {})
 
     def frozen_modules(self) -> list[nn.Module]:
         """The reference, and reward models."""
@@ -299,7 +290,7 @@ class OnlineMethod(TextMethod):
     @property
     def kl_coef(self) -> float:
         """The present price of a nat."""
-        return float(self.config.kl_coef) * self._risen
+        return 0.0 if self.kl is None else self.kl.price
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
@@ -372,7 +363,8 @@ class OnlineMethod(TextMethod):
             again: how many rounds of the same step came before.
         """
         seed = self.config.seed if not again else derive_seed(self.config.seed, "again", again)
-        self._risen = min(1.0, (step + 1) / max(1, self.config.kl_warmup_steps))
+        if self.kl is not None:
+            self.kl.begin(step)
         return self.add_logps(self.answers(prompts, step, seed=seed))
 
     @torch.no_grad()
@@ -388,22 +380,18 @@ class OnlineMethod(TextMethod):
         r.scores, r.reward_parts = self.rewards(r)
         r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
         r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
-        scores, ended = r.need("scores"), r.finished
-        if cfg.missing_eos is not None and cfg.missing_eos_mode == "fixed":
-            self._warn_of_endless(int(((scores < cfg.missing_eos) & ended).sum()), int(ended.sum()))
-        r.scores = apply_eos_penalty(scores, ended, cfg.missing_eos, cfg.missing_eos_mode)
+        scores, ended, fixed = r.need("scores"), r.finished, cfg.missing_eos
+        if fixed is not None and cfg.missing_eos_mode == "fixed" and not self._warned:
+            self._warned = bool(below := int(((scores < fixed) & ended).sum()))
+            if below:
+                warnings.warn(
+                    f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished "
+                    "answers score below that: for those it pays never to end. Take something from the score instead: "
+                    f"missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
+                    stacklevel=2,
+                )
+        r.scores = apply_eos_penalty(scores, ended, fixed, cfg.missing_eos_mode)
         return r
-
-    def _warn_of_endless(self, below: int, ended: int) -> None:
-        """Say once that not ending is worth more than some answers that end."""
-        if below and not self._warned:
-            self._warned = True
-            fixed = self.config.missing_eos
-            warnings.warn(
-                f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {ended} finished answers score below that: for those it "
-                f"pays never to end. Take something from the score instead: missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
-                stacklevel=2,
-            )
 
     def learns(self, r: Rollout) -> Tensor:
         """bool[B, C], tokens that something is learnt from: with `mask_truncated`, none of an answer that was cut."""
@@ -432,22 +420,9 @@ class OnlineMethod(TextMethod):
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
-        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self._parts(r)
+        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler)
+        found |= reward_metrics(r, self.rewards, self.engine)
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
-
-    def _parts(self, r: Rollout) -> dict[str, float]:
-        """What each reward says on average, and how often it says nothing; of several processes' rows, all of them."""
-        found = self.rewards.stats
-        if self.engine.world_size == 1:
-            return found
-        means = {
-            n: x[~x.isnan()].double().mean() for n in self.rewards.names if (x := r.reward_parts.get(n)) is not None
-        }
-        counts = self.engine.gather_object(
-            {k: v for k, v in found.items() if k.count("/") == 2 or k == "rewards/unscored"}
-        )
-        summed = {k: sum(c.get(k, 0.0) for c in counts) for k in dict.fromkeys(k for c in counts for k in c)}
-        return {f"rewards/{n}": float(x) for n, x in means.items()} | summed
 
     def correction(self, r: Rollout) -> Tensor | None:
         """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
@@ -472,27 +447,26 @@ class OnlineMethod(TextMethod):
         """A few answers, token by token."""
         return self._samples
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
-        if not self.held_out:
+        if not held_out:
             return {}
-        cfg, judges = self.config, dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
-        engine, seed, mine = self.engine, derive_seed(cfg.seed, "evaluate"), None
-        if self.my_held_out:
-            prompts = self.collate(self.held_out).to(engine.device)
+        cfg, engine, mine = self.config, self.engine, None
+        judges = dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
+        if self.my_share(held_out):
+            prompts = self.collate(list(held_out)).to(engine.device)
             prompts.before = earlier(prompts)  # before they are shared out: the same samples on any number of processes
             prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
+            how: dict[str, Any] = {"seed": derive_seed(cfg.seed, "evaluate"), "token_budget": cfg.token_budget}
             with self.policy_adapter():
-                mine = evaluate(
-                    self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, seed, token_budget=cfg.token_budget
-                )  # fmt: skip
+                mine = evaluate(self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, **how)
         mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
         found = in_turns(engine.gather_object(mine), self.tokenizer.pad_token_id)
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
 
 # %% ../../nbs/train/online.ipynb #2a7f70e2
-def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
+def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
     """The reward that `config.reward` names, and rewards to watch beside it.
 
     Args:
@@ -521,60 +495,51 @@ def load_reward(config: Any) -> tuple[Any, dict[str, Any]]:
             f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: name the folder of a reward model, or an "
             "entry, rewards=[{verify: number}]."
         )
-    trust = {"trust_remote_code": config.model.trust_remote_code}
-    return load_models(config.reward, token_budget=config.token_budget, **trust), gold
+    trust = config.model.trust_remote_code
+    return load_models(config.reward, token_budget=config.token_budget, trust_remote_code=trust), gold
 
 
-def as_rewards(reward: Any, config: OnlineConfig) -> Rewards:
-    """A reward model, an ensemble, a function, or a list of these, as `Rewards`."""
-    if isinstance(reward, RewardModel):
-        reward = RewardModelFn(reward, token_budget=config.token_budget)
-    return reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
-
-
-class PromptsOf:
-    """A source of prompts, asked in numbers of answers.
+def as_rewards(reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | None = None) -> Rewards:
+    """A reward model, an ensemble, a function, or a list of these, as `Rewards`, and what is logged beside them.
 
     Args:
-        source: of prompts.
-        group: answers to each.
+        reward: what is maximised.
+        config: of the run; `watch` names entries that are logged, too.
+        logged: functions by name that are asked at each step, and that nothing is learnt from.
     """
-
-    def __init__(self, source: Any, group: int) -> None:
-        self.source, self.group = source, group
-
-    def __getattr__(self, name: str) -> Any:
-        """Where it stands, and how that is saved and restored, is the source's business."""
-        return getattr(self.source, name)
-
-    def __len__(self) -> int:
-        return len(self.source) * self.group
-
-    def next_batch(self, n: int) -> list[Row]:
-        """The prompts of the next n answers."""
-        rows: list[Row] = self.source.next_batch(n // self.group)
-        return rows
+    if isinstance(reward, RewardModel):
+        reward = RewardModelFn(reward, token_budget=config.token_budget)
+    rewards = reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
+    if config.watch:
+        rewards = with_watched(rewards, entries_as_rewards(config.watch, config, "watch"))
+    return with_watched(rewards, Rewards(list(logged.values()), names=list(logged))) if logged else rewards
 
 # %% ../../nbs/train/online.ipynb #fb7378e7
-def rewarded(config: Any) -> bool:
+def rewarded(config: RewardPart) -> bool:
     """Whether a config says what an answer is worth."""
     return config.reward is not None or bool(config.rewards)
 
 # %% ../../nbs/train/online.ipynb #628aa004
-class OnlineTrainer(TextTrainer):
-    """The common part of `PPOTrainer`, `GRPOTrainer` and their relatives; it can be taken step by step: `rollout`, `score`, `advantages`, `update`.
+_O = TypeVar("_O", bound=OnlineConfig)
+
+
+class OnlineTrainer(TextTrainer[_O]):
+    """The common part of `PPOTrainer`, `GRPOTrainer` and their relatives; it can be taken step by step: `rollout`,
+    `score`, `advantages`, `update`.
 
     Args:
         config: of the run.
         model: the policy; default: loaded from `config.model`.
         tokenizer: of that model; must be given with it.
-        reward: a RewardModel, an Ensemble, any function `f(prompts, completions, **columns)`, an entry as in `config.rewards`, a list of these,
-            a reward model's folder, or Rewards; default: `config.rewards` or `config.reward`.
+        reward: a RewardModel, an Ensemble, any function `f(prompts, completions, **columns)`, an entry as in
+            `config.rewards`, a list of these, a reward model's folder, or Rewards; default: `config.rewards` or
+            `config.reward`.
         rows: prompts in any format that has one; default: loaded from `config.data`.
         eval_rows: held-out prompts.
         watch: functions that `evaluate` reports and nothing learns from, by name.
         reference: a `Reference`, or a model to be one; default: the policy as it starts, where drift has a price.
         callbacks: observers of the run.
+        logged: functions that are asked at each step, too, and that nothing learns from, by name: `rewards/NAME`.
 
     Raises:
         ConfigError: a KL budget without a reference; a word that this trainer doesn't know.
@@ -587,7 +552,7 @@ class OnlineTrainer(TextTrainer):
     @takes_trl
     def __init__(
         self,
-        config: Any,
+        config: _O,
         model: Any = None,
         tokenizer: Any = None,
         reward: Any = None,
@@ -596,6 +561,7 @@ class OnlineTrainer(TextTrainer):
         watch: dict[str, Any] | None = None,
         reference: Any = None,
         callbacks: Iterable[Callback] = (),
+        logged: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if "policy" in options:
@@ -603,34 +569,42 @@ class OnlineTrainer(TextTrainer):
         if reward is None:
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
-        reward = from_entries(reward, config, "reward")
+        elif has_entries(reward) or isinstance(reward, str | Path):
+            reward = from_entries(reward, config, "reward")
         if reference is not None and not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
-        parts = {"reward": reward, "reference": reference}
-        budget = [BudgetStop(config.kl_budget, stop=config.kl_budget_stops)] if config.kl_budget else []
-        super().__init__(config, model, tokenizer, rows, eval_rows, [*budget, *callbacks], parts=parts, **options)
-        if config.kl_budget and self.method.reference is None:
-            raise ConfigError(
-                f"kl_budget is {config.kl_budget:g} nats, but without a price of drift no reference is kept that they could be counted from: set kl_coef above 0."
+        if config.eval.metrics or config.eval.judges:
+            watch = held_out_rewards(config) | (watch or {})
+        parts = {"reward": reward, "reference": reference, "watch": watch or {}, "logged": logged}
+        budget = config.kl_budget if isinstance(config, KLBudget) else None
+        if budget is not None:
+            callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
+        super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
+        for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:
+            warnings.warn(
+                f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
+                DataNote,
+                stacklevel=3,
             )
-        self.method.more_prompts = self.next_batch
-        self.method.watch |= watch or {}
+        if budget is not None and self.method.reference is None:
+            raise ConfigError(
+                f"kl_budget is {budget:g} nats, but without a price of drift no reference is kept that they could be "
+                "counted from: set kl_coef above 0."
+            )
 
-    def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> OnlineMethod:
+    def make_method(self, config: _O, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> OnlineMethod:
         """The method with its rewards and reference; dropout is off."""
         disable_dropout(model)
-        rewards, reference = as_rewards(parts["reward"], config), parts["reference"]
-        if reference is None and (config.kl_coef or self.method_class.keeps_reference):
+        rewards, reference = as_rewards(parts.pop("reward"), config, parts.pop("logged")), parts.pop("reference")
+        priced = isinstance(config, KLPrice) and config.kl_coef > 0
+        if reference is None and (priced or self.method_class.keeps_reference):
             reference = Reference(model)
-        return self.method_class(model, tokenizer, rewards, config, reference)
-
-    def prepare_source(self, source: Any, config: Any) -> Any:
-        """Prompts, asked for in numbers of answers."""
-        return PromptsOf(source, config.num_generations)
+        return self.method_class(model, tokenizer, rewards, config, reference, **parts)
 
     def prompts(self, n: int | None = None) -> PromptBatch:
         """The prompts of the next n answers (default: a rollout batch)."""
-        return self.method.collate(self.source.next_batch(n or self.config.rollout_batch_size)).to(self.engine.device)
+        rows = self.source.next_batch(self.rows_per_step if n is None else n // self.method.group)
+        return self.method.collate(rows).to(self.engine.device)
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """Answers with log-probs; see `OnlineMethod.rollout`."""

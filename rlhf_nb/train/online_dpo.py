@@ -89,7 +89,7 @@ class OnlineDPO(PairMethod):
     "online", OnlineDPOConfig, stage=8, rows="prompt", online=True, holds=("policy", "reference"), command="online-dpo",
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
-class OnlineDPOTrainer(OnlineTrainer):
+class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
     """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; arguments as in `OnlineTrainer`. The reward may be a judge."""
 
     def make_method(

@@ -15,15 +15,14 @@ from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
 from ..models.reference import MovingReference
-from ..run.control import Control
-from .online import OnlineConfig, OnlineMethod, online_presets
+from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['OnlineDPOConfig', 'PairMethod']
 
 # %% ../../nbs/train/pairs.ipynb #15533e7a
-class OnlineDPOConfig(OnlineConfig):
+class OnlineDPOConfig(KLBudget, OnlineConfig):
     """Everything that an online DPO run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("online", lr=5e-4)
@@ -43,7 +42,6 @@ class OnlineDPOConfig(OnlineConfig):
         None, "steps after which the policy becomes the reference (1: iterative DPO); null: never", ge=1
     )
     xpo_alpha: float = option(0.0, "XPO's bonus for leaving the reference's answers; needs opponent=reference", ge=0)
-    kl_coef: float = option(0.0, "unused: beta is the price of drift", ge=0, le=0)
 
     @model_validator(mode="after")
     def _fits(self) -> OnlineDPOConfig:
@@ -80,13 +78,9 @@ class PairMethod(OnlineMethod):
     config: OnlineDPOConfig
 
     @property
-    def imitates(self) -> bool:
-        """Of two answers of whomever the better one is preferred; against another opponent both sides must be who they say they are."""
+    def imitates(self) -> bool:  # type: ignore[override]
+        """Of two answers of any origin the better one is preferred; an opponent's answers must be the opponent's own."""
         return self.config.opponent == "policy" and self.config.loss != "nash_md"
-
-    def controls(self) -> dict[str, Control]:
-        """The sampling temperature; the price of drift is `beta`, which doesn't move."""
-        return {"temperature": super().controls()["temperature"]}
 
     @torch.no_grad()
     def rollout(self, prompts: PromptBatch, step: int = 0, again: int = 0) -> Rollout:

@@ -3,7 +3,7 @@
 # %% ../../nbs/train/ppo.ipynb #7a9ef1b1
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,6 @@ from ..losses.advantages import gae, kl_shaped_rewards, whiten
 from ..config import OptimizerConfig, PathText, option
 from ..core import ConfigError
 from ..losses.kl import AdaptiveKL, FixedKL, KLKind
-from ..run.control import Control
 from ..losses.policy import clipped_surrogate, clipped_value, entropy_bonus
 from ..losses.process import move_to_steps
 from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
@@ -23,14 +22,14 @@ from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
 from ..data.worlds import Row
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
+from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['PPOConfig', 'PPO', 'build_net', 'PPOTrainer']
 
 # %% ../../nbs/train/ppo.ipynb #85cfcb29
-class PPOConfig(OnlineConfig):
+class PPOConfig(KLPrice, OnlineConfig):
     """Everything that a PPO run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets(
@@ -65,9 +64,17 @@ class PPOConfig(OnlineConfig):
         1.0, "what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says"
     )
 
+    def kl_controller(self) -> FixedKL:
+        """Who says what a nat costs: the coefficient, or what holds `kl_target`."""
+        if self.kl_target is not None:
+            return AdaptiveKL(self.kl_coef, self.kl_target, self.kl_horizon)
+        return super().kl_controller()
+
     @model_validator(mode="after")
     def _price_can_move(self) -> PPOConfig:
-        """The KL target needs a price that can move."""
+        """The KL target needs a price that can move, and that nothing else moves."""
+        if self.kl_warmup_steps and self.kl_target is not None:
+            raise ValueError("kl_warmup_steps and kl_target both move the price of a nat: leave one of them out.")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target multiplies kl_coef, and from 0 it never moves: start with kl_coef=0.05.")
         return self
@@ -94,27 +101,16 @@ class PPO(OnlineMethod):
     )
 
     config: PPOConfig
+    kl: FixedKL
 
-    def __init__(self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig) -> None:
-        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net)
-        self.net, self.adapter, coef = net, net.policy_adapter, config.kl_coef
-        target = config.kl_target
-        self.kl = AdaptiveKL(coef, target, config.kl_horizon) if target else FixedKL(coef)
+    def __init__(
+        self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, *,
+        watch: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net, watch=watch)
+        self.net, self.adapter = net, net.policy_adapter
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
         self.warming = False  # whether only the critic learns
-
-    @property
-    def kl_coef(self) -> float:
-        """The present price of a nat."""
-        return self.kl.coef * self._risen
-
-    def controls(self) -> dict[str, Control]:
-        """The price of a nat, the KL to hold where it adapts, and the sampling temperature."""
-        kl, found = self.kl, super().controls()
-        if isinstance(kl, AdaptiveKL):
-            found["kl_target"] = Control(lambda: kl.target, lambda v: setattr(kl, "target", v), 0.01, 1000.0)
-        low = 1e-6 if isinstance(kl, AdaptiveKL) else 0.0  # an adaptive price is multiplied: from 0 it would never move
-        return found | {"kl_coef": Control(lambda: kl.coef, lambda v: setattr(kl, "coef", v), low, 10.0)}
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages and returns; in the first `critic_warmup_steps` steps only the critic learns from them."""
@@ -239,7 +235,7 @@ def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference 
     "ppo", PPOConfig, stage=5, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
     holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
 )  # fmt: skip
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer[PPOConfig]):
     """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`; arguments as in `OnlineTrainer`."""
 
     method_class = PPO
@@ -247,8 +243,8 @@ class PPOTrainer(OnlineTrainer):
 
     def make_method(self, config: PPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> PPO:
         """Policy and critic as one module, with rewards and reference."""
-        reward = parts["reward"]
+        reward, logged = parts["reward"], parts["logged"]
         net = build_net(model, config, reward, parts["reference"])
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config), config)
+        return PPO(net, tokenizer, as_rewards(reward, config, logged), config, watch=parts["watch"])

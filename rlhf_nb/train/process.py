@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, TrainConfig, option
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed
 from ..data.steps import StepRule, tokenize_steps
 from ..data.worlds import toy_presets
@@ -22,7 +22,7 @@ from ..models.process import ProcessModel
 from ..scoring.check import check_scores
 from .registry import register
 from ..data.worlds import Row
-from .method import TextMethod
+from .method import TextConfig, TextMethod
 from .trainer import TextTrainer
 from ..types import Completions, LossSum, pad_rows
 
@@ -58,7 +58,7 @@ class StepConfig(StrictConfig):
         return StepRule(self.separator, self.pattern, self.token)
 
 
-class ProcessConfig(TrainConfig):
+class ProcessConfig(TextConfig):
     """Everything that a run on labelled steps needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
@@ -137,18 +137,18 @@ class Process(TextMethod):
         logits = self.module(micro, token_budget=self.config.token_budget)
         return {"process": (step_loss(logits, micro.labels, micro.completion_mask), 1.0)}
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, calibration, and how often the first wrong step is found, on held-out rows."""
-        if not self.held_out:
+        if not held_out:
             return {}
-        said, rows = list[Tensor](), self.my_held_out
-        if rows:
+        judged = list[Tensor]()
+        if rows := self.my_share(held_out):
             mine = self.collate(rows)
             values = self.net.values(mine, self.config.token_budget).float().cpu()
-            said = [v[e] for v, e in zip(values, mine.completion_mask)]
-        every = self.collate(self.held_out)
+            judged = [v[e] for v, e in zip(values, mine.completion_mask)]
+        every = self.collate(list(held_out))
         values = torch.zeros(every.labels.shape)
-        values[every.completion_mask] = torch.cat(self.engine.in_turn(said))
+        values[every.completion_mask] = torch.cat(self.engine.in_turn(judged))
         return {f"eval/{k}": v for k, v in process_report(values, every.labels, every.completion_mask).items()}
 
     def save_model(self, directory: str | Path) -> None:
@@ -228,7 +228,7 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
     "process", ProcessConfig, stage=4, rows="stepwise", leaves="process", holds=("reward model",),
     about="Learn a process reward model from labelled steps.",
 )  # fmt: skip
-class ProcessTrainer(TextTrainer):
+class ProcessTrainer(TextTrainer[ProcessConfig]):
     """Process reward modelling on labelled steps, ready to `fit()`; arguments as in `TextTrainer`; `net` is the model."""
 
     kind, method_class = "stepwise", Process

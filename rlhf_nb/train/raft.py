@@ -28,7 +28,6 @@ class RAFTConfig(OnlineConfig):
     output_dir: PathText = option("runs/raft", "the run's folder", min_length=1)
     num_generations: int = option(8, "answers to each prompt: the group", ge=2)
     keep: int = option(1, "the best answers of a group that are learnt from", ge=1)
-    kl_coef: float = option(0.0, "unused: nothing is paid for drift", ge=0, le=0)
 
     @model_validator(mode="after")
     def _some_are_rejected(self) -> RAFTConfig:
@@ -50,10 +49,7 @@ class RAFT(OnlineMethod):
     columns = ("reward", "reward_std", "raft/kept", "completions/mean_length", "loss", "lr")
     config: RAFTConfig
 
-    @property
-    def imitates(self) -> bool:
-        """Good answers are imitated, whoever gave them."""
-        return True
+    imitates = True
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers, their scores, and which of them are the best of their group."""
@@ -98,7 +94,7 @@ class RAFT(OnlineMethod):
 @register(
     "raft", RAFTConfig, stage=12, rows="prompt", online=True, about="Fine-tune a model on the best of its own answers, round after round.",
 )  # fmt: skip
-class RAFTTrainer(OnlineTrainer):
+class RAFTTrainer(OnlineTrainer[RAFTConfig]):
     """Rejection-sampling fine-tuning, ready to `fit()`; arguments as in `OnlineTrainer`."""
 
     method_class = RAFT

@@ -28,7 +28,7 @@ class MethodInfo:
 
     name: str  # also of its stage in a pipeline, and of its folder there
     config: type[StrictConfig]
-    trainer: Callable[[Any], Any]  # does the work that a config describes
+    trainer: Callable[..., Any]  # of a config: does the work that a config describes
     rows: Literal["sft", "preference", "unpaired", "prompt", "stepwise"]  # the format it reads
     about: str = ""  # one line of help
     online: bool = False  # samples answers and asks a reward

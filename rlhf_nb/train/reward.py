@@ -44,7 +44,7 @@ from rlhf_nb.train.fit_head import (
 )
 from .registry import register
 from ..data.worlds import Row
-from .method import TextMethod, split_pairs
+from .method import TextConfig, TextMethod, split_pairs
 from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -53,7 +53,7 @@ __all__ = ['RewardConfig', 'RewardEnsemble', 'Reward', 'Prediction', 'predict', 
            'WordBags', 'word_bags', 'fit_words', 'baselines', 'RewardTrainer']
 
 # %% ../../nbs/train/reward.ipynb #407b06d2
-class RewardConfig(TrainConfig):
+class RewardConfig(TextConfig):
     """Everything that a reward-model run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
@@ -148,6 +148,7 @@ class Reward(TextMethod):
         config: of the run.
         demonstrations: tokenized rows whose mean score is 0 at the end.
         examples: training pairs as text, from which the baseline learns when `evaluate` is first asked.
+        to_fit: pairs as text that heads are fitted to, with `fit_head_pairs`.
     """
 
     name = "reward"
@@ -163,12 +164,12 @@ class Reward(TextMethod):
         config: RewardConfig,
         demonstrations: Sequence[Row] = (),
         examples: Sequence[Row] = (),
+        to_fit: Sequence[Row] = (),
     ) -> None:
         super().__init__(None, tokenizer, config, RewardEnsemble(members, config.token_budget))
         self.members, self.demonstrations = list(members), list(demonstrations)
-        self.examples = list(examples)
+        self.examples, self.to_fit = list(examples), list(to_fit)
         self._baselines: dict[str, float] | None = None
-        self.to_fit: list[Row] = []  # pairs as text that heads are fitted to
         self.fitted: tuple[str, Fitted] | None = None  # hash of what it depends on, and the fit
 
     def attach(self, engine: Engine, config: TrainConfig) -> None:
@@ -271,11 +272,11 @@ class Reward(TextMethod):
             terms["center"] = (centering(chosen, rejected), self.config.center_coef / k)
         return terms
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Accuracy, margin and calibration on held-out pairs, and how far one gets there without a language model."""
-        if not self.held_out:
+        if not held_out:
             return {}
-        engine, rows, scores = self.engine, self.my_held_out, list[Tensor]()
+        engine, rows, scores = self.engine, self.my_share(held_out), list[Tensor]()
         if rows:
             pairs = self.collate(rows).completions()
             found = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)
@@ -285,7 +286,7 @@ class Reward(TextMethod):
         self.by_question = {"eval/accuracy": (every[0::2, 0] > every[1::2, 0]).double().tolist()}
         if self._baselines is None:
             known = self.tokenize(self.examples, warn=False) if self.examples and engine.is_main else []
-            self._baselines = engine.gather_object(baselines(known, self.held_out) if known else {})[0]
+            self._baselines = engine.gather_object(baselines(known, held_out) if known else {})[0]
             self.examples = []
         return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
@@ -472,7 +473,7 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
     "reward", RewardConfig, stage=3, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
     about="Learn a reward model from preferences.",
 )  # fmt: skip
-class RewardTrainer(TextTrainer):
+class RewardTrainer(TextTrainer[RewardConfig]):
     """Reward modelling on preferences, ready to `fit()`; afterwards `members` hold the trained models.
 
     Args as in `TextTrainer`; `model` is the causal language model to start from (the SFT model).
@@ -491,10 +492,8 @@ class RewardTrainer(TextTrainer):
         first = rows[: config.calibrate_rows]
         chat = speaks_chat(tokenizer, config.data.as_chat)
         demonstrations = tokenize_sft(first, tokenizer, **_limits(config), chat=chat, warn=False) if first else ()
-        examples = rows[: config.baseline_pairs]
-        method = Reward(self.members, tokenizer, config, demonstrations=demonstrations, examples=examples)
-        method.to_fit = rows[: config.fit_head_pairs]
-        return method
+        examples, to_fit = rows[: config.baseline_pairs], rows[: config.fit_head_pairs]
+        return Reward(self.members, tokenizer, config, demonstrations, examples, to_fit)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
         """As in `TextTrainer`; fitted heads are kept and logged."""

@@ -49,6 +49,7 @@ from ..run.lock import RunLock
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from .entries import RewardEntry, build_rewards
 from .registry import register
+from ..files import open_regular, write_whole
 from ..untrusted import Unreadable, json_value
 from ..data.rows import load_rows
 from ..data.worlds import Row
@@ -323,7 +324,7 @@ def append_rows(path: str | Path, rows: Sequence[Row]) -> None:
         RunError: the file can't be written.
     """
     try:
-        with open(path, "a", encoding="utf-8") as f:
+        with open_regular(path, "a") as f:
             f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             f.flush()
             os.fsync(f.fileno())
@@ -334,15 +335,13 @@ def append_rows(path: str | Path, rows: Sequence[Row]) -> None:
 def keep_rows(path: str | Path, done: int) -> None:
     """Cut a file back to the rows of the first `done` prompts; the file is the old or the new one, never half."""
     path = Path(path)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        lines = file.readlines()
     kept = [line for line in lines if _row_number(line) < done]
     if len(kept) < len(lines):
-        aside = path.with_name(path.name + ".tmp")
-        with open(aside, "wb") as f:
-            f.writelines(kept)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, b"".join(kept))
 
 
 def _row_number(line: bytes) -> float:

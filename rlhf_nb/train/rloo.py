@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..losses.advantages import gae, kl_shaped_rewards, rloo_baseline, whiten
 from ..config import PathText, option
+from ..core import ConfigError
 from ..losses.kl import KLKind
 from ..losses.group import group_surrogate
 from ..losses.process import move_to_steps
-from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
+from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..types import LossSum, PromptBatch, Rollout
 
@@ -22,7 +23,7 @@ from ..types import LossSum, PromptBatch, Rollout
 __all__ = ['RLOOConfig', 'RLOO', 'RLOOTrainer']
 
 # %% ../../nbs/train/rloo.ipynb #632135f8
-class RLOOConfig(OnlineConfig):
+class RLOOConfig(KLPrice, OnlineConfig):
     """Everything that an RLOO, ReMax or REINFORCE++ run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = online_presets("rloo", num_generations=4, kl_coef=0.1)
@@ -46,6 +47,15 @@ class RLOOConfig(OnlineConfig):
         return self
 
 # %% ../../nbs/train/rloo.ipynb #4fabb913
+def _known(greedy: Tensor | None) -> Tensor:
+    """The scores of the greedy answers."""
+    if greedy is None:
+        raise ConfigError(
+            "baseline=remax compares with greedy answers: pass their scores, or let `collect` ask for them."
+        )
+    return greedy
+
+
 class RLOO(OnlineMethod):
     """REINFORCE with one of four baselines.
 
@@ -55,7 +65,6 @@ class RLOO(OnlineMethod):
     name = "rloo"
     columns = ("reward", "objective/kl", "objective/rlhf_reward", "completions/mean_length", "lr")
     config: RLOOConfig
-    greedy: Tensor | float = 0.0  # ReMax: [B], scores of the greedy answers to the prompts of this rollout
 
     @property
     def by_token(self) -> bool:
@@ -63,8 +72,16 @@ class RLOO(OnlineMethod):
         return self.config.baseline in ("batch", "group_batch")
 
     @torch.no_grad()
-    def advantages(self, r: Rollout) -> Rollout:
-        """Fill `token_rewards` and `advantages`."""
+    def advantages(self, r: Rollout, greedy: Tensor | None = None) -> Rollout:
+        """Fill `token_rewards` and `advantages`.
+
+        Args:
+            r: with scores and log-probs.
+            greedy: of ReMax: [B], score of the greedy answer to each row's prompt.
+
+        Raises:
+            ConfigError: ReMax without them.
+        """
         cfg, mask, old = self.config, r.completion_mask, r.need("old_logps")
         scores = r.need("scores")
         if cfg.baseline == "group_batch":
@@ -79,7 +96,7 @@ class RLOO(OnlineMethod):
             each = whiten(each, mask)
         else:
             whole = rewards.sum(1)
-            whole = whole - (self.greedy if cfg.baseline == "remax" else rloo_baseline(whole, cfg.num_generations))
+            whole = whole - (rloo_baseline(whole, cfg.num_generations) if cfg.baseline == "rloo" else _known(greedy))
             if cfg.whiten_advantages:
                 row = torch.ones_like(whole, dtype=torch.bool)
                 whole = whiten(whole, row)
@@ -89,12 +106,13 @@ class RLOO(OnlineMethod):
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
         """Answers with advantages; ReMax asks for the greedy answers first."""
+        greedy = None
         if self.config.baseline == "remax":
             best = self.answers(batch, step, num_samples=1, greedy=True)
-            self.greedy = self.score(best, 1).need("scores").repeat_interleave(self.config.num_generations)
+            greedy = self.score(best, 1).need("scores").repeat_interleave(self.config.num_generations)
         answers = self.rollout(batch, step)
         scored = self.score(answers)
-        return self.noted(self.advantages(scored))
+        return self.noted(self.advantages(scored, greedy))
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Tokens where each has its own reward, else answers."""
@@ -118,7 +136,7 @@ class RLOO(OnlineMethod):
     "rloo", RLOOConfig, stage=7, rows="prompt", online=True, holds=("policy", "reference"),
     about="Improve a model by a reward, with REINFORCE and a baseline (baseline=rloo, remax, batch, group_batch).",
 )  # fmt: skip
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(OnlineTrainer[RLOOConfig]):
     """RLOO, ReMax or REINFORCE++, ready to `fit()`; arguments as in `OnlineTrainer`."""
 
     method_class = RLOO

@@ -3,21 +3,21 @@
 # %% ../../nbs/train/sft.ipynb #893dea11
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
+from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, option
 from ..core import derive_seed
 from ..data.sources import collate_completions, tokenize_sft
 from ..data.worlds import toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
 from ..data.worlds import Row
-from .method import TextMethod
+from .method import TextConfig, TextMethod
 from .trainer import TextTrainer
 from ..types import Completions, LossSum
 
@@ -25,7 +25,7 @@ from ..types import Completions, LossSum
 __all__ = ['SFTConfig', 'noisy_embeddings', 'SFT', 'SFTTrainer']
 
 # %% ../../nbs/train/sft.ipynb #9131ff45
-class SFTConfig(TrainConfig):
+class SFTConfig(TextConfig):
     """Everything that a supervised fine-tuning run needs."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = toy_presets(
@@ -126,13 +126,13 @@ class SFT(TextMethod):
         return batch
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Mean negative log-likelihood per token on held-out rows, and its exponential."""
-        if not self.held_out:
+        if not held_out:
             return {}
         found, rows = None, list[float]()
-        if self.my_held_out:
-            c = self.collate(self.my_held_out).to(self.engine.device)
+        if mine := self.my_share(held_out):
+            c = self.collate(mine).to(self.engine.device)
             with self.alone():
                 logps, mask = self.module(c).logps, c.completion_mask
             found = sft_loss(logps, mask)
@@ -143,7 +143,7 @@ class SFT(TextMethod):
 
 # %% ../../nbs/train/sft.ipynb #26c2c8e5
 @register("sft", SFTConfig, stage=1, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
-class SFTTrainer(TextTrainer):
+class SFTTrainer(TextTrainer[SFTConfig]):
     """Supervised fine-tuning on demonstrations, ready to `fit()`; arguments as in `TextTrainer`."""
 
     kind, method_class = "sft", SFT

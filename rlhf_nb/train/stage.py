@@ -18,10 +18,11 @@ from ..run.lock import RunLock
 from ..run.log import RunDir
 from .registry import MethodInfo, of
 from .replay import replay
-from ..untrusted import json_value
+from ..files import read_regular, write_whole
+from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
-__all__ = ['make_trainer', 'watch_reward', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
+__all__ = ['make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
 # %% ../../nbs/train/stage.ipynb #d1077854
 def make_trainer(config: Any) -> Any:
@@ -31,25 +32,10 @@ def make_trainer(config: Any) -> Any:
         config: of any method of the registry.
     """
     method = of(config)
-    trainer = method.trainer(config)
-    gold = gold_of(config.data.path)
-    if method.online and gold is not None and config.reward != "gold":
-        watch_reward(trainer, "gold", gold)
-    return trainer
-
-
-def watch_reward(trainer: Any, name: str, fn: Any) -> None:
-    """Log a reward function of weight 0 at every step: nothing is learnt from it, and we see what it would have said.
-
-    Args:
-        trainer: of an online method.
-        name: under which it is logged, as `rewards/NAME`.
-        fn: a reward function.
-    """
-    rewards = trainer.method.rewards
-    rewards.fns.append(fn)
-    rewards.weights.append(0.0)
-    rewards.names.append(name)
+    gold = gold_of(config.data.path) if method.online else None
+    if gold is None or config.reward == "gold":
+        return method.trainer(config)
+    return method.trainer(config, logged={"gold": gold})
 
 # %% ../../nbs/train/stage.ipynb #61a982b3
 def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
@@ -63,16 +49,8 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
     Raises:
         RunError: it can't be written.
     """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=2, ensure_ascii=False)
-            if sync:
-                f.flush()
-                os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, json.dumps(value, indent=2, ensure_ascii=False), durable=sync)
     except OSError as e:
         raise RunError(f"cannot write {path}: {e}. Make room, then continue with resume.") from e
 
@@ -80,7 +58,7 @@ def write_json(path: str | Path, value: Any, sync: bool = True) -> None:
 def read_json(path: str | Path) -> dict[str, Any]:
     """A JSON file as a dict; empty where there is none, or it is torn."""
     try:
-        found = json_value(Path(path).read_bytes())
+        found = json_value(read_regular(path, MAX_LINE))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

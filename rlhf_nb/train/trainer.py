@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from ..core import ConfigError
 from ..data.formats import renamed
@@ -27,7 +27,7 @@ from rlhf_nb.data.rows import (
     stream_rows,
     weights_of,
 )
-from ..data.sources import MemorySource, StreamSource, row_lengths
+from ..data.sources import MemorySource, row_lengths
 from ..data.worlds import RowKind, Row, world_of
 from ..models.load import check_window
 from ..models.policy import check_adapters, dropout_left_out, load_policy
@@ -35,10 +35,11 @@ from ..models.starts import keep_starts
 from ..run.callbacks import Callback
 from ..run.hf_callbacks import as_callback
 from ..run.loop import Trainer
-from .method import TextMethod
+from .method import TextConfig, TextMethod
 from .tokens import tokens_of
 from .words import says_where, takes_trl
-from ..untrusted import json_value
+from ..files import read_regular, write_whole
+from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
 __all__ = ['kept_length', 'TextTrainer']
@@ -62,7 +63,24 @@ def kept_length(row: Row) -> int:
     return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
 
 # %% ../../nbs/train/trainer.ipynb #8d95d98f
-class TextTrainer(Trainer):
+_T = TypeVar("_T", bound=TextConfig)
+
+
+if TYPE_CHECKING:
+
+    class _OfConfig(Generic[_T]):
+        """Whose config it is."""
+
+else:
+
+    class _OfConfig:
+        """`TextTrainer[SFTConfig]` is `TextTrainer` while it runs: real generics break classes that are sent to ranks."""
+
+        def __class_getitem__(cls, config: Any) -> type:
+            return cls
+
+
+class TextTrainer(Trainer, _OfConfig[_T]):
     """A method with its model and its rows, ready to `fit()`.
 
     Args:
@@ -86,7 +104,7 @@ class TextTrainer(Trainer):
     @takes_trl
     def __init__(
         self,
-        config: Any,
+        config: _T,
         model: Any = None,
         tokenizer: Any = None,
         rows: list[Row] | None = None,
@@ -124,23 +142,20 @@ class TextTrainer(Trainer):
         source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
-        source = self.prepare_source(source, config)
-        method.held_out = held
-        known = leaked(getattr(getattr(source, "source", source), "rows", ()), method.held_out)
-        if known:
+        if known := leaked(getattr(source, "rows", ()), held):
             warnings.warn(
-                f"held-out rows: {known} of {len(method.held_out)} stand in the training rows, too, so what is measured on them is memory. "
-                "Leave them out of one of the two.",
+                f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them is "
+                "memory. Leave them out of one of the two.",
                 stacklevel=3,
             )
-        super().__init__(method, source, config, callbacks=callbacks, **options)
+        super().__init__(method, source, config, held_out=held, callbacks=callbacks, **options)
         self.reads = reads
         reference = method.reference
         if reference is not None and not reference.adapters_off and self.engine.strategy.name in ("single", "ddp"):
             if not hasattr(reference.model, "hf_device_map"):  # a model that was given on the CPU was copied there
                 reference.model.to(self.engine.device)
 
-    def _given(self, config: Any, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
+    def _given(self, config: _T, rows: list[Row] | None, eval_rows: list[Row] | None) -> _Given:
         """The rows that were passed, or those of `config.data`; left unread where a stream or kept tokens will do."""
         data = config.data
         if rows is not None:
@@ -158,7 +173,8 @@ class TextTrainer(Trainer):
         return _Given("cached" if cached else "in memory", parts, held if eval_rows is None else eval_rows)
 
     def start(self, resume: bool = False, overwrite: bool = False) -> None:
-        """As in `Trainer`; what the run computed before its first step is kept in its folder, so that going on needn't compute it again, and which files it reads."""
+        """As in `Trainer`; the run's folder keeps what was computed before the first step, so that going on needn't
+        compute it again, and which files were read."""
         begun = self.started
         super().start(resume, overwrite)
         if self.engine.is_main and not begun:
@@ -171,23 +187,20 @@ class TextTrainer(Trainer):
         before: list[Any] = []
         if resume:
             with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a torn one
-                before = list(json_value(place.read_bytes())["read"])
+                before = list(json_value(read_regular(place, MAX_LINE))["read"])
         read = [*before, *(r for r in self.reads if r not in before)]
-        place.write_text(json.dumps({"read": read}, indent=1), encoding="utf-8")
+        write_whole(place, json.dumps({"read": read}, indent=1))
 
-    def make_method(self, config: Any, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
+    def make_method(self, config: _T, model: Any, tokenizer: Any, rows: list[Row]) -> TextMethod:
         """The method on this model; `rows` are those to train on, not tokenized."""
         return self.method_class(model, tokenizer, config)
-
-    def prepare_source(self, source: MemorySource | StreamSource, config: Any) -> Any:
-        """Where the loop takes its rows from, made of a source of tokenized rows."""
-        return source
 
     def train(self, resume_from_checkpoint: Any = None) -> Any:
         """TRL's word for `fit`."""
         if resume_from_checkpoint and resume_from_checkpoint is not True:
             raise ConfigError(
-                f"resume_from_checkpoint is {resume_from_checkpoint!r}, but a run goes on in its own folder: set output_dir to it, and fit(resume=True)."
+                f"resume_from_checkpoint is {resume_from_checkpoint!r}, but a run goes on in its own folder: set "
+                "output_dir to it, and fit(resume=True)."
             )
         return self.fit(resume=bool(resume_from_checkpoint))
 

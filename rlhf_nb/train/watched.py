@@ -6,36 +6,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from ..config import StrictConfig, option
+from ..config import DataConfig, PathText, StrictConfig, option
 from ..core import RewardError, did_you_mean
 from ..judges.judge import Judge, JudgeReward, Opinions
 from ..models.heads import RewardModel
 from ..rewards.base import RewardModelFn, Rewards
-from .entries import RewardEntry, from_entries
+from .entries import RewardedRun, RewardEntry, from_entries
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'Against', 'entries_by_name', 'held_out_rewards']
+__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'RewardPart', 'EvaluatedRun', 'Against', 'entries_as_rewards',
+           'entries_by_name', 'held_out_rewards']
 
 # %% ../../nbs/train/watched.ipynb #b0bc1254
-def with_watched(rewards: Rewards, config: Any) -> Rewards:
-    """Rewards with `config.watch` beside them, of weight 0; the given ones are not changed.
+def with_watched(rewards: Rewards, found: Rewards) -> Rewards:
+    """Rewards with others beside them, of weight 0; neither is changed.
 
     Args:
         rewards: what is learnt from.
-        config: of an online method.
+        found: what is asked, too, and only logged.
     """
-    if not config.watch:
-        return rewards
-    found = from_entries(list(config.watch), config, "watch")
-    if not isinstance(found, Rewards):
-        found = Rewards(
-            RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
-        )
     both = copy.copy(rewards)
     both.fns, both.weights = [*rewards.fns, *found.fns], [*rewards.weights, *[0.0] * len(found.fns)]
     both.names = [*rewards.names, *(n if n not in rewards.names else f"{n}_watched" for n in found.names)]
@@ -66,6 +60,68 @@ class HeldOutConfig(StrictConfig):
     judges: list[EvalJudge] = Field(
         default_factory=list, description="judges: {model: FOLDER} or {endpoint: {url, model}}"
     )
+
+
+class RewardPart(StrictConfig):
+    """Settings of a method that asks what its answers are worth."""
+
+    reward: PathText | None = option(
+        None, "folder of a reward model (or an ensemble's members); in worlds that are made here 'check' or 'gold'"
+    )
+    rewards: list[RewardEntry] = Field(
+        default_factory=list,
+        description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
+    )
+    watch: list[RewardEntry] = Field(
+        default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
+    )
+    eval: HeldOutConfig = Field(
+        default_factory=HeldOutConfig,
+        description="who looks at the answers to held-out prompts, beside rewards and watch",
+    )
+    reward_timeout: float | None = option(
+        3600.0, "seconds that a reward function may take for a batch; null: no limit", gt=0
+    )
+    missing_eos: float | None = option(
+        None, "what an answer without EOS loses, or is worth (missing_eos_mode); null: as the reward says"
+    )
+    missing_eos_mode: Literal["subtract", "fixed"] = Field(
+        default_factory=lambda d: "subtract" if (d.get("missing_eos") or 0.0) > 0 else "fixed",
+        description="taken from the score, or instead of it; by default a number above 0 is taken from it",
+    )
+
+    @model_validator(mode="after")
+    def _one_list(self) -> RewardPart:
+        """What is maximised is said once."""
+        if self.reward is not None and self.rewards:
+            raise ValueError(
+                f"reward is {self.reward!r}, and rewards has {len(self.rewards)} entries: leave out reward, and write "
+                f"it as an entry, {{model: {self.reward}}}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ends_pay(self) -> RewardPart:
+        """A penalty takes away."""
+        if self.missing_eos_mode == "subtract" and (self.missing_eos or 0.0) < 0:
+            raise ValueError(
+                f"missing_eos is {self.missing_eos:g}, and subtracting it would reward answers that never end: use "
+                f"missing_eos={-(self.missing_eos or 0.0):g}."
+            )
+        return self
+
+
+class EvaluatedRun(RewardedRun, Protocol):
+    """A config with `eval`, and what a judge's own settings come from."""
+
+    @property
+    def eval(self) -> HeldOutConfig: ...
+    @property
+    def output_dir(self) -> str: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Against:
@@ -100,8 +156,8 @@ class Against:
         return [found.get(i) for i in range(len(prompts))]
 
 
-def entries_by_name(entries: Sequence[RewardEntry], config: Any, key: str) -> dict[str, Any]:
-    """Reward functions by the names that logs have for them.
+def entries_as_rewards(entries: Sequence[RewardEntry], config: RewardedRun, key: str) -> Rewards:
+    """Reward functions with the names that logs have for them.
 
     Args:
         entries: at least one.
@@ -110,12 +166,18 @@ def entries_by_name(entries: Sequence[RewardEntry], config: Any, key: str) -> di
     """
     found = from_entries(list(entries), config, key)
     if isinstance(found, Rewards):
-        return dict(zip(found.names, found.fns))
+        return found
     fn = RewardModelFn(found, token_budget=config.token_budget) if isinstance(found, RewardModel) else found
-    return {entries[0].name or fn.name: fn}
+    return Rewards(fn, names=[entries[0].name or fn.name])
 
 
-def held_out_rewards(config: Any) -> dict[str, Any]:
+def entries_by_name(entries: Sequence[RewardEntry], config: RewardedRun, key: str) -> dict[str, Any]:
+    """The same, as functions by name."""
+    found = entries_as_rewards(entries, config, key)
+    return dict(zip(found.names, found.fns))
+
+
+def held_out_rewards(config: EvaluatedRun) -> dict[str, Any]:
     """What evaluations report beside the rewards, by name.
 
     Args:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core import RunError
+from ..files import FileRefused, open_regular
 from ..run.log import FORMAT, RunDir
 from ..untrusted import MAX_DEPTH, Unreadable, json_value
 
@@ -284,7 +285,7 @@ class Tail:
             return True
         if stat.st_ino == self.inode and stat.st_size == self.offset:
             return False
-        with open(self.path, "rb") as f:
+        with open_regular(self.path) as f:
             f.seek(self.offset - len(self.mark))
             return f.read(len(self.mark)) != self.mark
 
@@ -301,7 +302,9 @@ class Tail:
             stat = os.stat(self.path)
             if stat.st_size <= self.offset:
                 return
-            file = open(self.path, "rb")
+            file = open_regular(self.path)
+        except FileRefused:
+            raise
         except OSError:  # not there, or not at the moment
             return
         with file:
@@ -374,7 +377,7 @@ class SampleIndex:
             return []
         rows: list[dict[str, Any]] = []
         try:
-            with open(self._tail.path, "rb") as f:
+            with open_regular(self._tail.path) as f:
                 for i in wanted:
                     f.seek(self._starts[i])
                     rows += parse_lines(f.readline(Tail.LONGEST))[0]
