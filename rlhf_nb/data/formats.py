@@ -635,7 +635,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
     """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves
     of characters.
 
-    Rows that can't serve the purpose though nothing is wrong with them (answers that somebody disliked, as
+    Rows that can't serve the purpose though nothing is wrong with them (answers with a thumb down, as
     demonstrations; answers that are rated
     alike, as pairs) are left out with one counted warning. What a foreign file was taken for is said once.
 
@@ -668,7 +668,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
         if begun:
             warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer that nobody asked for; they are read from their "
+                f"{begun} of {kept} conversations begin with an answer before any question; they are read from their "
                 "first question on.",
                 DataWarning,
                 stacklevel=2,

@@ -29,7 +29,7 @@ def place_of(data: DataConfig) -> str:
     """File, directory or hub name of a run's rows, or the name of a world.
 
     Raises:
-        ConfigError: nobody has said where they are.
+        ConfigError: the config doesn't say where they are.
     """
     if data.path is None:
         raise ConfigError(
@@ -43,7 +43,7 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     """The sources of a config, each with the settings that are its own; one where there is no mix.
 
     Raises:
-        ConfigError: nobody has said where rows are.
+        ConfigError: the config doesn't say where rows are.
     """
     if data.mix is None:
         place_of(data)

@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     weights: Mapping[str, float] | None = None  # of attributes; None: those of `ATTRIBUTES`
 
 
-PLAIN = Reading()  # nobody has said anything
+PLAIN = Reading()  # nothing is said
 
 
 class DataNote(UserWarning):
@@ -165,7 +165,7 @@ def _turns(value: Any, where: str) -> Any:
 
 
 def from_question(turns: list[Row]) -> list[Row]:
-    """Turns without the answers in front of the first question: nobody asked for them, and most chat templates refuse
+    """Turns without the answers in front of the first question, which no question asked for and most chat templates refuse
     them."""
     first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
     return turns[first:]
@@ -426,7 +426,7 @@ def recognise(
         to: as in `shapes_of`.
         native: the formats that the row's columns make already, each with the columns it uses.
         where: how to call the row in an error.
-        reading: with the shape that somebody named.
+        reading: with the shape that the config names.
 
     Raises:
         DataError: it can be read in two ways, or not in the one that was named.

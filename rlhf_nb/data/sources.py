@@ -44,7 +44,7 @@ _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
 
 
 def _warn(message: str, level: int = 3) -> None:
-    """One counted warning, shown at the line of whoever called the public function."""
+    """One counted warning, shown at the line that called the public function."""
     warnings.warn(message, DataWarning, stacklevel=level)
 
 
@@ -310,7 +310,7 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
 
 
 def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
-    """Warn of messages in which somebody spells a special token, which the tokenizer reads as the template's own."""
+    """Warn of messages that spell a special token, which the tokenizer reads as the template's own."""
     words = [t.content for t in tok.added_tokens_decoder.values() if t.special and t.content]
     found = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
     end, hits, first = tok.eos_token or "", 0, ""
@@ -320,7 +320,7 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hits, first = hits + bool(hit), first or hit
     if hits:
         _warn(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in what somebody says. "
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. "
             "It is read as the template's own, so a text can end its turn and begin another one: take it out of the "
             "rows, unless it is meant.",
             4,
@@ -334,7 +334,7 @@ def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], li
 
 
 def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool) -> None:
-    """One note on what is done with plain prompts where a model has a chat template; None: nobody has decided, so
+    """One note on what is done with plain prompts where a model has a chat template; None: not decided, so
     nothing is said."""
     if not warn or chat is None or not getattr(tok, "chat_template", None):
         return

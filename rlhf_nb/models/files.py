@@ -56,7 +56,7 @@ def named(cfg: ModelConfig) -> str:
     """Directory or hub name of a model, or the name of a world.
 
     Raises:
-        ConfigError: nobody has said which.
+        ConfigError: the config doesn't name one.
     """
     if cfg.name_or_path is None:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
         return ModelError(f"{str(path)!r} holds no weights. {rule}.")
     return ModelError(
         f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a "
-        "machine where you trust it (load it there and call save_pretrained), or ask whoever made it for safetensors."
+        "machine where you trust it (load it there and call save_pretrained), or ask its makers for safetensors."
     )
 
 
@@ -218,7 +218,7 @@ def _check_index(index: Path) -> None:
         strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
     except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
         raise ModelError(
-            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so nobody knows where the weights are."
+            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so it isn't known where the weights are."
         ) from e
     if strange:
         raise ModelError(
@@ -268,7 +268,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:  # whatever a library says to files that somebody else has written
+    except Exception as e:  # whatever a library says to a stranger's files
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
@@ -294,14 +294,14 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
 
 # %% ../../nbs/models/files.ipynb #a4f14b4d
 def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has
-    made.
+    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations of
+    others.
 
     Args:
         kind: a class of transformers with `from_pretrained`.
         name: directory, GGUF file, hub name or short name.
         what: named in messages: "model", "tokenizer", ...
-        trust_remote_code: run Python code that comes with it; nobody is asked.
+        trust_remote_code: run Python code that comes with it; no question is asked.
         options: passed on.
 
     Raises:

@@ -381,7 +381,7 @@ def _tokens_fit(
     """
     if words is None or theirs is None:
         return [
-            f"{_shown(first if words is None else other)} has no tokenizer beside it, so nobody knows whether its "
+            f"{_shown(first if words is None else other)} has no tokenizer beside it, so it isn't known whether its "
             "tokens are the others'"
         ]
     if words != theirs:

@@ -239,7 +239,7 @@ def _kit_setting(where: str, value: Any) -> Any:
 
 _KIT_KNOWN = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
 _KIT_UNLIKE = {
-    "slices": "layers from different models make another model, which nobody has trained",
+    "slices": "layers from different models make another model, which was never trained",
     "modules": "models of several parts aren't merged here",
 }
 

@@ -298,7 +298,7 @@ def _tied_heads(place: str, config: Any, table: Mapping[str, TensorEntry]) -> se
             raise ModelError(
                 f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), "
                 f"and its files hold {head} with other numbers: "
-                "nobody can tell which are meant. Save the model again as it was loaded."
+                "it can't be told which are meant. Save the model again as it was loaded."
             )
     return set(heads)
 
