@@ -165,7 +165,8 @@ def _turns(value: Any, where: str) -> Any:
 
 
 def from_question(turns: list[Row]) -> list[Row]:
-    """Turns without the answers in front of the first question, which no question asked for and most chat templates refuse
+    """Turns without the answers in front of the first question, which no question asked for and most chat templates
+    refuse
     them."""
     first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
     return turns[first:]

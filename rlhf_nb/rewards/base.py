@@ -430,7 +430,8 @@ class Rewards:
             ends of steps, if anything does.
 
         Raises:
-            RewardError: a function failed or returned something that is not a number per completion, or no function scored a
+            RewardError: a function failed or returned something that is not a number per completion, or no function
+                scored a
                 row.
         """
         self.stats, self.steps = {}, None
