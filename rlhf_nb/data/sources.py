@@ -22,15 +22,8 @@ from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
 from .shapes import DataNote
-from rlhf_nb.data.templates import (
-    as_chat,
-    encode_continuations,
-    encode_dialogues,
-    encode_pairs,
-    encode_prompts,
-    is_blank,
-    pairs_as_chat,
-)
+from .templates import as_chat, encode_continuations, encode_dialogues, encode_pairs, encode_prompts
+from .templates import is_blank, pairs_as_chat
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
