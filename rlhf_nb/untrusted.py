@@ -13,14 +13,13 @@ import yaml
 from .errors import mended, printable
 
 # %% auto #0
-__all__ = ['MAX_DEPTH', 'MAX_LINE', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value', 'Line',
-           'json_lines', 'parse_yaml', 'dump_yaml']
+__all__ = ['MAX_DEPTH', 'MAX_LINE', 'GIVE_UP', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value',
+           'Line', 'json_lines', 'parse_yaml', 'dump_yaml']
 
 # %% ../nbs/untrusted.ipynb #e91e278a
 MAX_DEPTH = 64  # brackets in brackets
-MAX_LINE = (
-    64 << 20
-)  # bytes of a line; the largest honest one, a dialogue with its token numbers, has a hundredth of that
+MAX_LINE = 64 << 20  # bytes of a line; an honest one, a dialogue with its token numbers, has a hundredth of that
+GIVE_UP = 1 << 29  # bytes of a line after which a file is not read any further: it may be a terabyte of zeros
 
 
 class Unreadable(ValueError):
@@ -116,14 +115,14 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
 
     Args:
         file: opened in binary; it is read from where it stands, and at most one line is held.
-        limit: most bytes of a line.
+        limit: most bytes of a line; a longer one is passed over, and after one of `GIVE_UP` bytes nothing more is read.
         whole: replace lone surrogates, see `json_value`.
     """
     number = start = 0
     while raw := file.readline(limit + 1):
         number, size, ended, value, problem = number + 1, len(raw), raw.endswith(b"\n"), None, ""
         if size > limit and not ended:
-            while not ended and (more := file.readline(1 << 20)):
+            while not ended and size < GIVE_UP and (more := file.readline(1 << 20)):
                 size, ended = size + len(more), more.endswith(b"\n")
             problem = f"{size:,} bytes, and at most {limit:,} are read"
         elif not raw.isspace():
@@ -133,6 +132,8 @@ def json_lines(file: BinaryIO, limit: int = MAX_LINE, whole: bool = True) -> Ite
                 problem = str(e)
         head = printable(raw[:60].decode("utf-8", "replace").strip())
         yield Line(number, start, size, value, problem, ended, head)
+        if size >= GIVE_UP and not ended:
+            return
         start += size
 
 # %% ../nbs/untrusted.ipynb #cf0b2bbf

@@ -1,7 +1,9 @@
 """Mutated files for everything that reads files: errors of the package, in time, or it is a fault. `python tests/fuzz.py --n 20000`.
 
-Each target takes a good file, damages it in a random but repeatable way, and reads it as a run, a view or a command would. A fault is
-any exception that isn't one of the package's own, more than five CPU seconds, or a good checkpoint that isn't found beside a damaged one.
+Each target takes a good file, damages it in a random but repeatable way, and reads it as a run, a view, a server or a command would. Damage is bytes
+that are flipped, values of another type, values that are dear to check (hundreds of thousands of nulls, a megabyte of text, twenty thousand
+keys), and names that are links, pipes, sockets or folders. A fault is any exception that isn't one of the package's own, more than five CPU seconds,
+more than 512 MB of memory, or a good checkpoint that isn't found beside a damaged one.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import argparse
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -20,7 +24,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -40,7 +44,10 @@ from rlhf_nb.models.load import find_model, load_model, load_tokenizer
 from rlhf_nb.pipeline.stages import PipelineConfig
 from rlhf_nb.run.checkpoint import latest_complete, load_checkpoint, save_checkpoint
 from rlhf_nb.run.control import Control, RunControl
+from rlhf_nb.run.lock import RunLock, holder_of
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
+from rlhf_nb.run.state import roll_back
+from rlhf_nb.serve.protocol import ChatAsked, Refused, TextAsked, read_request
 from rlhf_nb.train.grpo import GRPOConfig
 from rlhf_nb.train.sft import SFTConfig
 from rlhf_nb.train.stage import read_json
@@ -50,7 +57,7 @@ from rlhf_nb.widgets.reader import open_runs
 from rlhf_nb.widgets.report import metrics_text, report, screen
 from rlhf_nb.widgets.samples import read_samples, sample_table, select_samples, token_measures, tokens_html
 
-SECONDS = 5
+SECONDS, MB = 5, 512
 SNIPPETS = [
     b"[" * 3000, b'{"a":' * 3000, b'"\\ud83d"', b'\\ud83d', b"\xed\xa0\xbd", b"\xff\xfe", b"\x00" * 16, b"\n", b"\r", b"\r\n\r\n", b"null", b"true", b"-1",
     b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 40, b"9" * 5000, b"0.1", b'""', b'"', b"{}", b"[]", b"}", b"]", b",", b":", b"\\", b"\x1b[2J",
@@ -60,6 +67,11 @@ SNIPPETS = [
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 10**400, -(10**400), 0.5, 1e308, "NaN", "Infinity", "", "x", "toy", "\ud83d", "a" * 70_000, "\x1b[31m", "1", [], {},
     [[]], [1, "x", None], {"": {}}, {"a": [1]}, [{"role": "user"}], ["\ud800"], [[[[[[[[]]]]]]]], "../x", "step", "set", "label", "auto", "1e-5", {"value": "x", "low": [], "high": {}},
+]  # fmt: skip
+
+DEAR: list[Callable[[], Any]] = [  # small to write, dear to check one by one
+    lambda: [None] * 200_000, lambda: [[0]] * 100_000, lambda: [{}] * 100_000, lambda: "a" * 1_000_000, lambda: {f"k{i}": None for i in range(20_000)},
+    lambda: [{"role": "user", "content": [{"type": "text", "text": 1}]}] * 20_000, lambda: "(" * 200_000, lambda: [[[[[[0] * 8] * 8] * 8] * 8] * 8],
 ]  # fmt: skip
 
 
@@ -74,8 +86,9 @@ def retyped(value: Any, draw: random.Random) -> Any:
     """A value with something else at one of its places, or with a key that is gone, double or of another name."""
     value = json.loads(json.dumps(value))
     place = draw.choice(list(places(value)))
+    other = draw.choice(DEAR)() if draw.random() < 0.05 else draw.choice(VALUES)
     if not place:
-        return draw.choice(VALUES)
+        return other
     inner = value
     for key in place[:-1]:
         inner = inner[key]
@@ -85,7 +98,7 @@ def retyped(value: Any, draw: random.Random) -> Any:
     elif what == 1:
         inner[str(draw.choice(VALUES))[:100]] = inner.pop(place[-1])
     else:
-        inner[place[-1]] = draw.choice(VALUES)
+        inner[place[-1]] = other
     return value
 
 
@@ -165,6 +178,12 @@ PAIR_ROWS = jsonl({"prompt": "Q: 1?\n", "chosen": "one", "rejected": "two", "mar
 TABLE = b'prompt,completion,label\n"a, b",c,1\nd,"e\nf",0\n"[{""role"": ""user"", ""content"": ""x""}]",g,1\n'
 PRINCIPLES = b"principles:\n  - ask: Which answer is kinder?\n    name: kind\n  - Which is shorter?\n"
 REPLY = json.dumps({"message": {"content": "A"}, "logprobs": {"content": [{"token": "A", "logprob": -0.1, "top_logprobs": [{"token": "A", "logprob": -0.1}, {"token": "B", "logprob": -2.0}]}]}}).encode()  # fmt: skip
+
+CHAT = json.dumps({"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 8,
+                   "temperature": 0.5, "stop": ["x"], "n": 2, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "user": "u"}).encode()  # fmt: skip
+TEXT = json.dumps(
+    {"model": "m", "prompt": ["Hi", "Ho"], "max_tokens": 8, "logprobs": 2, "echo": True, "seed": 3, "top_p": 0.9}
+).encode()
 
 
 class Target(NamedTuple):
@@ -357,6 +376,83 @@ def principles(folder: Path, data: bytes) -> None:
     load_constitution(folder / "p.yaml")
 
 
+def body(folder: Path, data: bytes) -> None:
+    """The body of a request to the server."""
+    for kind in (ChatAsked, TextAsked):
+        with suppress(Refused):
+            read_request(kind, data)
+
+
+def bind(path: Path) -> None:
+    """A socket's name; bound from its folder, because a socket's path is short."""
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def sparse(path: Path) -> None:
+    """A terabyte that takes no room."""
+    with open(path, "wb") as f:
+        f.truncate(1 << 40)
+
+
+def kinds_of_names(victim: Path) -> dict[str, Callable[[Path], None]]:
+    """How to make each kind of name that is no file of its folder's; `victim` lies outside, beside a pipe."""
+    return {
+        "link": lambda p: p.symlink_to(victim),
+        "link to nothing": lambda p: p.symlink_to(victim.with_name("made.txt")),
+        "link to itself": lambda p: p.symlink_to(p.name),
+        "link to a device": lambda p: p.symlink_to("/dev/zero"),
+        "link to a pipe": lambda p: p.symlink_to(victim.with_name("pipe")),
+        "pipe": os.mkfifo,
+        "socket": bind,
+        "directory": lambda p: p.mkdir(),
+    }
+
+
+def folder_of_names(folder: Path, data: bytes) -> None:
+    """A run, or a model's folder, in which one to three names are no files; read and written by whatever does."""
+    draw, home, victim = random.Random(data), folder / "run", folder / "outside" / "diary.txt"
+    victim.parent.mkdir()
+    victim.write_bytes(EVENTS)
+    os.mkfifo(victim.with_name("pipe"))
+    shutil.copytree(CHECKPOINTS, home / "checkpoints")
+    shutil.copytree(MODEL, home / "model")
+    for name, text in (
+        ("metrics.jsonl", EVENTS),
+        ("samples.jsonl", SAMPLES),
+        ("config.yaml", CONFIG),
+        ("control.jsonl", CONTROL),
+    ):
+        (home / name).write_bytes(text)
+    names = [p.relative_to(home) for p in home.rglob("*") if p.is_file()]
+    names += [Path("lock.json"), Path("questions.jsonl"), Path("stage.json"), Path("metrics.rank1.jsonl")]
+    for name in draw.sample(names, draw.choice((1, 1, 2, 3))):
+        (home / name).unlink(missing_ok=True)
+        draw.choice([*kinds_of_names(victim).values(), sparse])(home / name)
+    run, readers = RunDir(home), open_runs(home)
+    acts: list[Callable[[], Any]] = [
+        lambda: read_metrics(home), lambda: read_samples(home), lambda: report(home, folder / "report.html", pngs=False), run.config,
+        lambda: [r.poll() for r in readers], lambda: run.request("pause"), lambda: run.open({"steps": 10}, resume=True), lambda: find_model(str(home / "model")),
+        lambda: load_model(str(home / "model"), device="cpu"), lambda: SFTConfig.load(home), lambda: read_json(home / "stage.json"), lambda: roll_back(home, 1),
+        lambda: EventLog(run.metrics_path).append("step", 3), lambda: EventLog(run.samples_path).truncate_after(3), lambda: RunLock(home).__enter__().__exit__(),
+        lambda: load_checkpoint(latest_complete(run.checkpoints, warn=lambda text: None) or home), lambda: holder_of(home),
+    ]  # fmt: skip
+    draw.shuffle(acts)
+    try:
+        for act in acts[:4]:
+            with suppress(RlhfError, Unreadable):
+                act()
+    finally:
+        assert victim.read_bytes() == EVENTS and not victim.with_name("made.txt").exists(), (
+            "something outside was changed"
+        )
+
+
 TOKENIZER = toy.build_tokenizer()
 CHECKPOINTS, MODEL, REWARD = Path(), Path(), Path()
 
@@ -406,6 +502,9 @@ TARGETS: dict[str, Target] = {
     "model": Target(b"seed of the damage", model_folder, 6),
     "reward model": Target(b"seed of the damage", reward_folder, 4),
     "adapter": Target(json.dumps({"base_model_name_or_path": "x/y", "peft_type": "LORA", "r": 4}).encode(), adapter_folder, 2),
+    "names": Target(b"seed of the damage", folder_of_names, 30),
+    "chat body": Target(CHAT, body, 10),
+    "text body": Target(TEXT, body, 5),
     "small files": Target(REPLY, small, 10),
     "principles.yaml": Target(PRINCIPLES, principles, 5),
 }  # fmt: skip
@@ -421,6 +520,22 @@ def label_file() -> bytes:
             store.note(Pair("q0", "a0", "b0"), "a word")
             store.undo()
         return (Path(folder) / "labels.jsonl").read_bytes()
+
+
+def memory(word: str) -> float:
+    """MB of this process, of a line of /proc/self/status: VmRSS is what it holds now, VmHWM the most since it was last reset."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith(word)).split()[1]) / 1024
+    except (OSError, StopIteration):  # no such file here: nothing is said of memory
+        return 0.0
+
+
+def forget_peak() -> float:
+    """Count the most memory from here on; returns what is held now."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
 
 
 class TooLong(BaseException):
@@ -455,6 +570,7 @@ def case(name: str, number: int, seed: int = 0) -> str:
     data = mutated(target.good, draw) if target.good != b"seed of the damage" else f"{seed}/{name}/{number}".encode()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        held = forget_peak()
         try:
             with limited(SECONDS):
                 target.read(Path(folder), data)
@@ -466,6 +582,8 @@ def case(name: str, number: int, seed: int = 0) -> str:
             ours = [f for f in traceback.extract_tb(e.__traceback__) if "rlhf_nb" in f.filename]
             place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else f"{where.filename}:{where.lineno}"
             return f"{name} {number}: {type(e).__name__} at {place}: {str(e)[:200]}"
+        if (grown := memory("VmHWM") - held) > MB:
+            return f"{name} {number}: {grown:.0f} MB"
     return ""
 
 

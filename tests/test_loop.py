@@ -107,9 +107,13 @@ def test_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write to the run directory"):
         trainer(tmp_path / "file" / "below").fit()
+    with pytest.raises(RunError, match="/dev/full is a device"):
+        EventLog("/dev/full").append("step", 1)
     if Path("/dev/full").exists():
-        with pytest.raises(RunError, match="/dev/full cannot be written: .*No space left"):
-            EventLog("/dev/full").append("step", 1)
+        log = EventLog(tmp_path / "log.jsonl")
+        log._file = open("/dev/full", "a")
+        with pytest.raises(RunError, match="log.jsonl cannot be written: .*No space left.*free some space"):
+            log.append("step", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rlhf_nb import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, S
 from rlhf_nb.config import OptimizerConfig
 from rlhf_nb.core import CheckpointError, ConfigError
 from rlhf_nb.data import toy
+from rlhf_nb.run.engine import engine_state
 from rlhf_nb.run.strategies import Sharded, Zero
 
 needs_bnb = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -60,13 +61,13 @@ def test_ranks_write_rows_of_averages_once(tmp_path: Path) -> None:
     trainer = sft(tmp_path, name="adafactor")
     trainer.train_step()
     engine = trainer.engine
-    whole = engine.state_dict()[0]["optimizer"]
+    whole = engine_state(engine)[0]["optimizer"]
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
     shapes: dict[str, list[int]] = {}
     for rank in range(2):
         engine.world_size, engine.rank, engine.is_main = 2, rank, rank == 0
         engine.strategy.world, engine.strategy.rank, engine.strategy.name = 2, rank, "ddp"
-        tensors, meta = engine.state_dict()
+        tensors, meta = engine_state(engine)
         for key, value in tensors["optimizer"].items():
             shape, start = meta["slices"]["optimizer"][key]
             shapes[key] = shape

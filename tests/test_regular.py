@@ -6,7 +6,6 @@ import ast
 import io
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,38 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECRET = '{"step": 1, "type": "warning", "message": "dear-diary"}\n'
 
 
-def bind(path: Path) -> None:
-    """A socket's name; bound from its folder, because a socket's path is short."""
-    here = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as s:
-            s.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-def sparse(path: Path) -> None:
-    """A terabyte that takes no room."""
-    with open(path, "wb") as f:
-        f.truncate(1 << 40)
-
-
-def kinds(victim: Path) -> dict[str, Callable[[Path], None]]:
-    """How to make each kind of name that is no file of the folder's."""
-    return {
-        "link": lambda p: p.symlink_to(victim),
-        "link to nothing": lambda p: p.symlink_to(victim.with_name("made.txt")),
-        "link to itself": lambda p: p.symlink_to(p.name),
-        "link to a device": lambda p: p.symlink_to("/dev/zero"),
-        "link to a pipe": lambda p: p.symlink_to(victim.with_name("pipe")),
-        "pipe": os.mkfifo,
-        "socket": bind,
-        "directory": lambda p: p.mkdir(),
-    }
-
-
-KINDS = list(kinds(Path()))
+KINDS = list(fuzz.kinds_of_names(Path()))
 SOME = [pytest.param(k, marks=[] if k in ("link", "pipe", "directory") else pytest.mark.slow) for k in KINDS]
 NEVER_THERE = (
     "lock.json",
@@ -108,7 +76,7 @@ def strange(run: Path, tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run, copy)
         (copy / name).unlink(missing_ok=True)
-        kinds(victim)[kind](copy / name)
+        fuzz.kinds_of_names(victim)[kind](copy / name)
         return copy
 
     yield make
@@ -210,7 +178,7 @@ def test_files_of_a_checkpoint(run: Path, strange: Callable[[str, str], Path]) -
     folder = strange("stage.json", "directory")
     sparse_one = folder / "checkpoints" / newest.name / "state.json"
     sparse_one.unlink()
-    sparse(sparse_one)
+    fuzz.sparse(sparse_one)
     with fuzz.limited(fuzz.SECONDS):
         assert problem_of(sparse_one.parent)
 

@@ -207,7 +207,7 @@ class FeedbackStore:
         new = {"id": secrets.token_hex(8), "user": whole, "name": name, "source": place}
         stamp = replace(said.checked(), time=round(time.time(), 3), **new)  # type: ignore[arg-type]
         kept = stamp if said.consent else replace(stamp, prompt=None, answers=(), reason="")
-        append_line(self.path, line_of(kept), durable=True, lost="the feedback was not stored")
+        append_line(self.path.resolve(), line_of(kept), durable=True, lost="the feedback was not stored")
         return kept
 
     def all(self) -> list[Feedback]:
@@ -281,7 +281,7 @@ def forget(store: FeedbackStore, user: str) -> Forgotten:
     aside = store.path.with_name(f".{store.path.name}.{os.getpid()}")
     ids, kept = list[str](), 0
     try:
-        with writing(store.path, alone=True), open(store.path, "rb") as old, open(aside, "wb") as new:
+        with writing(store.path.resolve(), alone=True), open(store.path, "rb") as old, open(aside, "wb") as new:
             names = {user, store.hashed(user)} if store.key_path.exists() else {user}
             for line in json_lines(old):
                 owners = (

@@ -67,7 +67,7 @@ class TrafficLog:
             del line["prompt"], line["answer"]
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            append_line(self.path, line)
+            append_line(self.path.resolve(), line)
 
 
 def read_traffic(path: str | Path) -> Iterator[Served]:

@@ -18,7 +18,7 @@ import torch
 
 from ..scale.cost import estimate
 from .stages import PipelineConfig, RLHFPipeline, make_base
-from ..config import DataConfig, ModelConfig
+from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data.formats import DataWarning
 from ..data.steps import tokenize_steps
@@ -34,7 +34,7 @@ from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
-from ..train.online import rewarded
+from ..train.online import OnlineConfig, rewarded
 from ..train.registry import of
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
 from ..data.worlds import Row
@@ -206,7 +206,7 @@ def check_model(model_config: Any, config: Any) -> list[Finding]:
     return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #148e69e5
-def check_sampling(config: Any) -> list[Finding]:
+def check_sampling(config: OnlineConfig) -> list[Finding]:
     """Whether what is scored is what was sampled.
 
     Args:
@@ -238,7 +238,7 @@ def check_sampling(config: Any) -> list[Finding]:
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/pipeline/doctor.ipynb #cc1668fb
-def check_precision(config: Any, parameters: int = 0) -> tuple[list[Finding], Precision]:
+def check_precision(config: TrainConfig, parameters: int = 0) -> tuple[list[Finding], Precision]:
     """Number format and device, with the case of a GPU that only emulates bf16.
 
     Raises:
@@ -389,7 +389,7 @@ def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, in
 BEARABLE = 900.0  # seconds of work that may be lost without a warning
 
 
-def check_saving(config: Any) -> list[Finding]:
+def check_saving(config: TrainConfig) -> list[Finding]:
     """How much a killed run would lose.
 
     Args:
@@ -571,7 +571,7 @@ def doctor(config: Any) -> list[Finding]:
 
 def _examine_stages(config: PipelineConfig) -> list[Finding]:
     """All stages of a pipeline, none of whose models need exist."""
-    plan, out = RLHFPipeline(config), list[Finding]()
+    plan, out = RLHFPipeline(config).plan, list[Finding]()
     stages = [s for s in plan.stages if s != "base"]
     start: StageStart | None = None
     with _found(out, "there is no model to start from"):

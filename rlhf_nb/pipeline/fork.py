@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config import TrainConfig
 from ..core import CheckpointError, RunError
 from ..files import copy_regular
 from ..models.starts import START_FILE as STARTS_FILE
@@ -129,7 +130,7 @@ def _first_difference(parent: Path, again: Path, after: int, at: int) -> str:
                 return f"{key} of step {step} is {found} instead of {value}"
     return ""
 
-
+# %% ../../nbs/pipeline/fork.ipynb #f06900b6
 def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: str | Path | None = None) -> Prepared:
     """Make a folder in which a run goes on from a step with changed settings.
 
@@ -189,7 +190,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     return Prepared(folder, said, at - before, differs)
 
 
-def _replay(source: RunDir, aside: RunDir, config: Any, before: int, at: int) -> str:
+def _replay(source: RunDir, aside: RunDir, config: TrainConfig, before: int, at: int) -> str:
     """Make the steps between a checkpoint and the fork again; returns what came out otherwise."""
     if source.control_path.exists():  # numbers that somebody set on the way are set again at their steps
         copy_regular(source.control_path, aside.control_path)
@@ -289,7 +290,7 @@ def compare_futures(
             out[key] = Futures(theirs, mine, len(both), both[0], both[-1])
     return out
 
-
+# %% ../../nbs/pipeline/fork.ipynb #f06900b3
 def family(folder: str | Path) -> list[Relative]:
     """A run's oldest ancestor and all that was forked from it, each behind its parent.
 

@@ -41,7 +41,8 @@ Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its 
 
 # %% auto #0
 __all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy',
-           'weigh', 'StepReport', 'Engine', 'same_versions']
+           'weigh', 'Ranks', 'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state',
+           'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -137,6 +138,152 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
         parts.append(weight * term.total / torch.where(count > 0, count, torch.ones_like(count)).to(term.total.dtype))
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
+# %% ../../nbs/run/engine.ipynb #5bb64702
+class Ranks:
+    """What the processes of a run tell each other; with one process, nothing is sent.
+
+    Args:
+        strategy: connects them.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.accelerator, self.device = strategy, strategy.accelerator, strategy.device
+        self.rank, self.world_size = strategy.rank, strategy.world
+
+    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
+        if self.world_size == 1 or not local:
+            return local
+        keys = sorted(local)
+        total = torch.stack([local[k].detach().double().to(self.device) for k in keys])
+        torch.distributed.all_reduce(total)
+        found = dict(zip(keys, total.unbind()))
+        return {k: found[k] for k in local}  # in the order that was given, as with one process
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, one rank after the other (equally many on each)."""
+        return x if self.world_size == 1 else self.accelerator.gather(x)  # type: ignore[no-any-return]
+
+    def gather_object(self, x: Any) -> list[Any]:
+        """Any object of every rank, in rank order."""
+        if self.world_size == 1:
+            return [x]
+        out: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(out, x)
+        return out
+
+    def gather_rows(self, batch: BatchT, unit: int = 1, pad_id: int = 0) -> BatchT:
+        """The rows of all ranks as one batch, in the order that one process would have them in.
+
+        Args:
+            batch: this rank's share, as the loop deals rows out: ranks take turns.
+            unit: neighbours that belong together (the answers to a prompt).
+            pad_id: fills token columns where ranks have different widths.
+        """
+        if self.world_size == 1:
+            return batch
+        whole = type(batch).cat(self.gather_object(batch.to("cpu")), pad_id)
+        units = torch.arange(len(whole) // unit).view(self.world_size, -1).t().flatten()
+        return whole[(units[:, None] * unit + torch.arange(unit)).flatten()].to(self.device)
+
+    def repeats(self, keys: Tensor) -> Tensor | None:
+        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`; None with one process.
+
+        Args:
+            keys: int64[n], equally many on each rank.
+        """
+        if self.world_size == 1:
+            return None
+        everyone = self.gather(keys.to(self.device)).view(self.world_size, -1).t().tolist()
+        seen: dict[int, int] = {}
+        out = []
+        for row in everyone:
+            for rank, key in enumerate(row):
+                if rank == self.rank:
+                    out.append(seen.get(key, 0))
+                seen[key] = seen.get(key, 0) + 1
+        return torch.tensor(out, device=keys.device)
+
+    def in_turn(self, mine: Sequence[Any]) -> list[Any]:
+        """What all ranks have made of rows that were dealt out in turn, in the order of the rows.
+
+        Args:
+            mine: something for each of this rank's rows, `rows[rank::world_size]`; ranks may have one more or less.
+        """
+        told = self.gather_object(list(mine))
+        out: list[Any] = [None] * sum(map(len, told))
+        for rank, part in enumerate(told):
+            out[rank :: self.world_size] = part
+        return out
+
+    def mean_of(self, mine: LossSum | None) -> float:
+        """The mean of a loss over what all ranks have summed; a rank without rows gives None."""
+        if self.world_size == 1 and mine is not None:
+            return float(mine.mean)
+        pair = {} if mine is None else {"": (float(mine.total), float(mine.count))}
+        total, count = self.sum_pairs(pair).get("", (0.0, 0.0))
+        return total / count if count else 0.0
+
+    def sum_pairs(self, local: Pairs) -> Pairs:
+        """Sums and counts by name, added over ranks; a rank may lack any of them."""
+        return reduce(add_pairs, self.gather_object(local))
+
+    def share(self, batch: BatchT) -> BatchT:
+        """This rank's part of a batch that every rank holds: neighbouring rows."""
+        size = -(-len(batch) // self.world_size)
+        return batch if self.world_size == 1 else batch[self.rank * size : (self.rank + 1) * size]
+
+    def behind(self, forwards: int) -> int:
+        """How many forwards another rank makes more than this one, where that must not be; else 0."""
+        if self.world_size == 1 or not self.strategy.lockstep:
+            return 0
+        most = torch.tensor(forwards, device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return int(most) - forwards
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            self.accelerator.wait_for_everyone()
+
+# %% ../../nbs/run/engine.ipynb #5bb64704
+class Blame:
+    """Why an update could not be applied: on which rank, and in which parameter if it happens again.
+
+    Args:
+        ranks: tell each other.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._watch: GradientWatch | None = None
+
+    def why(self, module: nn.Module, loss: Tensor | None, here: str) -> str:
+        """The reason in words; from here on the module's gradients are watched.
+
+        Args:
+            module: that is trained.
+            loss: this rank's, if there is one.
+            here: what this rank knows of it.
+        """
+        if self.ranks.world_size == 1:
+            return here
+        bad = self._watch.found() if self._watch is not None else ""
+        self._watch = self._watch or GradientWatch(module)
+        reports = self.ranks.gather_object((loss is None or math.isfinite(float(loss)), bad))
+        for rank, (sound, name) in enumerate(reports):
+            if name:
+                return f"the first gradient that is not finite arose on rank {rank}, of {name}"
+            if not sound:
+                return f"the loss of rank {rank} is not finite"
+        return here
+
+    def clear(self) -> None:
+        """An update was applied: gradients are not watched any longer."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+
 # %% ../../nbs/run/engine.ipynb #5bb647b8
 class StepReport(NamedTuple):
     """What an update brings back to the host."""
@@ -146,6 +293,19 @@ class StepReport(NamedTuple):
     loss: float  # summed over ranks
     sums: list[float]  # the caller's vector, summed over ranks
     problem: str = ""  # why it was skipped, when the reason is not fp16's loss scaling
+
+# %% ../../nbs/run/engine.ipynb #5bb64705
+def strategy_here(precision: Precision) -> Strategy:
+    """The strategy that the environment asks for, connected to the other ranks."""
+    asked = asked_strategy()
+    if asked not in ("single", "ddp"):
+        return connect(asked, precision)
+    accelerator = connect_plain(precision.device) if asked == "ddp" else None
+    device = accelerator.device if accelerator else precision.device
+    scaler = torch.amp.GradScaler(device.type) if precision.grad_scaler else None  # type: ignore[attr-defined]
+    strategy = Strategy(device, accelerator, scaler)
+    strategy.name = asked
+    return strategy
 
 
 class Engine:
@@ -157,31 +317,23 @@ class Engine:
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision or decide_precision()
-        asked = asked_strategy()
-        if asked in ("single", "ddp"):
-            accelerator = connect_plain(self.precision.device) if asked == "ddp" else None
-            device = accelerator.device if accelerator else self.precision.device
-            scaler = torch.amp.GradScaler(device.type) if self.precision.grad_scaler else None  # type: ignore[attr-defined]
-            self.strategy = Strategy(device, accelerator, scaler)
-            self.strategy.name = asked
-        else:
-            self.strategy = connect(asked, self.precision)
-        self.accelerator, self.device, self.scaler = (
-            self.strategy.accelerator,
-            self.strategy.device,
-            self.strategy.scaler,
-        )
+        self.strategy = strategy_here(self.precision)
+        self.accelerator, self.scaler = self.strategy.accelerator, self.strategy.scaler
+        self.device, self.ranks = self.strategy.device, Ranks(self.strategy)
         self.precision = self.precision._replace(
             device=self.device
-        )  # models that are loaded later, too, go to this rank's own
+        )  # models loaded later go to this rank's device, too
         if self.device.type == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(
-                self.device
-            )  # what asks for no device by name (messages, statistics, compiled kernels) means this one
-        self.rank, self.world_size = self.strategy.rank, self.strategy.world
+            torch.cuda.set_device(self.device)  # for what asks for no device by name: messages, statistics, kernels
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_main = self.rank == 0
         if self.world_size > 1:
             same_versions()
+        ranks = self.ranks  # its words, as the engine's own
+        self.reduce_sum, self.sum_pairs, self.mean_of = ranks.reduce_sum, ranks.sum_pairs, ranks.mean_of
+        self.gather, self.gather_object, self.gather_rows = ranks.gather, ranks.gather_object, ranks.gather_rows
+        self.in_turn, self.repeats, self.share = ranks.in_turn, ranks.repeats, ranks.share
+        self.behind, self.barrier = ranks.behind, ranks.barrier
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.settings: OptimizerConfig | None = None
@@ -189,7 +341,7 @@ class Engine:
         self.lr_scale = 1.0  # what the schedule is multiplied by
         self.recompute = False  # whether layers compute their activations again in the backward pass
         self._wrapped: nn.Module | None = None
-        self._watch: GradientWatch | None = None
+        self._blame = Blame(self.ranks)
         self._replicas: Replicas | None = None
 
     def prepare(
@@ -340,26 +492,12 @@ class Engine:
             torch.distributed.all_reduce(vector)
         norm, values, applied = self.strategy.step(vector, loss is not None)
         total = values.pop(0) if loss is not None else 0.0
-        problem = "" if applied or self.strategy.overflow else self._blame(loss)
-        if applied and self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        problem = ""
+        if applied:
+            self._blame.clear()
+        elif not self.strategy.overflow:
+            problem = self._blame.why(self._prepared()[0], loss, self.strategy.problem)
         return StepReport(norm, applied, total, values, problem)
-
-    def _blame(self, loss: Tensor | None) -> str:
-        """Why an update could not be applied: on which rank, in which parameter."""
-        here = self.strategy.problem
-        if self.world_size == 1:
-            return here
-        found = self._watch.found() if self._watch is not None else ""
-        self._watch = self._watch or GradientWatch(self._prepared()[0])
-        told = self.gather_object((loss is None or math.isfinite(float(loss)), found))
-        for rank, (sound, name) in enumerate(told):
-            if name:
-                return f"the first gradient that is not finite arose on rank {rank}, of {name}"
-            if not sound:
-                return f"the loss of rank {rank} is not finite"
-        return here
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """The module inside a wrapper for several ranks."""
@@ -369,177 +507,7 @@ class Engine:
             module = module.module
         return module
 
-    def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
-        if self.world_size == 1 or not local:
-            return local
-        keys = sorted(local)
-        total = torch.stack([local[k].detach().double().to(self.device) for k in keys])
-        torch.distributed.all_reduce(total)
-        found = dict(zip(keys, total.unbind()))
-        return {k: found[k] for k in local}  # in the order that was given, as with one process
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, one rank after the other (equally many on each)."""
-        return x if self.world_size == 1 else self.accelerator.gather(x)  # type: ignore[no-any-return]
-
-    def gather_object(self, x: Any) -> list[Any]:
-        """Any object of every rank, in rank order."""
-        if self.world_size == 1:
-            return [x]
-        out: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(out, x)
-        return out
-
-    def gather_rows(self, batch: BatchT, unit: int = 1, pad_id: int = 0) -> BatchT:
-        """The rows of all ranks as one batch, in the order that one process would have them in.
-
-        Args:
-            batch: this rank's share, as the loop deals rows out: ranks take turns.
-            unit: neighbours that belong together (the answers to a prompt).
-            pad_id: fills token columns where ranks have different widths.
-        """
-        if self.world_size == 1:
-            return batch
-        whole = type(batch).cat(self.gather_object(batch.to("cpu")), pad_id)
-        units = torch.arange(len(whole) // unit).view(self.world_size, -1).t().flatten()
-        return whole[(units[:, None] * unit + torch.arange(unit)).flatten()].to(self.device)
-
-    def repeats(self, keys: Tensor) -> Tensor | None:
-        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`; None with one process.
-
-        Args:
-            keys: int64[n], equally many on each rank.
-        """
-        if self.world_size == 1:
-            return None
-        everyone = self.gather(keys.to(self.device)).view(self.world_size, -1).t().tolist()
-        seen: dict[int, int] = {}
-        out = []
-        for row in everyone:
-            for rank, key in enumerate(row):
-                if rank == self.rank:
-                    out.append(seen.get(key, 0))
-                seen[key] = seen.get(key, 0) + 1
-        return torch.tensor(out, device=keys.device)
-
-    def in_turn(self, mine: Sequence[Any]) -> list[Any]:
-        """What all ranks have made of rows that were dealt out in turn, in the order of the rows.
-
-        Args:
-            mine: something for each of this rank's rows, `rows[rank::world_size]`; ranks may have one more or less.
-        """
-        told = self.gather_object(list(mine))
-        out: list[Any] = [None] * sum(map(len, told))
-        for rank, part in enumerate(told):
-            out[rank :: self.world_size] = part
-        return out
-
-    def mean_of(self, mine: LossSum | None) -> float:
-        """The mean of a loss over what all ranks have summed; a rank without rows gives None."""
-        if self.world_size == 1 and mine is not None:
-            return float(mine.mean)
-        pair = {} if mine is None else {"": (float(mine.total), float(mine.count))}
-        total, count = self.sum_pairs(pair).get("", (0.0, 0.0))
-        return total / count if count else 0.0
-
-    def sum_pairs(self, local: Pairs) -> Pairs:
-        """Sums and counts by name, added over ranks; a rank may lack any of them."""
-        return reduce(add_pairs, self.gather_object(local))
-
-    def share(self, batch: BatchT) -> BatchT:
-        """This rank's part of a batch that every rank holds: neighbouring rows."""
-        size = -(-len(batch) // self.world_size)
-        return batch if self.world_size == 1 else batch[self.rank * size : (self.rank + 1) * size]
-
-    def behind(self, forwards: int) -> int:
-        """How many forwards another rank makes more than this one, where that must not be; else 0."""
-        if self.world_size == 1 or not self.strategy.lockstep:
-            return 0
-        most = torch.tensor(forwards, device=self.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        return int(most) - forwards
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            self.accelerator.wait_for_everyone()
-
-    def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages.
-
-        With several processes the tensors are this rank's parts, flat, and `slices` says where they lie:
-        {group: {name: (shape of the whole, start)}}.
-        """
-        module, _, _ = self._prepared()
-        model: dict[str, Tensor] = {}
-        averages: dict[str, Tensor] = {}
-        slices: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-        alone = self.world_size == 1 and self.strategy.name == "single"
-        for shard in self.strategy.shards():
-            cut: Callable[[Tensor], Tensor] = (lambda x: x) if alone else shard.cut
-            model[shard.name] = cut(shard.tensor)
-            slices["model"][shard.name] = (list(shard.shape), shard.start)
-            for key, value in shard.states.items():
-                value = torch.as_tensor(value)
-                if (
-                    value.dim() and not alone and value.numel() != shard.tensor.numel()
-                ):  # a row of averages: no rank's part
-                    if self.is_main:
-                        averages[f"{shard.name}/{key}"] = value.reshape(-1)
-                        slices["optimizer"][f"{shard.name}/{key}"] = (list(value.shape), 0)
-                    continue
-                averages[f"{shard.name}/{key}"] = cut(value) if value.dim() else value
-                slices["optimizer"][f"{shard.name}/{key}"] = (
-                    (list(shard.shape), shard.start) if value.dim() else ([], 0)
-                )
-        if self.is_main:
-            model |= dict(module.named_buffers())
-        meta: dict[str, Any] = {"frozen": self.strategy.fingerprint(), "strategy": self.strategy.name}
-        meta["precision"] = self.precision.mixed_precision
-        meta["optimizer"] = self._prepared()[2].name
-        if self.world_size > 1:
-            meta["slices"] = slices
-        if self.scaler:
-            meta["scaler"] = self.scaler.state_dict()
-        return {"model": model, "optimizer": averages}, meta
-
-    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict[str, Any]) -> None:
-        """Put back what `state_dict` took, as whole tensors; any number of processes, any strategy may have saved them.
-
-        Raises:
-            CheckpointError: it belongs to another model.
-        """
-        module, _, _ = self._prepared()
-        if meta.get("frozen") != self.strategy.fingerprint():
-            raise CheckpointError(
-                "the frozen weights differ from those the checkpoint was trained on top of, so going on would train another "
-                "model: start from the same base model, or in a new output_dir"
-            )
-        saved, own = meta.get("optimizer", "adamw"), self._prepared()[2].name
-        if saved != own:
-            raise CheckpointError(
-                f"the checkpoint holds the state of optimizer {saved!r}, and optimizer.name is {own!r}, which can't go on from it: set optimizer.name={saved}, or "
-                "start a new run from the saved model."
-            )
-        buffers = dict(module.named_buffers())
-        load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})
-        trained = {k: tensors["model"][k] for k in tensors["model"] if k not in buffers}
-        self.strategy.restore(trained, tensors["optimizer"])
-        self._keep_format(meta.get("precision", "no"))
-        if self.scaler and "scaler" in meta:
-            self.scaler.load_state_dict(meta["scaler"])
-
-    def _keep_format(self, began: str) -> None:
-        """Go on in the format that a CPU's run began in, where it was chosen by a measurement: another one would be another run."""
-        p = self.precision
-        if self.device.type == "cpu" and p.chosen and began in ("no", "bf16") and began != p.mixed_precision:
-            name = "fp32" if began == "no" else "bf16"
-            self.precision = decide_precision(p.device, name)._replace(
-                frozen_dtype=p.frozen_dtype, reason=f"{name} on the CPU, as the run began", chosen=True
-            )
-
-
+# %% ../../nbs/run/engine.ipynb #5bb64706
 def same_versions() -> None:
     """Make sure that all ranks compute with the same packages.
 
@@ -565,3 +533,72 @@ def same_versions() -> None:
                 f"rank 0 has {name} {found[0]} but rank {other} has {found[other]}: ranks with different packages compute different "
                 f"things or wait for each other for ever; install {name}=={found[0]} on every machine"
             )
+
+# %% ../../nbs/run/engine.ipynb #5bb64708
+def engine_state(engine: Engine) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Model and optimizer as (tensors by group, JSON): only what trains, buffers, and the optimizer's averages.
+
+    With several processes the tensors are this rank's parts, flat, and `slices` says where they lie:
+    {group: {name: (shape of the whole, start)}}.
+    """
+    module, _, settings = engine._prepared()
+    strategy = engine.strategy
+    model: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
+    slices: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    alone = engine.world_size == 1 and strategy.name == "single"
+    for shard in strategy.shards():
+        cut: Callable[[Tensor], Tensor] = (lambda x: x) if alone else shard.cut
+        place = (list(shard.shape), shard.start)
+        model[shard.name], slices["model"][shard.name] = cut(shard.tensor), place
+        for key, value in shard.states.items():
+            name, value = f"{shard.name}/{key}", torch.as_tensor(value)
+            if value.dim() and not alone and value.numel() != shard.tensor.numel():  # a row of averages: no rank's part
+                if engine.is_main:
+                    averages[name], slices["optimizer"][name] = value.reshape(-1), (list(value.shape), 0)
+                continue
+            averages[name] = cut(value) if value.dim() else value
+            slices["optimizer"][name] = place if value.dim() else ([], 0)
+    if engine.is_main:
+        model |= dict(module.named_buffers())
+    meta: dict[str, Any] = {"frozen": strategy.fingerprint(), "strategy": strategy.name, "optimizer": settings.name}
+    meta["precision"] = engine.precision.mixed_precision
+    meta |= {"slices": slices} if engine.world_size > 1 else {}
+    meta |= {"scaler": engine.scaler.state_dict()} if engine.scaler else {}
+    return {"model": model, "optimizer": averages}, meta
+
+
+def load_engine_state(engine: Engine, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict[str, Any]) -> None:
+    """Put back what `engine_state` took, as whole tensors; any number of processes, any strategy may have saved them.
+
+    Raises:
+        CheckpointError: it belongs to another model, or another optimizer.
+    """
+    module, _, settings = engine._prepared()
+    if meta.get("frozen") != engine.strategy.fingerprint():
+        raise CheckpointError(
+            "the frozen weights differ from those the checkpoint was trained on top of, so going on would train another "
+            "model: start from the same base model, or in a new output_dir"
+        )
+    saved = meta.get("optimizer", "adamw")
+    if saved != settings.name:
+        raise CheckpointError(
+            f"the checkpoint holds the state of optimizer {saved!r}, and optimizer.name is {settings.name!r}, which can't "
+            f"go on from it: set optimizer.name={saved}, or start a new run from the saved model."
+        )
+    buffers = dict(module.named_buffers())
+    load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})
+    engine.strategy.restore({k: v for k, v in tensors["model"].items() if k not in buffers}, tensors["optimizer"])
+    _keep_format(engine, meta.get("precision", "no"))
+    if engine.scaler and "scaler" in meta:
+        engine.scaler.load_state_dict(meta["scaler"])
+
+
+def _keep_format(engine: Engine, began: str) -> None:
+    """Go on in the number format of a CPU's run where a measurement chose it: in another one it would be another run."""
+    p = engine.precision
+    if engine.device.type == "cpu" and p.chosen and began in ("no", "bf16") and began != p.mixed_precision:
+        name = "fp32" if began == "no" else "bf16"
+        engine.precision = decide_precision(p.device, name)._replace(
+            frozen_dtype=p.frozen_dtype, reason=f"{name} on the CPU, as the run began", chosen=True
+        )

@@ -22,7 +22,7 @@ import torch
 from ..core import RunError, mended, suggest
 from .checkpoint import fsync_path
 from ..files import FileRefused, open_regular, read_regular, write_whole
-from ..untrusted import MAX_CONFIG, Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
+from ..untrusted import MAX_CONFIG, MAX_LINE, Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
 __all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain_json', 'read_metrics', 'EventLog', 'append_line', 'writing',
@@ -144,12 +144,18 @@ class EventLog:
         if self.path is None or not self.path.exists():
             return 0
         self.close()
+        kept, dropped = list[bytes](), 0
         with open_regular(self.path) as file:
-            lines = file.readlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
+            while line := file.readline(MAX_LINE):  # a longer line is none of ours, and what is behind it goes, too
+                if _step_of(line) <= step:
+                    kept.append(line)
+                    continue
+                dropped += 1
+                if not line.endswith(b"\n"):
+                    break
+        if dropped:
             write_whole(self.path, b"".join(kept))
-        return len(lines) - len(kept)
+        return dropped
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""

@@ -41,7 +41,7 @@ from ..scoring.packing import work
 from ..types import Batch, LossSum
 
 # %% auto #0
-__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'Trainer']
+__all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'too_many_bad', 'all_steps', 'Trainer']
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
@@ -214,7 +214,7 @@ def means(pairs: Pairs) -> dict[str, float]:
     """Sum divided by count, where anything was counted."""
     return {k: total / count for k, (total, count) in pairs.items() if count > 0}
 
-# %% ../../nbs/run/loop.ipynb #c2c69bfc
+# %% ../../nbs/run/loop.ipynb #c2c69b01
 class Source(Protocol):
     """Where rows come from; its position can be saved and restored."""
 
@@ -224,7 +224,154 @@ class Source(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+# %% ../../nbs/run/loop.ipynb #c2c69b03
+class StepStart:
+    """Where a step began, of a method that asks the outside: what ends the step in there loses nothing of the run.
 
+    Args:
+        run: a trainer.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+        self.source: dict[str, Any] | None = None  # the source's state before this step's rows
+
+    def remember(self) -> None:
+        """Before a step takes its rows: where the source is, for a method whose step the outside can end."""
+        self.source = self.run.source.state_dict() if self.run.method.asks_outside else None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around what asks the outside: a stop in there is no fault of the run's, so nothing of it is lost."""
+        try:
+            yield
+        except RewardError as error:
+            raise RewardError(f"{error}{self._save()}") from error
+        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
+            raise KeyboardInterrupt(f"{error}{self._save()}".strip()) from error
+
+    def _save(self) -> str:
+        """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
+        run = self.run
+        if self.source is None or run.engine.world_size > 1 or not run.started:
+            return ""
+        run.source.load_state_dict(self.source)
+        try:
+            run.save()
+            run.writer.wait()
+            run.writer.check()
+        except (CheckpointError, RunError) as error:
+            return f" (And no checkpoint could be left: {error})"
+        return f" A checkpoint of step {run.step} was left; resume goes on from there."
+
+# %% ../../nbs/run/loop.ipynb #c2c69b05
+class Boundary:
+    """What happens between two steps: observers look, requests are served, evaluation and checkpoint if they are due.
+
+    Args:
+        run: a trainer.
+    """
+
+    def __init__(self, run: Trainer) -> None:
+        self.run = run
+
+    def cross(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
+        """From one step to the next.
+
+        Args:
+            event: of the step that was made.
+            stop: knows of signals.
+
+        Returns:
+            What was asked for.
+        """
+        run = self.run
+        asked = run.observers.call("on_step", run, event)
+        asked.evaluate |= asked.stop  # but a Ctrl-C wants out, not an evaluation
+        asked.save |= run.engine.is_main and run.saves.due(run.step, run.writer)  # rank 0's clock counts for all
+        self._warn(run.saves.take("step", event))
+        asked.control = run.control.waiting()
+        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
+        if asked.control:
+            asked = asked | run.control.serve(stop, asked.stop)
+        asked.evaluate |= run.step >= run.total_steps or _due(run.step, run.config.eval_every)
+        run.step_start.remember()
+        return self.evaluate_and_save(asked)
+
+    def evaluate_and_save(self, asked: Flags) -> Flags:
+        """Evaluate, then save, as asked; what observers of the evaluation ask for is added."""
+        run = self.run
+        if asked.evaluate:
+            with run.meter.time("eval"):
+                metrics = run.evaluate()
+            self._warn(run.saves.take("eval", metrics))
+            if metrics:
+                wishes = run.observers.call("on_eval", run, metrics)
+                asked = asked | (wishes | Flags(save=run.saves.best_yet)).over_ranks(run.engine)
+        if asked.save or asked.stop or run.step >= run.total_steps:
+            run.save()
+        run.writer.check()
+        return asked
+
+    def _warn(self, message: str) -> None:
+        """Say something that is wrong and ends nothing."""
+        if message and self.run.engine.is_main:
+            warnings.warn(message, stacklevel=5)
+            self.run.event("warning", message=message)
+
+# %% ../../nbs/run/loop.ipynb #c2c69b07
+def too_many_bad(run: Trainer, report: StepReport) -> bool:
+    """Count an update that was not finite; True when these were too many in a row, which is the step's failure.
+
+    Args:
+        run: a trainer.
+        report: of the update that was skipped.
+    """
+    if not report.problem:  # fp16's factor was too large: part of the game
+        return False
+    run.bad_in_a_row += 1
+    n, loss, norm = run.bad_in_a_row, report.loss, report.grad_norm
+    run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
+    if n > run.config.max_nonfinite:
+        run.failure = RunError(
+            f"loss {loss:g} and gradient norm {norm:g} at step {run.step + 1}, and that was update {n} in a row that is "
+            f"not finite: {report.problem}. Such updates are skipped, and {condition(run)}; they go to "
+            f"checkpoints/failed-{run.step + 1:010d}, and resuming goes on from the last regular checkpoint. If the run "
+            f"had gone astray by then, put it further back (rlhf-nb runs rollback {run.run_dir.path}); look at the "
+            "batch, the loss and the learning rate"
+        )
+    return run.failure is not None
+
+
+@contextmanager
+def all_steps(run: Trainer) -> Iterator[GracefulStop]:
+    """Around all steps: signals are caught; however it ends, that is written down and nothing is left half done."""
+    run.control.listen()
+    run.failure, run.bad_in_a_row, run.history.stopped = None, 0, None
+    run.ending.clear()
+    try:
+        with GracefulStop(run.config.console and run.engine.is_main) as stop:
+            run.step_start.remember()
+            yield stop
+            run.writer.close()
+    except BaseException as error:
+        run.history.stopped = f"{type(error).__name__}: {error}"
+        if error is run.failure:
+            with suppress(CheckpointError, RunError):
+                run.save(failed=True)
+        run.ending.set()
+        if not isinstance(error, KeyboardInterrupt):
+            run.writer.wait()
+        raise
+    finally:
+        if not run.lock.lost:  # else the log is another run's
+            with suppress(RunError):  # a full disk has been reported already
+                run.event("end", reason=run.history.stopped, updates=run.updates)
+        run.observers.call("on_end", run)
+        run.log.close()
+        run.lock.release()
+
+# %% ../../nbs/run/loop.ipynb #c2c69bfc
 class Trainer:
     """The loop: takes batches from a source, lets the method collect, updates, writes events, saves.
 
@@ -254,17 +401,11 @@ class Trainer:
         method.attach(self.engine, config)
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
         method.module = self.engine.prepare(method.module, config.optimizer, self.total_steps, frozen, method.rates())
-        own = [*([Progress()] if config.console else []), SampleLog()]
-        own += [stop_by(config.stop_on)] if config.stop_on is not None else []
-        self.observers = Callbacks([*own, *map(as_callback, callbacks)])
-        if config.trackers:
-            self.observers.active.append(Trackers(config.trackers))
+        self.observers = _observers(config, callbacks)
         self.step, self.updates, self.bad_in_a_row = 0, 0, 0
         self.started = self.exhausted = False
         self.failure: RunError | None = None
-        self.before: dict[str, Any] | None = (
-            None  # the source's state before this step's rows, of a method that asks the outside
-        )
+        self.step_start, self.boundary = StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         self.ending = threading.Event()
         self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
@@ -287,17 +428,17 @@ class Trainer:
                 goes on).
         """
         self.start(resume, overwrite)
-        with self._running() as stop:
+        with all_steps(self) as stop:
             asked = self.observers.call("on_start", self)
             while not (asked.stop or self.step >= self.total_steps):
                 batch = self.next_batch()
                 if self.exhausted:
                     asked = Flags(stop=True, evaluate=True, reason="the source has no more rows")
-                    self._evaluate_and_save(asked)
+                    self.boundary.evaluate_and_save(asked)
                     break
                 data = self.collect(batch)
                 stats = self.update(data)
-                asked = self._between_steps(self.finish_step(stats), stop)
+                asked = self.boundary.cross(self.finish_step(stats), stop)
             self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
         self.method.finish_run()
         return self.history
@@ -313,37 +454,10 @@ class Trainer:
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
-        with self._saved(), self.meter.time("collect"), self.engine.inference():
+        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
             data = self.method.collect(batch, self.step)
         self.meter.add(self.method.tokens(data), self.method.flops(data))
         return data
-
-    def _remember_source(self) -> None:
-        """Before a step takes its rows: where the source stands, for a method whose step the outside can end."""
-        self.before = self.source.state_dict() if self.method.asks_outside else None
-
-    @contextmanager
-    def _saved(self) -> Iterator[None]:
-        """Around what asks the outside: a stop in there is no fault of the run's, so nothing of it is lost."""
-        try:
-            yield
-        except RewardError as error:
-            raise RewardError(f"{error}{self._keep_last_step()}") from error
-        except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
-            raise KeyboardInterrupt(f"{error}{self._keep_last_step()}".strip()) from error
-
-    def _keep_last_step(self) -> str:
-        """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
-        if self.before is None or self.engine.world_size > 1 or not self.started:
-            return ""
-        self.source.load_state_dict(self.before)
-        try:
-            self.save()
-            self.writer.wait()
-            self.writer.check()
-        except (CheckpointError, RunError) as error:
-            return f" (And no checkpoint could be left: {error})"
-        return f" A checkpoint of step {self.step} was left; resume goes on from there."
 
     def update(self, data: Any) -> dict[str, float]:
         """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each; the method may end them early.
@@ -363,7 +477,7 @@ class Trainer:
                 report = engine.step(sums.loss, sums.vector(engine.device))  # clip, check, update
                 if not report.applied:
                     skipped += 1
-                    if self._is_too_much(report):
+                    if too_many_bad(self, report):
                         break
                     continue
                 done, self.bad_in_a_row = done + 1, 0
@@ -377,17 +491,13 @@ class Trainer:
         """Close a step: its number, its event, the method's controllers; raises the step's failure, if any."""
         lr = self.engine.set_lr(self.step)
         self.step += 1
-        fields = {**stats, **self.method.metrics(), "lr": lr, **self._place(), **self.meter.report()}
+        fields = {**stats, **self.method.metrics(), "lr": lr, **_position(self.source), **self.meter.report()}
         self.method.finish_step(self.step)
         event = self.event("step", **fields)
         self.history.append(event)
         if self.failure is not None:
             raise self.failure
         return event
-
-    def _place(self) -> dict[str, Any]:
-        """How far the run is in its data: epochs, and of a mix the rows that each source gave."""
-        return {"epoch": self.source.epoch, **{f"data/{k}": n for k, n in getattr(self.source, "shares", {}).items()}}
 
     def train_step(self) -> dict[str, Any]:
         """One turn of the loop, by hand; returns the step's event (empty when the source has run dry).
@@ -434,8 +544,7 @@ class Trainer:
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
         if self.started and self.method.by_question and self.engine.is_main:
-            shown = {k: [x if math.isfinite(x) else None for x in v] for k, v in self.method.by_question.items()}
-            append_line(self.run_dir.questions_path, {"step": self.step, **shown})
+            append_line(self.run_dir.questions_path, {"step": self.step, **_written(self.method.by_question)})
         return metrics
 
     def save(self, failed: bool = False) -> Path:
@@ -473,85 +582,7 @@ class Trainer:
         for epoch in range(self.config.num_inner_epochs):
             yield from self.method.mini_batches(data, derive_seed(self.config.seed, "mini_batches", self.step, epoch))
 
-    def _is_too_much(self, report: StepReport) -> bool:
-        """Count an update that was not finite; True when these were too many in a row, which is this step's failure."""
-        if not report.problem:  # fp16's factor was too large: part of the game
-            return False
-        self.bad_in_a_row += 1
-        n, loss, norm = self.bad_in_a_row, report.loss, report.grad_norm
-        self.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
-        if n > self.config.max_nonfinite:
-            self.failure = RunError(
-                f"loss {loss:g} and gradient norm {norm:g} at step {self.step + 1}, and that was update {n} in a row that is not finite: "
-                f"{report.problem}. Such updates are skipped, and {condition(self)}; they go to checkpoints/failed-{self.step + 1:010d}, and resuming "
-                f"goes on from the last regular checkpoint. If the run had gone astray by then, put it further back (rlhf-nb runs rollback {self.run_dir.path}); "
-                "look at the batch, the loss and the learning rate"
-            )
-        return self.failure is not None
-
-    @contextmanager
-    def _running(self) -> Iterator[GracefulStop]:
-        """Around all steps: signals are caught; however it ends, that is written down and nothing is left half done."""
-        self.control.listen()
-        self.failure, self.bad_in_a_row, self.history.stopped = None, 0, None
-        self.ending.clear()
-        try:
-            with GracefulStop(self.config.console and self.engine.is_main) as stop:
-                self._remember_source()
-                yield stop
-                self.writer.close()
-        except BaseException as error:
-            self.history.stopped = f"{type(error).__name__}: {error}"
-            if error is self.failure:
-                with suppress(CheckpointError, RunError):
-                    self.save(failed=True)
-            self.ending.set()
-            if not isinstance(error, KeyboardInterrupt):
-                self.writer.wait()
-            raise
-        finally:
-            if not self.lock.lost:  # else the log is another run's
-                with suppress(RunError):  # a full disk has been reported already
-                    self.event("end", reason=self.history.stopped, updates=self.updates)
-            self.observers.call("on_end", self)
-            self.log.close()
-            self.lock.release()
-
-    def _between_steps(self, event: dict[str, Any], stop: GracefulStop) -> Flags:
-        """The boundary of a step: observers look, requests are served, evaluation and checkpoint if due."""
-        asked = self.observers.call("on_step", self, event)
-        asked.evaluate |= asked.stop  # but who presses Ctrl-C wants out, not an evaluation
-        asked.save |= self.engine.is_main and self.saves.due(self.step, self.writer)  # rank 0's clock is everybody's
-        self._warn(self.saves.take("step", event))
-        asked.control = self.control.waiting()
-        asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(self.engine)
-        if asked.control:
-            asked = asked | self.control.serve(stop, asked.stop)
-        asked.evaluate |= self.step >= self.total_steps or _due(self.step, self.config.eval_every)
-        self._remember_source()
-        return self._evaluate_and_save(asked)
-
-    def _evaluate_and_save(self, asked: Flags) -> Flags:
-        """Evaluate, then save, as asked; what observers of the evaluation ask for is added."""
-        if asked.evaluate:
-            with self.meter.time("eval"):
-                metrics = self.evaluate()
-            self._warn(self.saves.take("eval", metrics))
-            if metrics:
-                wishes = self.observers.call("on_eval", self, metrics)
-                asked = asked | (wishes | Flags(save=self.saves.best_yet)).over_ranks(self.engine)
-        if asked.save or asked.stop or self.step >= self.total_steps:
-            self.save()
-        self.writer.check()
-        return asked
-
-    def _warn(self, message: str) -> None:
-        """Say something that is wrong and ends nothing."""
-        if message and self.engine.is_main:
-            warnings.warn(message, stacklevel=5)
-            self.event("warning", message=message)
-
-
+# %% ../../nbs/run/loop.ipynb #c2c69b08
 def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
     """Refuse batches that processes can't share evenly: rows would be left out, or some process would have nothing to do.
 
@@ -585,6 +616,25 @@ def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:
             "the source does not know its length, so epochs cannot be turned into steps: set steps"
         ) from error
     return max(1, math.ceil((config.epochs or 1) * rows / config.rollout_batch_size))
+
+
+def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
+    """Progress, samples and the stop rule, then the user's, and behind all of them the trackers."""
+    own: list[Callback] = [*([Progress()] if config.console else []), SampleLog()]
+    own += [stop_by(config.stop_on)] if config.stop_on is not None else []
+    observers = Callbacks([*own, *map(as_callback, callbacks)])
+    observers.active += [Trackers(config.trackers)] if config.trackers else []
+    return observers
+
+
+def _position(source: Source) -> dict[str, Any]:
+    """How far a run is in its data: epochs, and of a mix the rows that each source gave."""
+    return {"epoch": source.epoch, **{f"data/{k}": n for k, n in getattr(source, "shares", {}).items()}}
+
+
+def _written(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float | None]]:
+    """Each question's scores as JSON holds them."""
+    return {k: [x if math.isfinite(x) else None for x in v] for k, v in scores.items()}
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_nb.core import (
     CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state, suggest,
 )  # fmt: skip
+from .engine import engine_state, load_engine_state
 from rlhf_nb.run.checkpoint import (
     AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, problem_of,
     save_checkpoint, snapshot, split_state,
@@ -49,7 +50,7 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         run: a trainer.
     """
     engine = run.engine
-    tensors, engine_meta = engine.state_dict()
+    tensors, engine_meta = engine_state(engine)
     method, tensors["method"] = split_state(run.method.state_dict())
     source, tensors["source"] = split_state(run.source.state_dict())
     tensors[f"rng-{engine.rank}"] = rng_state()
@@ -76,7 +77,7 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
             f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the same method, "
             "or choose another output_dir"
         )
-    engine.load_state(tensors, meta["engine"])
+    load_engine_state(engine, tensors, meta["engine"])
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
     run.control.load_state_dict(control)
     run.saves.best = meta.get("best")
@@ -325,7 +326,7 @@ def condition(run: Any) -> str:
         run: a trainer; every rank must call this.
     """
     broken, largest = 0, 0.0
-    for tensor in run.engine.state_dict()[0]["model"].values():
+    for tensor in engine_state(run.engine)[0]["model"].values():
         values = tensor.detach().float()
         finite = values.isfinite()
         broken += int((~finite).sum())

@@ -215,7 +215,7 @@ class LabelStore:
         self.refresh()  # nothing is added to a file that somebody has cut
         event: dict[str, Any] = {"time": round(time.time(), 3), "id": secrets.token_hex(6), "type": type}
         lost = "the label was not stored. Free some space, then press again."
-        append_line(self.path, event | {"annotator": self.annotator} | fields, durable=True, lost=lost)
+        append_line(self.path.resolve(), event | {"annotator": self.annotator} | fields, durable=True, lost=lost)
         self.refresh()
         return str(event["id"])
 
