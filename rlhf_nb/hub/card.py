@@ -123,7 +123,10 @@ def _merge_record(path: Path) -> dict[str, Any]:
 def _method_of(run: Path, logged: str) -> MethodInfo:
     """The method of a run, by its stage, or by the name that its log gives it."""
     stage = str(read_json(run / "stage.json").get("stage", ""))
-    alike = [m for m in methods().values() if getattr(getattr(m.trainer, "method_class", None), "name", None) == logged]
+    alike = []
+    for info in methods().values():
+        kind = getattr(info.trainer, "method_class", None)
+        alike += [info] if kind is not None and logged in (kind.name, *kind.formerly) else []
     return get(stage) if stage else alike[0] if alike else get(logged)
 
 
