@@ -88,6 +88,17 @@ def test_an_old_fork_finds_its_parent(resumed: Path) -> None:
     call("fork", "sft", "--at", "1", "--to", "anew", "optimizer.lr=1e-3", "--prepare")
 
 
+def test_a_fork_by_an_absolute_path_finds_its_parents_relative_files(old: Path, tmp_path: Path) -> None:
+    assert "name_or_path: start" in (old / "dpo" / "config.yaml").read_text(encoding="utf-8")
+    os.chdir(tmp_path)
+    try:
+        call("fork", old / "dpo", "--at", "1", "--to", "f", "beta=0.3")
+        assert max(steps(tmp_path / "f" / "metrics.jsonl")) == 4
+        assert f"name_or_path: {old / 'start'}" in (tmp_path / "f" / "config.yaml").read_text(encoding="utf-8")
+    finally:
+        os.chdir(old)
+
+
 def test_an_old_sweep_is_the_same_sweep(old: Path) -> None:
     was = json.loads((old / "sweep" / "sweep.json").read_text(encoding="utf-8"))
     line = (

@@ -86,3 +86,10 @@ def test_what_nothing_imports_is_lost(tmp_path: Path) -> None:
         (package / name).write_text(text, encoding="utf-8")
     graph = graph_of(package)
     assert set(graph) - reached(graph, {"cli.app"}) == {"data.old"}
+
+
+def test_what_is_opened_in_python_is_shown() -> None:
+    """A module that only a reader opens is imported in the guide that is named for it."""
+    for name, where in DOORS.items():
+        if guide := re.match(r"docs/\S+\.md", where):
+            assert name.rpartition(".")[2] in (ROOT / guide[0]).read_text(encoding="utf-8"), (name, guide[0])

@@ -733,7 +733,7 @@ def rebuild_notebook(told: Told, name: str) -> str:
     made: list[dict[str, Any]] = []
     for i, source in enumerate(cells):  # text and code in turn
         one: dict[str, Any] = {"id": f"rebuild-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}
-        code = {"cell_type": "code", "execution_count": None, "outputs": []}
+        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
         made.append(one | (code if i % 2 else {"cell_type": "markdown"}))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}

@@ -28,7 +28,7 @@ from ..train.entries import RewardEntry
 from ..widgets.html import escape
 
 # %% auto #0
-__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_rules',
+__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_stage_rules',
            'check_kept', 'verdict_table', 'settings_text', 'verdict_page']
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900006
@@ -243,7 +243,7 @@ def check_policy(
     return out, numbers
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900021
-def check_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> list[Check]:
+def check_stage_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> list[Check]:
     """Further bounds on what a stage measured.
 
     Args:

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 # %% auto #0
 __all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story',
-           'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+           'step_sentence', 'answers_side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"
@@ -148,7 +148,7 @@ def step_sentence(event: dict[str, Any], total: int, left: float) -> str:
     return f"  step {event['step']:>2} of {total}: {event['reward']:>4.0%} of the answers are right, {length:.0f} tokens each ({rest})"
 
 # %% ../../nbs/pipeline/real.ipynb #cbd82436
-def side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
+def answers_side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
     """Questions with the answers before and after training, and whether they are right.
 
     Args:
@@ -273,7 +273,7 @@ def real_demo(
     }
     write_json(path / "results.json", numbers | {"answers": every})
     say(f"  {found.after}\n")
-    show(side_by_side(rows))
+    show(answers_side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(
         f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"

@@ -34,7 +34,7 @@ from rlhf_nb.pipeline.gates import (
     check_kept,
     check_policy,
     check_reward_model,
-    check_rules,
+    check_stage_rules,
     settings_text,
     verdict_page,
 )
@@ -469,7 +469,7 @@ class Gatekeeper:
             metrics |= numbers
             made, place = str(plan.model_dir(stage)), plan.path / stage / "kept"
             checks += check_kept(start, made, gates, place, plan.config.seed, plan.config.device or "auto")
-        checks += check_rules(metrics, gates.rules.get(stage, []))
+        checks += check_stage_rules(metrics, gates.rules.get(stage, []))
         tried = plan.attempts(stage)
         verdict = Verdict(stage, tried, tuple(checks), plan.candidates(stage)[tried - 1] if tried else {})
         write_json(plan.path / stage / "gate.json", verdict.to_dict())
