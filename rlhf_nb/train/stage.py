@@ -11,13 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..config import StrictConfig
+from ..config import StrictConfig, TrainConfig
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
 from ..run.log import RunDir
-from .method import TextConfig
 from .online import OnlineConfig
 from .registry import MethodInfo, of
 from .replay import replay
@@ -29,7 +28,7 @@ from ..untrusted import MAX_LINE, json_value
 __all__ = ['JobConfig', 'make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
 # %% ../../nbs/train/stage.ipynb #d1077854
-JobConfig: TypeAlias = TextConfig | RLAIFConfig  # of any method of the registry
+JobConfig: TypeAlias = TrainConfig | RLAIFConfig  # of any method of the registry
 
 
 def make_trainer(config: JobConfig) -> Any:
