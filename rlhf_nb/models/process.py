@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ModelError, evaluating
-from ..data.foreign import Refused, check_expression
+from ..data.foreign import RefusedProgram, check_expression
 from ..data.steps import LINES, StepRule
 from .heads import ScalarHead, ScalarModel
 from rlhf_nb.models.load import (
@@ -188,7 +188,7 @@ def _own_rule(where: str, rule: StepRule, trusted: bool) -> StepRule:
     if pattern is not None and not trusted:
         try:
             check_expression(pattern)
-        except Refused as e:
+        except RefusedProgram as e:
             raise ModelError(
                 f"{where!r}: steps end where {pattern[:60]!r} matches, which is refused: {e}. Give "
                 "boundary.pattern yourself, or model.trust_remote_code=true."
