@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['ALPHA', 'LEAST', 'bets', 'log_wealth', 'noise', 'Fall', 'fall_evidence', 'fall']
+__all__ = ['ALPHA', 'LEAST', 'bets', 'log_wealth', 'noise', 'tamed', 'Fall', 'fall_evidence', 'fall']
 
 # %% ../nbs/sequential.ipynb #5e900008
 def bets(points: _Floats, alpha: float) -> _Floats:
@@ -60,7 +60,7 @@ def noise(values: Any) -> Any:
     """Standard deviation of a curve's noise, from second differences, rather too large where values are few.
 
     Args:
-        values: [..., n], with normal noise; fewer than `LEAST` say too little: NaN.
+        values: [..., n]; fewer than `LEAST` say too little: NaN.
     """
     x = np.asarray(values, dtype=np.float64)
     n = x.shape[-1]
@@ -68,6 +68,21 @@ def noise(values: Any) -> Any:
         return np.full(x.shape[:-1], np.nan)[()]
     bends = (np.diff(x, 2) ** 2).mean(-1)
     return np.sqrt(bends / 6) * (1 + 4 / n)  # a bend has variance 6 σ²
+
+
+def tamed(values: Any) -> _Floats:
+    """A curve whose points lie at most two standard deviations (by the median) from the median of five neighbours.
+
+    Args:
+        values: [..., n]; fewer than `LEAST` stay as they are.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    if x.shape[-1] < LEAST:
+        return x
+    ends = np.concatenate([x[..., :1]] * 2 + [x] + [x[..., -1:]] * 2, -1)
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(ends, 5, -1), -1)
+    reach = 2 * 1.4826 / math.sqrt(6) * np.median(np.abs(np.diff(x, 2)), -1, keepdims=True)
+    return np.clip(x, middle - reach, middle + reach)
 
 
 class Fall(NamedTuple):
@@ -113,7 +128,7 @@ def fall_evidence(values: Any, error: Any) -> Any:
         values: [..., n], n ≥ 4.
         error: standard deviation of each value's noise, of a shape that fits.
     """
-    x = np.asarray(values, dtype=np.float64)
+    x = tamed(values)
     terms = _terms(x, np.maximum(np.broadcast_to(np.asarray(error, dtype=np.float64), x.shape), 1e-12))[0]
     top = terms.max(-1)
     return top + np.log(np.exp(terms - top[..., None]).sum(-1))
@@ -134,7 +149,7 @@ def fall(values: Any, error: Any = None) -> Fall | None:
         return None
     known = np.zeros(len(x)) if error is None else np.broadcast_to(np.asarray(error, dtype=np.float64), x.shape)
     spread = np.maximum(np.fmax(known, own), 1e-12)
-    terms, pairs = _terms(x, spread)
+    terms, pairs = _terms(tamed(x), spread)
     cut, k = pairs[int(terms.argmax())]
     w = 1 / spread**2
     high, now = np.average(x[cut - k : cut], weights=w[cut - k : cut]), np.average(x[cut:], weights=w[cut:])

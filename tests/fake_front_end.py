@@ -20,7 +20,7 @@ import sys, time, warnings
 sys.path.insert(0, {root!r})
 warnings.filterwarnings("ignore")
 from pathlib import Path
-from rlhf_nb.run.log import EventLog, RunDir, Requests
+from rlhf_nb.run.log import ControlRequests, EventLog, RunDir
 from rlhf_nb.run.callbacks import Callbacks
 from rlhf_nb.widgets.dashboard import Dashboard
 from rlhf_nb.widgets.kernel import pump_kind, front_end
@@ -30,7 +30,7 @@ class Loop:  # what a trainer looks like from here
         self.run_dir, self.observers = RunDir(path), Callbacks([])
     def fit(self, seconds=20):
         self.run_dir.open({{"steps": 1000}})
-        log, asked = EventLog(self.run_dir.metrics_path), Requests(self.run_dir.control_path)
+        log, asked = EventLog(self.run_dir.metrics_path), ControlRequests(self.run_dir.control_path)
         log.append("start", 0, method="toy", total_steps=1000, controls={{"kl_coef": {{"value": 0.05, "low": 0.0, "high": 10.0}}}})
         begin, step, got = time.time(), 0, []
         while time.time() - begin < seconds and not any(r["request"] == "stop" for r in got):

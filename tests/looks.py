@@ -2,7 +2,7 @@
 
 Every rule of the package that looks repeatedly, on simulated runs: `stop_on: overoptimised` and the lights "reward" and "KL left" (all by `sequential.fall`),
 `decide`, and the bounds of a monitor. Curves that never fall: flat, rising, saturating, with a jump up, with heavy tails, with few right-or-wrong answers, with
-noise that grows, short and long. Curves that fall, for the power.
+noise that grows, that is lopsided or remembers, short and long. Curves that fall, for the power.
 
     python tests/looks.py                          # 2,000 runs of each kind, a look after each of 500 points: about fifteen minutes of CPU
     python tests/looks.py --runs 200 --looks 100
@@ -35,6 +35,19 @@ def grows(rng: np.random.Generator, runs: int, looks: int) -> Floats:
     return rng.normal(0, NOISE, (runs, looks)) * np.linspace(1, 2, looks)
 
 
+def remembers(phi: float) -> Curves:
+    """Flat; each point's error is phi times the one before it, and something new."""
+
+    def draw(rng: np.random.Generator, runs: int, looks: int) -> Floats:
+        x = rng.normal(0, NOISE, (runs, looks))
+        x[:, 0] /= np.sqrt(1 - phi**2)
+        for i in range(1, looks):
+            x[:, i] += phi * x[:, i - 1]
+        return x
+
+    return draw
+
+
 NEVER_FALL: dict[str, Curves] = {
     "flat": around(lambda t: 0 * t),
     "rising": around(lambda t: t),
@@ -42,7 +55,11 @@ NEVER_FALL: dict[str, Curves] = {
     "a jump up": around(lambda t: (t > 0.3) * 1.0),
     "flat, heavy tails (t, 5 degrees of freedom)": lambda rng, runs, looks: rng.standard_t(5, (runs, looks)) * NOISE,
     "flat, means of 64 answers, 90 % right": lambda rng, runs, looks: rng.binomial(64, 0.9, (runs, looks)) / 64,
+    "flat, means of 8 answers, 90 % right": lambda rng, runs, looks: rng.binomial(8, 0.9, (runs, looks)) / 8,
     "flat, noise that doubles": grows,
+    "flat, errors that resemble the last one (0.3)": remembers(0.3),
+    "flat, errors that resemble the last one (0.5)": remembers(0.5),
+    "flat, lopsided (log-normal, 0.5)": lambda rng, runs, looks: np.exp(rng.normal(0, 0.5, (runs, looks))),
 }
 
 

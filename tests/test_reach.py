@@ -12,7 +12,6 @@ from test_layers import imports
 ROOT = Path(__file__).resolve().parent.parent
 # doors that a reader opens in Python, each with the guide or notebook that shows it
 DOORS = {
-    "bench.capability": "docs/evaluate.md: a frozen baseline that later models are tested against",
     "decode.compress": "docs/decoding.md: a long dialogue within a number of tokens",
     "feedback.people": "the simulated users that the notebooks of feedback and its tests measure with",
     "scale.promote": "docs/rewards.md: a notebook's reward functions as a job",
@@ -87,3 +86,10 @@ def test_what_nothing_imports_is_lost(tmp_path: Path) -> None:
         (package / name).write_text(text, encoding="utf-8")
     graph = graph_of(package)
     assert set(graph) - reached(graph, {"cli.app"}) == {"data.old"}
+
+
+def test_what_is_opened_in_python_is_shown() -> None:
+    """A module that only a reader opens is imported in the guide that is named for it."""
+    for name, where in DOORS.items():
+        if guide := re.match(r"docs/\S+\.md", where):
+            assert name.rpartition(".")[2] in (ROOT / guide[0]).read_text(encoding="utf-8"), (name, guide[0])

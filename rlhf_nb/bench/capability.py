@@ -56,7 +56,8 @@ class Capability(NamedTuple):
     def __str__(self) -> str:
         d = self.difference
         more = f"; about {_round(self.needed):,} prompts would do" if self.needed else ""
-        return f"{self.suite}: {self.verdict}, {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
+        found = f"{d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], margin {self.margin:g} ({d.n} prompts{more})"
+        return f"{self.suite}: {self.verdict}, {found}"
 
 
 _SAME = (
@@ -82,7 +83,7 @@ def _paired(gap: Any, level: float) -> Estimate:
     s = share_interval((gap + 1) / 2, level=max(both, 0.5))
     return Estimate(2 * s.value - 1, 2 * s.low - 1, 2 * s.high - 1, s.n, s.level, s.method)
 
-
+# %% ../../nbs/bench/capability.ipynb #68059493
 class CapabilityTester:
     """Tests models against a frozen baseline, suite by suite.
 
@@ -110,7 +111,8 @@ class CapabilityTester:
         for name in margins:
             if name not in baseline:
                 raise ConfigError(
-                    f"there is a margin for {name!r}, but no results. {did_you_mean(name, baseline, 'There are: ' + ', '.join(baseline))}"
+                    f"there is a margin for {name!r}, but no results. "
+                    f"{did_you_mean(name, baseline, 'There are: ' + ', '.join(baseline))}"
                 )
         tasks = {}
         for name, results in baseline.items():
@@ -162,12 +164,14 @@ class CapabilityTester:
         new = results[name]
         if new.fingerprint != task.fingerprint:
             raise DataError(
-                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be compared."
+                f"suite {name!r} is not the frozen one: its rows or its rule were changed, so its scores can't be "
+                f"compared."
             )
         for key, was in task.settings.items():
             if new.settings.get(key) != was:
                 raise DataError(
-                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both alike."
+                    f"suite {name!r} was frozen with {key}={was}, and now it is {new.settings.get(key)}: evaluate both "
+                    f"alike."
                 )
         gap = np.array([r.score - task.rows[r.id] for r in new.rows if r.score is not None and r.id in task.rows])
         if len(gap) < 2:

@@ -22,7 +22,8 @@ def words_in(text: str) -> list[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside numbers don't end one."""
+    """Sentences: pieces that end in . ! ? (closing quotes and brackets belong to them) or with the text; dots inside
+    numbers don't end one."""
     pieces = re.split(r"(?<=[.!?])[\"'”’)\]]*(?:\s+|$)", text.strip())
     return [p for p in pieces if words_in(p)]
 
@@ -136,6 +137,7 @@ def _table(text: str) -> bool:
     return bool(re.search(r"(?m)^\s*\|.*\|\s*\n\s*\|[\s:|-]*-[\s:|-]*\|\s*\n\s*\|.*\|", text))
 
 
+_HIGHLIGHT = re.compile(r"(?<![*\w])\*{1,2}(?=[^\s*])[^*\n]+?(?<=[^\s*])\*{1,2}(?!\*)")
 INSTRUCTION_CHECKS: dict[str, _Check] = {
     "words": _counting(lambda t: len(words_in(t))),
     "sentences": _counting(lambda t: len(sentences_of(t))),
@@ -144,7 +146,7 @@ INSTRUCTION_CHECKS: dict[str, _Check] = {
     "bullets": _counting(lambda t: len(_lines(t, r"[-*•+]"))),
     "numbered": _counting(lambda t: len(_lines(t, r"\d+[.)]"))),
     "headings": _counting(lambda t: len(_lines(t, r"#{1,6}"))),
-    "highlights": _counting(lambda t: len(re.findall(r"(?<![*\w])\*{1,2}(?=[^\s*])[^*\n]+?(?<=[^\s*])\*{1,2}(?!\*)", t))),
+    "highlights": _counting(lambda t: len(_HIGHLIGHT.findall(t))),
     "placeholders": _counting(lambda t: len(re.findall(r"\[[^\[\]\n]+\](?!\()", t))),
     "questions": _counting(lambda t: t.count("?")),
     "include": _include, "exclude": _exclude, "word_count": _word_count, "letter_count": _letter_count,
@@ -173,7 +175,8 @@ def followed(text: str, checks: Sequence[Mapping[str, Any]], where: str = "row")
         kind = str(check.get("kind"))
         if kind not in INSTRUCTION_CHECKS:
             raise DataError(
-                f"{where}: there is no check {kind!r}. {did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
+                f"{where}: there is no check {kind!r}. "
+                f"{did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
             )
         settings = {k: v for k, v in check.items() if k != "kind"}
         known = [p for p in inspect.signature(INSTRUCTION_CHECKS[kind]).parameters if p != "text"]

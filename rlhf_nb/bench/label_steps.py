@@ -78,7 +78,8 @@ def questions_of(config: LabelStepsConfig) -> list[Row]:
     for i, row in enumerate(rows):
         if not row.get("prompt") or is_blank(row["prompt"]):
             raise DataError(
-                f"row {i} of {config.data.path} has the columns {', '.join(row)}, and no prompt: name the column, data.columns={{question: prompt}}."
+                f"row {i} of {config.data.path} has the columns {', '.join(row)}, and no prompt: name the column, "
+                f"data.columns={{question: prompt}}."
             )
     return rows
 
@@ -101,11 +102,13 @@ def check_of(config: LabelStepsConfig, tokenizer: Any, device: Any = "cpu") -> R
         entry = RewardEntry.model_validate(world.check)
     if entry is None:
         raise ConfigError(
-            "what says that an answer is right? Add --right '{verify: number, answer: answer}' for a column of the data, or --right '{file: check.py, fn: NAME}'."
+            "what says that an answer is right? Add --right '{verify: number, answer: answer}' for a column of the "
+            "data, or --right '{file: check.py, fn: NAME}'."
         )
     if entry.model is not None or entry.process is not None:
         raise ConfigError(
-            f"right is {entry.where}, and its scores say how good an answer is, not whether it is right: use a verifier, a function, a server or a classifier."
+            f"right is {entry.where}, and its scores say how good an answer is, not whether it is right: use a "
+            f"verifier, a function, a server or a classifier."
         )
     score = scorer([entry], tokenizer, "right", device)
 
@@ -126,7 +129,8 @@ def answers_to(
         config: how many are drawn, and how.
 
     Returns:
-        (number of the question, row with an answer), and how many drawn answers were left out, because they were cut off or empty.
+        (number of the question, row with an answer), and how many drawn answers were left out, because they were cut
+        off or empty.
     """
     asked = [i for i, row in enumerate(rows) if not (row.get("completions") or row.get("completion"))]
     drawn: dict[int, list[str]] = {}
@@ -190,13 +194,15 @@ def label_file(
     Args:
         model, tokenizer: who answers and continues.
         config: settings.
-        out: the file, JSON lines with row (number of the question), prompt, completions, labels and stderr, and the data's further columns.
+        out: the file, JSON lines with row (number of the question), prompt, completions, labels and stderr, and the
+            data's further columns.
         name: of the model, for messages about another one.
         overwrite: throw away what is there.
         say: told about progress; None: nobody.
 
     Returns:
-        Numbers: done (questions), answers, right (of them), steps, lost (answers), tokens (drawn for labels), continued (different beginnings), stderr (mean, of
+        Numbers: done (questions), answers, right (of them), steps, lost (answers), tokens (drawn for labels), continued
+            (different beginnings), stderr (mean, of
         steps that were continued).
 
     Raises:
@@ -205,7 +211,8 @@ def label_file(
     rows, out = questions_of(config), Path(out)
     if not config.boundary.complete:
         raise ConfigError(
-            "boundary.complete is false, but the last step's label is whether the answer is right, so answers must be whole: leave it out."
+            "boundary.complete is false, but the last step's label is whether the answer is right, so answers must be "
+            "whole: leave it out."
         )
     device = model.get_input_embeddings().weight.device
     right, chat = check_of(config, tokenizer, device), speaks_chat(tokenizer, config.data.as_chat)
@@ -226,7 +233,8 @@ def label_file(
             found = StepLabels([], 0, 0, 0)
             if answered:
                 found = label_steps(
-                    model, tokenizer, [row for _, row in answered], right, n=config.continuations, sampling=config.sampling,
+                    model, tokenizer, [row for _, row in answered], right, n=config.continuations,
+                    sampling=config.sampling,
                     rule=config.boundary.rule, seed=config.seed, chat=chat, batch_size=config.batch_size,
                 )  # fmt: skip
             numbered = [{"row": start + i, **row} for (i, _), row in zip(answered, found.rows)]
@@ -237,7 +245,8 @@ def label_file(
                 say(f"{total['done']} of {len(rows)} questions, {total['answers']} answers, {total['steps']} steps")
     if not total["answers"]:
         raise DataError(
-            f"all {total['lost']} answers were empty or cut off at sampling.max_new_tokens={config.sampling.max_new_tokens}: raise it, and --overwrite."
+            f"all {total['lost']} answers were empty or cut off at "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}: raise it, and --overwrite."
         )
     return total
 
@@ -274,8 +283,10 @@ def labels_told(model: str, config: LabelStepsConfig, out: str | Path, total: Ma
         total: as `label_file` returns it.
     """
     words = (
-        f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: {out}. Labels count "
-        f"{config.continuations} continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean standard error "
+        f"{total['answers']} answers ({total['right'] / total['answers']:.0%} right) with {total['steps']} steps: "
+        f"{out}. Labels count "
+        f"{config.continuations} continuations of {total['continued']} beginnings ({total['tokens']:,} tokens); mean "
+        f"standard error "
         f"{total['stderr']:.2f}."
     )
     changed = config.boundary.to_dict().items() - StepConfig().to_dict().items()

@@ -17,7 +17,8 @@ from ..config import StrictConfig, option
 from ..core import DataError
 from ..decode.decoder import DecodeCost, total
 from rlhf_nb.evaluate.intervals import (
-    Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled, majority_interval,
+    Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled,
+    majority_interval,
     mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
 )  # fmt: skip
 from ..evaluate.metrics import by_slice, describe
@@ -170,13 +171,15 @@ def _row_results(
         known, long = [v for v in scored[own] if v is not None], [x for x in lengths[own] if x is not None]
         rows.append(
             RowResult(
-                id=row["id"], score=sum(known) / len(known) if known else None, length=sum(long) / len(long) if long else None,
-                slice=None if slices is None else str(slices[i]), samples=[None if v is None else float(v) for v in scored[own]],
+                id=row["id"], score=sum(known) / len(known) if known else None,
+                length=sum(long) / len(long) if long else None,
+                slice=None if slices is None else str(slices[i]),
+                samples=[None if v is None else float(v) for v in scored[own]],
             )
         )  # fmt: skip
     return rows
 
-
+# %% ../../nbs/bench/results.ipynb #83b24b5d
 def results_of(
     suite: Suite, lines: Sequence[Mapping[str, Any]], *, model: str = "", settings: Mapping[str, Any] | None = None,
     slices: Sequence[str] | None = None, level: float = 0.95, seed: int = 0,
@@ -220,7 +223,8 @@ def results_of(
         lengths = [float(sum(line["tokens"])) for line in lines]
         flat = [(i, j) for i, line in enumerate(lines) for j in range(len(line["answers"]))]
         metrics |= describe(
-            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat], [lines[i]["tokens"][j] for i, j in flat],
+            [lines[i]["answers"][j] for i, j in flat], [ids[i] for i, _ in flat],
+            [lines[i]["tokens"][j] for i, j in flat],
             [lines[i]["finished"][j] for i, j in flat], level,
         )  # fmt: skip
         cut = 1 - metrics["finished"].value
@@ -234,7 +238,8 @@ def results_of(
         parts = by_slice([math.nan if v is None else v for v in scored], each, ids, level)
     rows = _row_results(suite, scored, lengths, slices, samples)
     return Results(
-        model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes, rows=rows,
+        model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes,
+        rows=rows,
         cost=Paid.of([line["cost"] for line in lines if "cost" in line]),
         metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
     )  # fmt: skip
@@ -263,7 +268,8 @@ def compare_results(
         results: of the same suite.
         names: how they are called; None: their models.
         level: of intervals; seed: of flips, futures and the order in which prompts are thought to be seen.
-        judged: for each pair (i, j), i < j, a judge's probability that i is better, one for each row; None: scores decide.
+        judged: for each pair (i, j), i < j, a judge's probability that i is better, one for each row; None: scores
+            decide.
             The difference is then that of wins and losses, in [−1, 1].
 
     Raises:
@@ -276,7 +282,8 @@ def compare_results(
         if r.fingerprint != results[0].fingerprint:
             what = f"suite {r.suite!r}" if r.suite != results[0].suite else "other rows, or another rule or limit,"
             raise DataError(
-                f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be paired. Evaluate both alike."
+                f"{name} has {what} and {called[0]} has {results[0].suite!r}: only answers to the same rows can be "
+                f"paired. Evaluate both alike."
             )
         other = results[0].settings
         if judged is None and r.settings.get("judge") != other.get("judge"):
@@ -285,7 +292,8 @@ def compare_results(
             )
         if judged is None and "rules" in other and r.settings.get("rules", other["rules"]) != other["rules"]:
             raise DataError(
-                f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by {other['rules']}: "
+                f"{name} was scored by rules of the versions {r.settings['rules']} and {called[0]} by "
+                f"{other['rules']}: "
                 "evaluate the older one again (--overwrite)."
             )
     pairs = []
@@ -304,8 +312,10 @@ def compare_results(
             enough = int((~np.isnan(points)).sum()) >= 10 and all(x is not None for side in long for x in side)
             pairs.append(
                 ModelPair(
-                    called[i], called[j], mean_interval(gap, level=level), compare_paired(points, level=level, seed=seed),
-                    sign_flip_test(gap, seed=seed), 1.0, length_controlled(points, long[0], long[1], level=level) if enough else None,
+                    called[i], called[j], mean_interval(gap, level=level),
+                    compare_paired(points, level=level, seed=seed),
+                    sign_flip_test(gap, seed=seed), 1.0,
+                    length_controlled(points, long[0], long[1], level=level) if enough else None,
                     decide(points[order], level=level, seed=seed),
                 )
             )  # fmt: skip
@@ -325,7 +335,8 @@ class Judged(NamedTuple):
     def __str__(self) -> str:
         kappa = "" if math.isnan(self.kappa) else f" (κ {self.kappa:.2f})"
         return (
-            f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias {round(self.position_bias, 3) + 0.0:+.3f}, "
+            f"both orders agree in {self.agreement:.0%} of pairs{kappa}, position bias "
+            f"{round(self.position_bias, 3) + 0.0:+.3f}, "
             f"{self.flips:.0%} turn with the order, {self.no_opinion} without opinion"
         )
 
@@ -341,7 +352,8 @@ def _transcript(turns: Sequence[Any], said: Sequence[str]) -> Any:
 def pair_work(
     first: Mapping[str, Sequence[str]], second: Mapping[str, Sequence[str]], verdicts: Callable[..., Any]
 ) -> Work:
-    """Rows on which a judge compares two models, turn by turn; a later turn with the dialogue that led to it, each model's own.
+    """Rows on which a judge compares two models, turn by turn; a later turn with the dialogue that led to it, each
+    model's own.
 
     Args:
         first, second: the models' answers to each turn, by the row's id.

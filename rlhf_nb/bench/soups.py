@@ -43,7 +43,8 @@ class Soup(NamedTuple):
         for t in self.tried:
             word = "taken" if t.taken else "left out"
             lines.append(
-                f"{names[t.model]}: {word}; alone {self.alone[t.model].value:.3f}, the soup gains {t.gain.value:+.3f} [{t.gain.low:+.3f}, {t.gain.high:+.3f}], p {t.p_value:.2g} (needed {self.needed:.2g})"
+                f"{names[t.model]}: {word}; alone {self.alone[t.model].value:.3f}, the soup gains {t.gain.value:+.3f} "
+                f"[{t.gain.low:+.3f}, {t.gain.high:+.3f}], p {t.p_value:.2g} (needed {self.needed:.2g})"
             )
         return lines
 
@@ -53,7 +54,8 @@ def greedy_soup(n: int, scores: Callable[[tuple[int, ...]], Any], *, level: floa
 
     Args:
         n: how many models there are.
-        scores: of the soup of these models, one number a prompt [B], higher is better; the same prompts in the same order each time, NaN: no opinion.
+        scores: of the soup of these models, one number a prompt [B], higher is better; the same prompts in the same
+            order each time, NaN: no opinion.
         level: one less the probability that anything is taken in when no candidate helps.
         seed: of the test's sign flips.
 
@@ -72,7 +74,8 @@ def greedy_soup(n: int, scores: Callable[[tuple[int, ...]], Any], *, level: floa
         asked = asked or len(found)
         if found.shape != (asked,):
             raise DataError(
-                f"the soup of {members} was scored on {list(found.shape)} prompts and others on {asked}: scores are compared prompt by prompt."
+                f"the soup of {members} was scored on {list(found.shape)} prompts and others on {asked}: scores are "
+                f"compared prompt by prompt."
             )
         return found
 

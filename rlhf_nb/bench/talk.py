@@ -84,13 +84,15 @@ def manner_of(
     tokenizer: Any, says: dict[str, Any], *, raw: bool = False, greedy: bool = False, temperature: float | None = None,
     top_p: float | None = None, max_new_tokens: int | None = None, n: int = 1,
 ) -> Manner:  # fmt: skip
-    """How a model is spoken to: what is asked for here, else what the model says of itself, else the habits of its kind.
+    """How a model is spoken to: what is asked for here, else what the model says of itself, else the habits of its
+    kind.
 
     Args:
         tokenizer: with a chat template, it is a chat model.
         says: of its generation config.
         raw: bare text, even where there is a template.
-        greedy: the likeliest token each time; temperature, top_p, max_new_tokens: as in `SamplingConfig`; None: not said.
+        greedy: the likeliest token each time; temperature, top_p, max_new_tokens: as in `SamplingConfig`; None: not
+            said.
         n: answers to each prompt; several are always drawn.
 
     Raises:
@@ -156,9 +158,9 @@ class _Pieces:
             self.done = len(text)
         self.text = text
 
-
+# %% ../../nbs/bench/talk.ipynb #6c24a8cc
 class Partner:
-    """A chat model that somebody talks to.
+    """A chat model in a dialogue with a person.
 
     Args:
         model: causal language model of transformers.
@@ -181,7 +183,8 @@ class Partner:
     ) -> None:  # fmt: skip
         if not manner.chat:
             raise ModelError(
-                f'{name!r} is a base model: it has no chat template, so it continues texts and answers nobody. Ask it with: {me()} sample {name} "the beginning of a text"'
+                f"{name!r} is a base model: it has no chat template, so it continues texts and answers nobody. Ask it "
+                f'with: {me()} sample {name} "the beginning of a text"'
             )
         self.model, self.tokenizer, self.manner, self.name, self.seed = model, tokenizer, manner, name, seed
         self.says = {k: v for k, v in (says or {}).items() if k in _OTHERS}
@@ -194,17 +197,20 @@ class Partner:
         self.history: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def prompt(self) -> tuple[list[int], int]:
-        """The dialogue as token ids, and how many of the oldest turns had to be left out so that an answer fits the model's window."""
+        """The dialogue as token ids, and how many of the oldest turns had to be left out so that an answer fits the
+        model's window."""
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 60
-        head, rest, left_out = ([] if self.system is None else self.history[:1]), self.history, 0
-        rest = rest[len(head) :]
+        head, left_out = [] if self.system is None else self.history[:1], 0
+        rest = self.history[len(head) :]
         while True:
             ids = encode_chat(self.tokenizer, [*head, *rest])
             if len(ids) + self.manner.sampling.max_new_tokens <= window:
                 return ids, left_out
             if len(rest) < 3:
                 raise DataError(
-                    f"the message is {len(ids)} tokens long and the answer may have {self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower --max-new-tokens."
+                    f"the message is {len(ids)} tokens long and the answer may have "
+                    f"{self.manner.sampling.max_new_tokens}, but the model reads {window}: shorten it, or lower "
+                    f"--max-new-tokens."
                 )
             rest, left_out = rest[2:], left_out + 1
 
@@ -229,20 +235,14 @@ class Partner:
             if self.decoder is not None:
                 return self._whole(ids, say)
             s, device = self.manner.sampling, self.model.get_input_embeddings().weight.device
-            how: dict[str, Any] = {
-                "max_new_tokens": s.max_new_tokens,
-                "do_sample": not self.manner.greedy,
-                "eos_token_id": self.manner.eos,
-            }
+            how: dict[str, Any] = {"max_new_tokens": s.max_new_tokens, "eos_token_id": self.manner.eos}
             if not self.manner.greedy:
-                how |= {
-                    "temperature": s.temperature,
-                    "top_p": s.top_p,
-                    "top_k": s.top_k or None,
-                    "min_p": s.min_p or None,
-                }
+                how |= {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k or None}
+                how |= {"min_p": s.min_p or None}
             pieces, asked = _Pieces(self.tokenizer, say, self.stops), torch.tensor([ids], device=device)
-            config = GenerationConfig(pad_token_id=self.tokenizer.pad_token_id, **how, **self.says)
+            config = GenerationConfig(
+                do_sample=not self.manner.greedy, pad_token_id=self.tokenizer.pad_token_id, **how, **self.says
+            )
             torch.manual_seed(derive_seed(self.seed, "chat", self.turns))
             with evaluating(self.model):
                 self.model.generate(
@@ -260,7 +260,8 @@ class Partner:
         device = self.model.get_input_embeddings().weight.device
         asked = PromptBatch.from_lists([ids], prompts=[list(self.history)]).to(device)
         r = self.decoder.generate(
-            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer, seed=derive_seed(self.seed, "chat", self.turns),
+            self.model, asked, self.manner.sampling, tokenizer=self.tokenizer,
+            seed=derive_seed(self.seed, "chat", self.turns),
             greedy=self.manner.greedy, eos=self.manner.eos or None,
         )  # fmt: skip
         text = r.texts[0].strip()
@@ -275,7 +276,10 @@ class Partner:
         return text
 
 # %% ../../nbs/bench/talk.ipynb #f1e0d35d
-HELP = "/reset: forget what was said · /system TEXT: begin anew with these instructions · /quit or Ctrl-D: end · Ctrl-C: stop an answer"
+HELP = (
+    "/reset: forget what was said · /system TEXT: begin anew with these instructions · /quit or Ctrl-D: end · "
+    "Ctrl-C: stop an answer"
+)
 _COMMANDS = ("/reset", "/system", "/help", "/quit", "/exit")
 
 
@@ -401,7 +405,8 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
         return None
     if greedy and KINDS[settings.kind].draws:
         raise ConfigError(
-            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is nothing to choose from."
+            f"--greedy and --decoder {settings} contradict each other: the likeliest answer is one, and there is "
+            f"nothing to choose from."
         )
     from rlhf_nb.train.decoders import load_decoder
 
@@ -429,11 +434,11 @@ def _left_out(how: Manner, who: str) -> None:
     if how.unused:
         tell(f"Note: the model also asks for {', '.join(f'{k}={v}' for k, v in how.unused.items())}, which {who}.")
 
-
+# %% ../../nbs/bench/talk.ipynb #0b6b5689
 def answer_prompts(
-    model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None, temperature: float | None = None,
-    top_p: float | None = None, greedy: bool = False, raw: bool = False, chat: bool = False, system: str | None = None, seed: int = 0,
-    settings: DecoderConfig | None = None,
+    model: str, prompts: Sequence[str], *, n: int = 1, max_new_tokens: int | None = None,
+    temperature: float | None = None, top_p: float | None = None, greedy: bool = False, raw: bool = False,
+    chat: bool = False, system: str | None = None, seed: int = 0, settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Let a model answer prompts, and print its answers: what `rlhf-nb sample` does.
 
@@ -477,8 +482,9 @@ def answer_prompts(
 
 
 def hold_chat(
-    models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
-    top_p: float | None = None, greedy: bool = False, seed: int = 0, settings: DecoderConfig | None = None,
+    models: Sequence[str], *, system: str | None = None, max_new_tokens: int | None = None,
+    temperature: float | None = None, top_p: float | None = None, greedy: bool = False, seed: int = 0,
+    settings: DecoderConfig | None = None,
 ) -> None:  # fmt: skip
     """Load chat models and talk to them on standard input: what `rlhf-nb chat` does.
 
@@ -493,7 +499,8 @@ def hold_chat(
     for name in models:
         net, tokenizer, says = _load(name)
         how = manner_of(
-            tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, n=_drawn(settings, greedy, 1)
+            tokenizer, says, greedy=greedy, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
+            n=_drawn(settings, greedy, 1)
         )  # fmt: skip
         stops = Stops()
         if settings is not None and settings.kind == "plain":  # word by word, up to there

@@ -79,7 +79,7 @@ def sample_command(
             system=system, seed=seed, settings=decoder_settings(decoder, reward, more, stop),
         )  # fmt: skip
 
-
+# %% ../../nbs/cli/ask.ipynb #c1510ab2
 def chat_command(
     model: str = typer.Argument(
         None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
@@ -196,7 +196,7 @@ def compare_command(results: list[str] = _Places, config: str = SettingsFile, de
             tell(note, err=False)
         tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)
 
-
+# %% ../../nbs/cli/ask.ipynb #c1510ab6
 def attack_command(
     model: str = typer.Argument(..., help="folder of a reward model, or of an ensemble"),
     words: list[str] = Overrides,
@@ -212,7 +212,7 @@ def attack_command(
 ) -> None:
     """Search changes that make no answer better, and say which of them a reward model pays for."""
     with told(debug):
-        from rlhf_nb.bench.attacking import AttackConfig, attack, attack_table, examples_of
+        from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
         from rlhf_nb.data.worlds import gold_of
 
         config = AttackConfig.load(None, typed_words(words, data__path=data, rows=rows, swaps=swaps, output_dir=out))

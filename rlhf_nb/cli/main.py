@@ -133,7 +133,7 @@ def _version(wanted: bool) -> None:
         _tell(f"rlhf_nb {__version__}", err=False)
         raise typer.Exit()
 
-
+# %% ../../nbs/cli/main.ipynb #e5be3db2
 app = typer.Typer(
     help="RLHF you can read, run and ship: fine-tune, learn a reward, improve the model with PPO.",
     cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,

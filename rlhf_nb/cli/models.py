@@ -56,7 +56,7 @@ def export_command(
             f"Measured on {done.price.measured_on} by {done.price.measured_by}; {out / EXPORT_RECORD} has all numbers."
         )
 
-
+# %% ../../nbs/cli/models.ipynb #c1530ab5
 _Models = typer.Argument(
     ...,
     metavar="MODEL... | RECIPE",

@@ -156,7 +156,7 @@ EXAMPLES = {  # the line that is typed most
     "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
 }  # fmt: skip
 
-
+# %% ../../nbs/cli/settings.ipynb #c5e700b8
 def place_of_command(name: str) -> tuple[str, int]:
     """The group of a command, and its place in the list."""
     for i, (group, names) in enumerate(GROUPS.items()):

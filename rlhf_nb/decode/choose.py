@@ -286,7 +286,7 @@ def pick_different(scores: Sequence[float], texts: Sequence[str], count: int, di
             common[i] = max(common[i], both)
     return picked
 
-
+# %% ../../nbs/decode/choose.ipynb #4bfba55c
 class OneOfMany(Decoder):
     """Draw n answers and keep one.
 

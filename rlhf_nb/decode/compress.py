@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'sentence_features',
-           'count_tokens', 'fill_up', 'Compressed', 'ContextCompressor', 'Missed', 'missed', 'fit_compressor',
+           'count_tokens', 'fill_up', 'Compressed', 'SentenceRule', 'Missed', 'missed', 'fit_sentence_rule',
            'latest_tokens', 'random_choice']
 
 # %% ../../nbs/decode/compress.ipynb #cf3a06a3
@@ -196,7 +197,7 @@ def fill_up(order: Sequence[int], counts: Sequence[int], must: Collection[int], 
             room -= counts[i]
     return keep
 
-
+# %% ../../nbs/decode/compress.ipynb #eb5556b1
 class Compressed(NamedTuple):
     """A dialogue, shortened."""
 
@@ -210,8 +211,8 @@ class Compressed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContextCompressor:
-    """Chooses the sentences that a model would miss.
+class SentenceRule:
+    """A linear rule on ten features of a sentence, by which the sentences that a model would miss stay.
 
     Args:
         weights: one a feature.
@@ -245,25 +246,25 @@ class ContextCompressor:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
-        said = {"format": "rlhf-nb/compressor", "version": 1, "features": FEATURES, "weights": self.weights}
-        Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        text = {"format": "rlhf-nb/compressor", "version": 1, "features": FEATURES, "weights": self.weights}
+        Path(path).write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> ContextCompressor:
+    def load(cls, path: str | Path) -> SentenceRule:
         """Read what `save` wrote.
 
         Raises:
             ConfigError: it holds something else.
         """
         try:
-            said = json_value(Path(path).read_bytes())
-            if said["format"] != "rlhf-nb/compressor" or said["version"] != 1 or tuple(said["features"]) != FEATURES:
+            rule = json_value(Path(path).read_bytes())
+            if rule["format"] != "rlhf-nb/compressor" or rule["version"] != 1 or tuple(rule["features"]) != FEATURES:
                 raise KeyError("another format, version or list of features")
-            return cls(tuple(float(w) for w in said["weights"]))
+            return cls(tuple(float(w) for w in rule["weights"]))
         except (OSError, Unreadable, KeyError, TypeError, ValueError) as e:
-            raise ConfigError(f"{path} holds no compressor as `ContextCompressor.save` writes it ({e}).") from e
+            raise ConfigError(f"{path} holds no compressor as `SentenceRule.save` writes it ({e}).") from e
 
-
+# %% ../../nbs/decode/compress.ipynb #eb5556b2
 class Missed(NamedTuple):
     """What a model missed of a dialogue with random sentences left out."""
 
@@ -292,7 +293,7 @@ def missed(witness: Witness, dialogue: Sequence[Message], selections: int = 12, 
     return Missed(torch.stack(out), torch.tensor(nats, dtype=torch.float64))
 
 
-def fit_compressor(found: Sequence[Missed], ridge: float = 3.0) -> ContextCompressor:
+def fit_sentence_rule(found: Sequence[Missed], ridge: float = 3.0) -> SentenceRule:
     """The weights that foretell best what is missed.
 
     Args:
@@ -312,7 +313,16 @@ def fit_compressor(found: Sequence[Missed], ridge: float = 3.0) -> ContextCompre
     spread = x.std(0).clamp(min=1e-6)
     z = x / spread
     w = torch.linalg.solve(z.T @ z + ridge * torch.eye(z.shape[1], dtype=z.dtype), z.T @ y) / spread
-    return ContextCompressor(tuple(w.tolist()))
+    return SentenceRule(tuple(w.tolist()))
+
+
+def __getattr__(name: str) -> Any:
+    """The older names of `SentenceRule` and `fit_sentence_rule`, for one version."""
+    new = {"ContextCompressor": "SentenceRule", "fit_compressor": "fit_sentence_rule"}.get(name)
+    if new:
+        warnings.warn(f"{__name__}.{name} is {new}: it is a rule on ten features", FutureWarning, stacklevel=2)
+        return globals()[new]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 # %% ../../nbs/decode/compress.ipynb #b1dca567
 def latest_tokens(dialogue: Sequence[Message], tokenizer: Any, budget: int) -> list[Message]:

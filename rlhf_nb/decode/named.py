@@ -52,6 +52,32 @@ _DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
 VOTES: dict[str, Callable[[str], Any]] = {"number": extract_number, "choice": extract_choice, "text": words_vote}
 
 
+def _with_main(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose kind may have its main number behind a colon, with both told apart."""
+    kind, colon, value = data["kind"].partition(":")
+    kind = kind.strip().replace("-", "_")
+    kind = SAME.get(kind, kind)
+    if kind not in KINDS:
+        raise ValueError(
+            f"there is no decoder {kind!r}. {did_you_mean(kind, KINDS, 'There are: ' + ', '.join(KINDS) + '.')}"
+        )
+    main = KINDS[kind].main
+    if not colon:
+        return {**data, "kind": kind}
+    if main is None:
+        raise ValueError(f"decoder {kind} has no number, so {value!r} behind the colon says nothing: leave it out.")
+    if main == "regex":
+        return {**data, "kind": kind, main: value}
+    try:
+        number = float(value) if main in ("threshold", "weight") else int(value)
+        if number <= 0 and main != "threshold":
+            raise ValueError
+    except ValueError:
+        wrong = f"decoder {kind}:{value}: {value!r} is no number for {main}; write for example {kind}:8."
+        raise ValueError(wrong) from None
+    return {**data, "kind": kind, main: number}
+
+# %% ../../nbs/decode/named.ipynb #70fe380c
 class DecoderConfig(StrictConfig):
     """How answers are made from what the policy says."""
 
@@ -114,35 +140,8 @@ class DecoderConfig(StrictConfig):
     @classmethod
     def _word(cls, data: Any) -> Any:
         """`best_of_n:16` is a kind and its main number; a bare word is a kind."""
-        if isinstance(data, str):
-            data = {"kind": data}
-        if isinstance(data, Mapping) and isinstance(data.get("kind"), str):
-            kind, colon, value = data["kind"].partition(":")
-            kind = kind.strip().replace("-", "_")
-            kind = SAME.get(kind, kind)
-            if kind not in KINDS:
-                raise ValueError(
-                    f"there is no decoder {kind!r}. {did_you_mean(kind, KINDS, 'There are: ' + ', '.join(KINDS) + '.')}"
-                )
-            data = {**data, "kind": kind}
-            main = KINDS[kind].main
-            if colon and main is None:
-                raise ValueError(
-                    f"decoder {kind} has no number, so {value!r} behind the colon says nothing: leave it out."
-                )
-            if colon and main == "regex":
-                data[main] = value
-            elif colon and main is not None:
-                try:
-                    data[main] = float(value) if main in ("threshold", "weight") else int(value)
-                    good = main == "threshold" or data[main] > 0
-                except ValueError:
-                    good = False
-                if not good:
-                    raise ValueError(
-                        f"decoder {kind}:{value}: {value!r} is no number for {main}; write for example {kind}:8."
-                    )
-        return data
+        data = {"kind": data} if isinstance(data, str) else data
+        return _with_main(data) if isinstance(data, Mapping) and isinstance(data.get("kind"), str) else data
 
     @model_validator(mode="after")
     def _fits(self) -> DecoderConfig:

@@ -418,7 +418,7 @@ class Speculative(Decoder):
         price = sum(p.numel() for p in self.draft.parameters()) / sum(p.numel() for p in model.parameters())
         return ModelDraft(self.draft, sampling, stop, drawn, price), accept
 
-
+# %% ../../nbs/decode/speculative.ipynb #58c30795
 class _Written:
     """What came out, and how many passes it took."""
 

@@ -81,7 +81,8 @@ def cluster_means(values: Any, clusters: Sequence[Hashable] | None = None) -> _F
 
 # %% ../../nbs/evaluate/intervals.ipynb #9f5a2efb
 def mean_interval(
-    values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95, bounds: tuple[float, float] | None = None
+    values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95,
+    bounds: tuple[float, float] | None = None
 ) -> Estimate:  # fmt: skip
     """A mean with Student's interval over clusters; on a scale with ends, with `share_interval`'s, which stays there.
 
@@ -118,7 +119,8 @@ def share_interval(values: Any, clusters: Sequence[Hashable] | None = None, leve
     Raises:
         DataError: a value outside [0, 1].
 
-    Source: Wilson (1927), with the effective sample size of Korn and Graubard, "Confidence intervals for proportions with
+    Source: Wilson (1927), with the effective sample size of Korn and Graubard, "Confidence intervals for proportions
+        with
     small expected number of positive counts estimated from survey data" (1998).
     """
     x, level = cluster_means(values, clusters), _check_level(level)
@@ -137,7 +139,8 @@ def bootstrap_interval(
     values: Any, clusters: Sequence[Hashable] | None = None, level: float = 0.95, *,
     statistic: Callable[[_Floats], Any] | None = None, draws: int = 2000, seed: int = 0,
 ) -> Estimate:  # fmt: skip
-    """A statistic with its BCa bootstrap interval over clusters; a mean with Student's, which holds the truth more often where rows are few.
+    """A statistic with its BCa bootstrap interval over clusters; a mean with Student's, which holds the truth more
+    often where rows are few.
 
     Args:
         values: [B]; NaN doesn't count.
@@ -315,7 +318,8 @@ def decide(
     """Is one of two models better? May be asked after every prompt.
 
     Args:
-        points: [B], 1, ½, 0 or probabilities that the first is better, in the order in which prompts were asked; NaN doesn't count.
+        points: [B], 1, ½, 0 or probabilities that the first is better, in the order in which prompts were asked; NaN
+            doesn't count.
         clusters: [B], the prompt of each answer; None: one answer a prompt.
         level: probability that no moment's answer is wrong.
         futures: drawn from the points, for the forecast; seed: of these draws.
@@ -356,7 +360,8 @@ class LengthControlled(NamedTuple):
     def __str__(self) -> str:
         r, raw = self.rate, self.raw
         return (
-            f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] at equal length; {raw.value:.1%} [{raw.low:.1%}, {raw.high:.1%}] as counted; "
+            f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] at equal length; {raw.value:.1%} [{raw.low:.1%}, "
+            f"{raw.high:.1%}] as counted; "
             f"length effect {self.length_effect:+.2f}, longer in {self.longer:.0%}"
         )
 
@@ -526,7 +531,8 @@ def several_note(p_values: Sequence[float], level: float = 0.95) -> str:
     alpha, luck = 1 - level, 1 - level ** len(p_values)
     alone, kept = sum(p < alpha for p in p_values), sum(p < alpha for p in holm(p_values))
     return (
-        f"{len(p_values)} comparisons: with independent ones, luck alone would make at least one of them look real in {luck:.0%} of cases. "
+        f"{len(p_values)} comparisons: with independent ones, luck alone would make at least one of them look real in "
+        f"{luck:.0%} of cases. "
         f"{alone} have p < {alpha:.2g}, {kept} after Holm's correction."
     )
 
@@ -542,7 +548,8 @@ class Calibration(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"Brier {self.brier.value:.3f} [{self.brier.low:.3f}, {self.brier.high:.3f}], calibration error {self.ece:.3f} "
+            f"Brier {self.brier.value:.3f} [{self.brier.low:.3f}, {self.brier.high:.3f}], calibration error "
+            f"{self.ece:.3f} "
             f"(perfect calibration would show {self.ece_if_perfect:.3f}), n={self.n}"
         )
 

@@ -54,7 +54,8 @@ def self_bleu(texts: Sequence[str], n: int = 4, most: int = 500, seed: int = 0) 
 
     Args:
         texts: two or more answers; empty ones don't count.
-        n: longest n-gram; shorter answers are judged by what they have. One is added to numerator and denominator above n = 1.
+        n: longest n-gram; shorter answers are judged by what they have. One is added to numerator and denominator above
+            n = 1.
         most: so many answers at most, drawn with the seed.
 
     Source: Zhu et al., arXiv 1802.01886; smoothing of Lin and Och, "ORANGE" (2004).
@@ -96,7 +97,8 @@ def tfidf(texts: Sequence[str], most: int = 2000) -> _Floats:
         texts: N texts.
         most: words, the most frequent ones.
 
-    Source: Salton and Buckley, "Term-weighting approaches in automatic text retrieval" (1988); smoothed as log((1 + N) / (1 + df)) + 1.
+    Source: Salton and Buckley, "Term-weighting approaches in automatic text retrieval" (1988); smoothed as log((1 + N)
+        / (1 + df)) + 1.
     """
     bags = [Counter(g[0] for g in _grams(t, 1)) for t in texts]
     seen = Counter(w for bag in bags for w in bag)
@@ -152,11 +154,17 @@ def effective_number(vectors: _Floats) -> float:
 
 # %% ../../nbs/evaluate/metrics.ipynb #6cdd012e
 REFUSALS: tuple[str, ...] = (
-    r"\bI(?:'m| am) (?:very |so |really |truly )?sorry,? but\b", r"^\W*(?:I(?:'m| am) )?sorry,? (?:but )?I (?:can't|cannot|can not|won't|am unable|am not able)",
-    r"\bI (?:can't|cannot|can not|could not|couldn't|won't|will not) (?:\w+ ){0,2}?(?:help|assist|provide|support|comply|fulfil|fulfill|answer|do that|do this|create|write|give|share|discuss|engage|support|recommend|offer|generate|explain how)\b",
-    r"\bI(?:'m| am) (?:not able|unable|not allowed|not permitted|not comfortable)\b", r"\bI must (?:decline|refuse)\b", r"\bI (?:have to|need to|respectfully|would rather) (?:decline|refuse|not)\b",
-    r"\bas an? (?:AI|artificial intelligence|language model)[^.!?]*\b(?:can't|cannot|can not|not able|unable|don't|do not)\b",
-    r"\b(?:that|this|it)(?:'s| is| would be) (?:not something I can|against my|illegal|unethical|not appropriate|inappropriate)\b",
+    r"\bI(?:'m| am) (?:very |so |really |truly )?sorry,? but\b", r"^\W*(?:I(?:'m| am) )?sorry,? (?:but )?I "
+    r"(?:can't|cannot|can not|won't|am unable|am not able)",
+    r"\bI (?:can't|cannot|can not|could not|couldn't|won't|will not) (?:\w+ "
+    r"){0,2}?(?:help|assist|provide|support|comply|fulfil|fulfill|answer|do that|do "
+    r"this|create|write|give|share|discuss|engage|support|recommend|offer|generate|explain how)\b",
+    r"\bI(?:'m| am) (?:not able|unable|not allowed|not permitted|not comfortable)\b", r"\bI must "
+    r"(?:decline|refuse)\b", r"\bI (?:have to|need to|respectfully|would rather) (?:decline|refuse|not)\b",
+    r"\bas an? (?:AI|artificial intelligence|language model)[^.!?]*\b(?:can't|cannot|can not|not able|unable|don't|do "
+    r"not)\b",
+    r"\b(?:that|this|it)(?:'s| is| would be) (?:not something I can|against my|illegal|unethical|not "
+    r"appropriate|inappropriate)\b",
     r"\bI (?:don't|do not) (?:feel comfortable|think (?:I|it's|it is) (?:should|appropriate))\b",
 )  # fmt: skip
 _REFUSAL = re.compile("|".join(REFUSALS), re.IGNORECASE)
@@ -272,7 +280,11 @@ def kmeans(vectors: _Floats, k: int, seed: int = 0, rounds: int = 50) -> list[in
 
 
 _EMPTY_WORDS = frozenset(
-    "a about an and any please many are as at be but by can do does for from had has have how i if in into is it its me my no not of on or our so that the their them there these they this to was we were what when where which who why will with would you your".split()
+    (
+        "a about an and any please many are as at be but by can do does for from had has have how "
+        "i if in into is it its me my no not of on or our so that the their them there these "
+        "they this to was we were what when where which who why will with would you your"
+    ).split()
 )
 
 
@@ -295,7 +307,9 @@ def cluster_prompts(prompts: Sequence[str], k: int, seed: int = 0, vectors: _Flo
     return [names[c] for c in own]
 
 
-def by_slice(values: Any, slices: Sequence[Hashable], clusters: Sequence[Hashable] | None = None, level: float = 0.95) -> dict[Any, Estimate]:  # fmt: skip
+def by_slice(
+    values: Any, slices: Sequence[Hashable], clusters: Sequence[Hashable] | None = None, level: float = 0.95
+) -> dict[Any, Estimate]:
     """A number for each slice, with its interval; the largest slice first.
 
     Args:
@@ -316,7 +330,8 @@ def by_slice(values: Any, slices: Sequence[Hashable], clusters: Sequence[Hashabl
 
 # %% ../../nbs/evaluate/metrics.ipynb #314343f2
 def describe(
-    texts: Sequence[str], clusters: Sequence[Hashable] | None = None, lengths: Any = None, finished: Any = None, level: float = 0.95
+    texts: Sequence[str], clusters: Sequence[Hashable] | None = None, lengths: Any = None, finished: Any = None,
+    level: float = 0.95
 ) -> dict[str, Estimate]:  # fmt: skip
     """Length, repetition, refusals and diversity of answers.
 

@@ -40,14 +40,16 @@ class WinRate(NamedTuple):
     losses: int
 
     def __str__(self) -> str:
-        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] ({self.wins} wins, {self.ties} ties, {self.losses} losses)"
+        counts = f"{self.wins} wins, {self.ties} ties, {self.losses} losses"
+        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] ({counts})"
 
 
 def wilson_interval(rate: float, n: float, z: float = 1.959964) -> tuple[float, float]:
     """Interval of true rates that make the observed one unsurprising.
 
     Args:
-        rate: observed share in [0, 1]; n: number of independent comparisons (an effective number needn't be whole); z: 1.96 for 95 %.
+        rate: observed share in [0, 1]; n: number of independent comparisons (an effective number needn't be whole); z:
+            1.96 for 95 %.
 
     Source: Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """
@@ -133,9 +135,11 @@ class PolicyEval:
         return {k: mean_and_error(v) for k, v in parts.items() if v is not None}
 
     def summary(self, against: PolicyEval | None = None) -> dict[str, float]:
-        """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win rates against another policy.
+        """Flat numbers for logs: each reward's mean, `_std` and `_stderr`, KL and its error, length, finished; win
+        rates against another policy.
 
-        Of a decoder also what it cost: decoder_tokens computed per answer, decoder_seconds, decoder_kl to the policy where it is known.
+        Of a decoder also what it cost: decoder_tokens computed per answer, decoder_seconds, decoder_kl to the policy
+            where it is known.
         """
         out: dict[str, float] = {}
         for name in self.scores:
@@ -183,14 +187,17 @@ def evaluate(
     Args:
         model: the policy, a transformers causal language model.
         tokenizer: its tokenizer.
-        prompts: B prompts; a batch, whose columns reach the reward functions, or strings and messages as a person writes them: a chat model is asked through its template.
+        prompts: B prompts; a batch, whose columns reach the reward functions, or strings and messages as a person
+            writes them: a chat model is asked through its template.
         rewards: {name: reward function, reward model or ensemble}; each is reported on its own, nothing is summed.
         reference: what KL is measured against: a `Reference`, a model, or None (no KL).
         sampling: how answers are drawn, and by whom (`sampler`); log-probs are taken at its temperature.
         seed: of the draw; with the same seed two policies get the same uniform numbers.
-        num_samples: answers per prompt; greedy: the likeliest tokens instead (KL is then of one path, no estimate of the KL).
+        num_samples: answers per prompt; greedy: the likeliest tokens instead (KL is then of one path, no estimate of
+            the KL).
         batch_size: most sequences decoded together; token_budget: most tokens in one forward of the reference.
-        decoder: who answers instead of the policy alone; what it cost is kept. KL is then the mean log-ratio of policy and reference on these answers.
+        decoder: who answers instead of the policy alone; what it cost is kept. KL is then the mean log-ratio of policy
+            and reference on these answers.
 
     Raises:
         ConfigError: nothing to measure.
@@ -294,7 +301,8 @@ def before_after(
         before, after: evaluations on the same prompts in the same order.
         score: the reward to show and to choose rows by (None: the first both have).
         n: number of rows.
-        pick: "spread" takes rows evenly from the largest gain to the largest loss, "gain" the largest gains, "first" the first rows.
+        pick: "spread" takes rows evenly from the largest gain to the largest loss, "gain" the largest gains, "first"
+            the first rows.
 
     Returns:
         Rows with prompt, before, after, and (with a score) score_before, score_after.

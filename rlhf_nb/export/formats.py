@@ -214,7 +214,7 @@ def check_target(out: Path, source: ExportSource, needed: int, overwrite: bool) 
             "room, or name a folder on another disk with --out."
         )
 
-
+# %% ../../nbs/export/formats.ipynb #a868013
 @contextmanager
 def _gone_if_empty(out: Path, new: bool) -> Iterator[None]:
     """Takes a folder away again that was made for an export which then failed.
@@ -255,13 +255,8 @@ def export_model(
         ConfigError, DataError, ModelError: what was asked for doesn't go together, can't be read, or can't be written.
     """
     form = FORMATS[to]
-    bits = (
-        8 * dtype.itemsize
-        if dtype is not None
-        else 8 * source.bytes / source.numbers
-        if to == "safetensors"
-        else form.bits
-    )
+    bits = form.bits if to != "safetensors" else 8 * source.bytes / source.numbers
+    bits = bits if dtype is None else 8 * dtype.itemsize
     check_target(out, source, int(1.05 * source.numbers * bits / 8), overwrite)
     held = probe_prompts(source.tokenizer) if on is None else held_out(source.tokenizer, on, limit)
     earlier, new = earlier_files(out), not out.exists()

@@ -173,24 +173,16 @@ def write_gguf(source: ExportSource, file: Path, wanted: str) -> list[str]:
     arch = check_architecture(source.tensors.config)
     rows = next(e.shape[0] for n, e in source.tensors.table.items() if n.endswith("embed_tokens.weight"))
     vocabulary, planned = read_vocabulary(source.tokenizer, rows), plan_tensors(source, wanted)
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, arch, use_temp_file=True)
     try:
         _say_settings(writer, source, wanted)
         _say_vocabulary(writer, vocabulary)
         for name, t in planned.items():
-            size = gguf.quants.quant_shape_to_byte_shape(t.shape, t.kind)
-            writer.add_tensor_info(
-                name,
-                size if _packed(t.kind) else t.shape,
-                np.dtype(_NUMPY.get(t.kind.name, "uint8")),
-                int(np.prod(size)),
-                t.kind,
-            )
+            weight = t.change(source.tensors[t.source]).float().numpy()
+            writer.add_tensor(name, _stored(name, t.kind, weight), raw_dtype=t.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, t in planned.items():
-            writer.write_tensor_data(_stored(name, t, t.change(source.tensors[t.source]).float().numpy()))
+        writer.write_tensors_to_file()
     finally:
         writer.close()
     short = sum(t.kind.name == "F16" and len(t.shape) > 1 for t in planned.values()) if wanted != "f16" else 0
@@ -199,23 +191,15 @@ def write_gguf(source: ExportSource, file: Path, wanted: str) -> list[str]:
     )
 
 
-_NUMPY = {"F32": "float32", "F16": "float16"}
-
-
-def _packed(kind: Kind) -> bool:
-    """Whether a format stores blocks instead of numbers."""
-    return kind.name not in _NUMPY
-
-
-def _stored(name: str, t: PlannedTensor, x: Any) -> Any:
-    """A tensor as it stands in the file."""
+def _stored(name: str, kind: Kind, x: Any) -> Any:
+    """A tensor as it is written into the file."""
     import gguf
 
     with np.errstate(over="ignore"):
-        out = gguf.quants.quantize(x, t.kind) if _packed(t.kind) else x.astype(_NUMPY[t.kind.name])
-    if not _packed(t.kind) and not np.isfinite(out).all():
+        out = gguf.quants.quantize(x, kind)
+    if out.dtype != np.uint8 and not np.isfinite(out).all():
         raise ModelError(
-            f"{name} holds {np.abs(x).max():.3g}, which {t.kind.name} can't hold or which isn't finite: the copy would "
+            f"{name} holds {np.abs(x).max():.3g}, which {kind.name} can't hold or which isn't finite: the copy would "
             "answer nothing. Export to safetensors or onnx instead."
         )
     return out

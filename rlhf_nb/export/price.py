@@ -220,7 +220,7 @@ class Price:
             text += f"\n{name}: {r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"
         return text
 
-
+# %% ../../nbs/export/price.ipynb #a860015
 class _Answers(NamedTuple):
     """Greedy answers to all prompts, and how long they took."""
 

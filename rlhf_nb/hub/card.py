@@ -123,7 +123,10 @@ def _merge_record(path: Path) -> dict[str, Any]:
 def _method_of(run: Path, logged: str) -> MethodInfo:
     """The method of a run, by its stage, or by the name that its log gives it."""
     stage = str(read_json(run / "stage.json").get("stage", ""))
-    alike = [m for m in methods().values() if getattr(getattr(m.trainer, "method_class", None), "name", None) == logged]
+    alike = []
+    for info in methods().values():
+        kind = getattr(info.trainer, "method_class", None)
+        alike += [info] if kind is not None and logged in (kind.name, *kind.formerly) else []
     return get(stage) if stage else alike[0] if alike else get(logged)
 
 
@@ -176,7 +179,10 @@ def read_run(place: str | Path) -> Told:
     return told
 
 # %% ../../nbs/hub/card.ipynb #8acc1fc3
-_SHOWN = ("reward", "KL to the reference (nats per answer)", "loss", "chosen over rejected", "implicit rewards", "tokens of an answer", "entropy")  # fmt: skip
+_SHOWN = (
+    "reward", "KL to the reference (nats per answer)", "loss", "chosen over rejected", "implicit rewards",
+    "tokens of an answer", "entropy",
+)  # fmt: skip
 _CLAIMS = (("objective/scores", True), ("rewards/margins", True), ("loss", False))  # metric, and whether more is better
 
 
@@ -211,7 +217,10 @@ class BeforeAfter:
 
     def __str__(self) -> str:
         says = "learned" if self.learned else "not learned"
-        return f"{says}: {self.metric} went from {self.first:.3g} to {self.last:.3g} (standard error of the difference {self.error:.2g})"
+        return (
+            f"{says}: {self.metric} went from {self.first:.3g} to {self.last:.3g} (standard error of the difference "
+            f"{self.error:.2g})"
+        )
 
 
 def verdict(run: str | Path) -> BeforeAfter:
@@ -293,7 +302,8 @@ def _nothing(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> li
 
 
 def measure_models(told: Told, n: int = 32) -> Measured | None:
-    """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says why).
+    """Let the first and the last model answer held-out prompts; None where that can't be done (`told.missing` then says
+    why).
 
     Args:
         told: of a run that leaves a policy.
@@ -328,7 +338,8 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
         before = ask(_first_model(config))
     except (ModelError, DataError) as e:
         told.missing.append(
-            f"the model that the run began with isn't on this machine, so nothing is shown of before ({str(e).splitlines()[0][:120]})"
+            f"the model that the run began with isn't on this machine, so nothing is shown of before "
+            f"({str(e).splitlines()[0][:120]})"
         )
     return Measured(after, before, bool(held))
 
@@ -407,11 +418,18 @@ def describe_data(told: Told) -> str:
 TOY_STEPS = 40
 _LIMITS = {
     "policy": (
-        "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, and nothing else was measured.",
-        "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; look at the answers.",
+        "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, "
+        "and nothing else was measured.",
+        "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; "
+        "look at the answers.",
     ),
-    "merged": ("Nothing was measured when it was made: a merge can be better than its models, and worse. Compare it with each of them.",),
-    "reward": ("It scores answers of the kind it was trained on. Other kinds it scores too, and nothing says how well.",),
+    "merged": (
+        "Nothing was measured when it was made: a merge can be better than its models, and worse. Compare it with each "
+        "of them.",
+    ),
+    "reward": (
+        "It scores answers of the kind it was trained on. Other kinds it scores too, and nothing says how well.",
+    ),
 }  # fmt: skip
 
 
@@ -435,21 +453,44 @@ def commands(told: Told) -> list[str]:
 
 def front_matter(told: Told, license: str | None) -> str:
     """What the hub reads of a card, as YAML."""
-    about: dict[str, Any] = {"library_name": "peft" if told.kind == "adapter" else "transformers"}
-    if license:
-        about["license"] = license
+    from huggingface_hub import ModelCardData
+
     tags = ["rlhf-nb", *([told.info.name] if told.info else []), *(["merge"] if told.merged else [])]
+    base: str | list[str] | None = None
+    sets: list[str] = []
     if told.config is not None:
         base = hub_name(told.config.model.name_or_path)
         places = [told.config.data.path] if told.config.data.mix is None else [p.path for p in told.config.data.mix]
         sets = sorted({name for p in places if (name := hub_name(p))})
-        about |= ({"base_model": base} if base else {}) | ({"datasets": sets} if sets else {})
     known = sorted({n for read in told.merged.get("read", ()) if (n := SHORT_NAMES.get(str(read.get("model"))))})
-    if known:
-        about["base_model"] = known
-    if told.kind != "reward":
-        about["pipeline_tag"] = "text-generation"
-    return f"---\n{dump_yaml(about | {'tags': tags})}---\n"
+    data = ModelCardData(
+        library_name="peft" if told.kind == "adapter" else "transformers", license=license, base_model=known or base,
+        datasets=sets or None, pipeline_tag=None if told.kind == "reward" else "text-generation", tags=tags,
+    )  # fmt: skip
+    return f"---\n{data.to_yaml()}\n---\n"
+
+
+_LOAD = """from transformers import {kind}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = {kind}.from_pretrained({name!r})
+"""
+_HEAD = """from huggingface_hub import snapshot_download
+from rlhf_nb import RewardModel
+
+model = RewardModel.load(snapshot_download({name!r}))
+print(model.bias)"""
+_SCORE = """inputs = tokenizer({text!r}, return_tensors="pt")
+print(model(**inputs).logits[0, 0].item() - model.config.reward_bias)"""
+_CHAT = """messages = [{{"role": "user", "content": {text!r}}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+"""
+_TEXT = """inputs = tokenizer({text!r}, return_tensors="pt")
+"""
+_ANSWER = """answer = model.generate(**inputs, max_new_tokens=32)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 def use_code(told: Told, name: str, prompt: Any) -> str:
@@ -460,27 +501,23 @@ def use_code(told: Told, name: str, prompt: Any) -> str:
         name: of it on the hub.
         prompt: text or messages to try it on.
     """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if told.kind == "reward":
-        text = prompt if isinstance(prompt, str) else " ".join(str(m["content"]) for m in prompt)
         if (told.model / "REWARD_MODEL.md").exists():
-            return f"from huggingface_hub import snapshot_download\nfrom rlhf_nb import RewardModel\n\nmodel = RewardModel.load(snapshot_download({name!r}))\nprint(model.bias)"
-        load = f"from transformers import AutoModelForSequenceClassification, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({name!r})\nmodel = AutoModelForSequenceClassification.from_pretrained({name!r})\n"
-        return f'{load}inputs = tokenizer({text + " Nobody knows."!r}, return_tensors="pt")\nprint(model(**inputs).logits[0, 0].item() - model.config.reward_bias)'
-    load = f"from transformers import AutoModelForCausalLM, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({name!r})\nmodel = AutoModelForCausalLM.from_pretrained({name!r})\n"
+            return _HEAD.format(name=name)
+        text = " ".join(str(m["content"]) for m in messages) + " It is not known."
+        return _LOAD.format(kind="AutoModelForSequenceClassification", name=name) + _SCORE.format(text=text)
     about = told.model / "tokenizer_config.json"  # a merge of models without a tokenizer has none
     inside = about.is_file() and "chat_template" in about.read_text(encoding="utf-8")
     chat = inside or (told.model / "chat_template.jinja").is_file()
-    text = prompt if isinstance(prompt, str) else " ".join(str(m["content"]) for m in prompt if m.get("role") == "user")
-    if chat:
-        asked = f'messages = [{{"role": "user", "content": {text!r}}}]\ninputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)'
-    else:
-        asked = f'inputs = tokenizer({text!r}, return_tensors="pt")'
-    said = 'answer = model.generate(**inputs, max_new_tokens=32)\nprint(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))'
-    return f"{load}{asked}\n{said}"
+    text = " ".join(str(m["content"]) for m in messages if m.get("role") == "user")
+    asked = (_CHAT if chat else _TEXT).format(text=text)
+    return _LOAD.format(kind="AutoModelForCausalLM", name=name) + asked + _ANSWER
 
 
 def _prompt_to_try(told: Told) -> Any:
-    """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of somebody's data."""
+    """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of
+    somebody's data."""
     place = str(told.config.data.path) if told.config is not None else ""
     world = world_of(place)
     return "What is the capital of France?" if world is None else world.question
@@ -548,7 +585,7 @@ def _spelled(value: Any) -> str:
     """A setting as it is written in YAML."""
     return value if isinstance(value, str) else json.dumps(plain_json(value), ensure_ascii=False)
 
-
+# %% ../../nbs/hub/card.ipynb #ce9f22e1
 def _what_it_is(told: Told) -> list[str]:
     """The sentence under a card's title."""
     out = []
@@ -556,12 +593,14 @@ def _what_it_is(told: Told) -> list[str]:
         named = str(told.config.model.name_or_path)
         base = hub_name(named) or (f"The untrained {named} model" if model_world(named) else Path(named).name)
         out.append(
-            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was written from the run's folder; each block of code in it runs.\n"
+            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was "
+            f"written from the run's folder; each block of code in it runs.\n"
         )
     if told.merged:
         method = cell(told.merged["recipe"].get("method"))
         out.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. `{MERGE_RECORD}` beside the weights is the recipe.\n"
+            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. "
+            f"`{MERGE_RECORD}` beside the weights is the recipe.\n"
         )
     return out
 
@@ -570,7 +609,8 @@ def _before_and_after(measured: Measured, samples: bool) -> list[str]:
     """Scores and, if wanted, answers of the first and the last model."""
     held, learnt = "held-out prompts", "prompts that the run also learnt from, because none were held out"
     out = [
-        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the same ones before and after, drawn with the same "
+        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the "
+        f"same ones before and after, drawn with the same "
         f"random numbers (mean ± standard error over prompts).\n\n{card_table(measured.scores())}\n"
     ]
     if samples:
@@ -645,6 +685,26 @@ def card(
     return "\n".join([*parts, f"## Limits\n\n{limits}\n"])
 
 # %% ../../nbs/hub/card.ipynb #4038a578
+_REDRAW = """from pathlib import Path
+
+from IPython.display import Image
+
+from rlhf_nb.hub.card import figure, verdict
+
+picture = figure("run")
+same = picture == Path("figures/curves.png").read_bytes()
+print("the card's picture, byte for byte" if same else "the same curves, drawn by another matplotlib")
+Image(data=picture)"""
+_AGAIN = """from rlhf_nb.train.registry import get
+from rlhf_nb.train.stage import run_stage
+
+settings = {settings!r}
+config = get({method!r}).config.preset("toy", output_dir="again_toy", console=False, **settings)
+run_stage(config, overwrite=True)
+print(verdict("again_toy"))
+Image(data=figure("again_toy"))"""
+
+
 def rebuild_notebook(told: Told, name: str) -> str:
     """A notebook that redraws the card's figure from the log and does the claim again at toy scale; JSON text.
 
@@ -657,30 +717,27 @@ def rebuild_notebook(told: Told, name: str) -> str:
     """
     if told.info is None:
         raise RunError("there is no run to rebuild anything from.")
-    settings = toy_settings(told.info)
+    method = told.info.name
     cells = [
-        ("markdown", f"# {cell(name)}\n\nRedraws the figure of the model card from `run/metrics.jsonl`, and does the claim once more in a toy world. It needs this folder and the package `rlhf_nb`; no network, about a minute on two CPU cores."),
-        ("code", 'from pathlib import Path\n\nfrom IPython.display import Image\n\nfrom rlhf_nb.hub.card import figure, verdict\n\npicture = figure("run")\nsame = picture == Path("figures/curves.png").read_bytes()\nprint("the card\'s picture, byte for byte" if same else "the same curves, drawn by another matplotlib")\nImage(data=picture)'),
-        *([("markdown", "What the run's log says of itself:"), ("code", 'print(verdict("run"))')] if len(told.steps) >= 6 else []),
-        ("markdown", f"The same method, {cell(told.info.name)}, in the toy world of the package: a small untrained model, data made here."),
-        ("code", f'from rlhf_nb.train.registry import get\nfrom rlhf_nb.train.stage import run_stage\n\nsettings = {settings!r}\nconfig = get({told.info.name!r}).config.preset("toy", output_dir="again_toy", console=False, **settings)\nrun_stage(config, overwrite=True)\nprint(verdict("again_toy"))\nImage(data=figure("again_toy"))'),
-    ]  # fmt: skip
-    made = []
-    for i, (kind, source) in enumerate(cells):
-        one: dict[str, Any] = {
-            "cell_type": kind,
-            "id": f"rebuild-{i}",
-            "metadata": {},
-            "source": source.splitlines(keepends=True),
-        }
-        made.append(one | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+        f"# {cell(name)}\n\nRedraws the figure of the model card from `run/metrics.jsonl`, and does the claim once "
+        "more in a toy world. It needs this folder and the package `rlhf_nb`; no network, about a minute on two CPU "
+        "cores.",
+        _REDRAW,
+    ]
+    if len(told.steps) >= 6:
+        cells += ["What the run's log says of itself:", 'print(verdict("run"))']
+    cells += [
+        f"The same method, {cell(method)}, in the toy world of the package: a small untrained model, data made here.",
+        _AGAIN.format(settings=toy_settings(told.info), method=method),
+    ]
+    made: list[dict[str, Any]] = []
+    for i, source in enumerate(cells):  # text and code in turn
+        one: dict[str, Any] = {"id": f"rebuild-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
+        made.append(one | (code if i % 2 else {"cell_type": "markdown"}))
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return (
-        json.dumps(
-            {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False
-        )
-        + "\n"
-    )
+    notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def shown_log(told: Told) -> Iterable[str]:

@@ -74,7 +74,8 @@ def size_of(text: str) -> int:
 
 
 def recipe_of(
-    models: Sequence[str], method: str, base: str | None, weights: str | None, density: str | None, t: str | None, scale: str | None,
+    models: Sequence[str], method: str, base: str | None, weights: str | None, density: str | None, t: str | None,
+    scale: str | None,
     normalize: bool | None, rescale: str | None, dtype: str, seed: int,
 ) -> Recipe:  # fmt: skip
     """A recipe from what was typed.
@@ -94,9 +95,12 @@ def recipe_of(
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
     if rescale is not None:
         check_choice("--rescale", rescale, ("density", "l1", "none"))
-    unused = {"--t": (t, method == "slerp"), "--scale": (scale, method in NEEDS_BASE), "--density": (density, "ties" in method or "dare" in method),
-              "--rescale": (rescale, "ties" in method or "dare" in method), "--weights": (weights, method != "slerp"),
-              "--normalize": (normalize, method not in ("slerp", "warp"))}  # fmt: skip
+    sparse = "ties" in method or "dare" in method
+    unused = {
+        "--t": (t, method == "slerp"), "--scale": (scale, method in NEEDS_BASE), "--density": (density, sparse),
+        "--rescale": (rescale, sparse), "--weights": (weights, method != "slerp"),
+        "--normalize": (normalize, method not in ("slerp", "warp")),
+    }  # fmt: skip
     for flag, (value, means) in unused.items():
         if value is not None and not means:
             raise ConfigError(f"{flag} means nothing to {method}: leave it out.")
@@ -105,20 +109,14 @@ def recipe_of(
         values = numbers(flag, text)
         if values is not None and len(values) not in (1, len(models)):
             raise ConfigError(
-                f"{flag} has {len(values)} numbers for {len(models)} models: give one for all, or one for each, in the same order."
+                f"{flag} has {len(values)} numbers for {len(models)} models: give one for all, or one for each, in the "
+                f"same order."
             )
         for i, part in enumerate(parts if values else []):
             assert values is not None
             part[key] = values[i if len(values) > 1 else 0]
-    settings: dict[str, Any] = {
-        "method": method,
-        "models": parts,
-        "base": base,
-        "dtype": dtype,
-        "seed": seed,
-        "normalize": normalize,
-        "rescale": rescale,
-    }
+    settings: dict[str, Any] = {"method": method, "models": parts, "base": base, "dtype": dtype, "seed": seed}
+    settings |= {"normalize": normalize, "rescale": rescale}
     for flag, key, text in (("--t", "t", t), ("--scale", "scale", scale)):
         values = numbers(flag, text)
         if values is not None:
@@ -154,7 +152,8 @@ def chosen_soup(
         if say is not None:
             shown = [x for x in found if x == x]
             say(
-                f"{' + '.join(told_place(models[i]) for i in members)}: {sum(shown) / max(len(shown), 1):.3f} on {len(shown)} prompts"
+                f"{' + '.join(told_place(models[i]) for i in members)}: {sum(shown) / max(len(shown), 1):.3f} on "
+                f"{len(shown)} prompts"
             )
         return found
 
@@ -167,17 +166,18 @@ def write_card(out: Path) -> None:
 
 
 def merge_named(
-    models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None, density: str | None = None,
-    t: str | None = None, scale: str | None = None, normalize: bool | None = None, rescale: str | None = None, dtype: str = "auto",
-    adapter: bool = False, seed: int = 0, shard_size: str = "5GB", suite: str | None = None, file: str | None = None, limit: int | None = None,
-    overwrite: bool = False,
+    models: Sequence[str], out: Path, *, method: str = "linear", base: str | None = None, weights: str | None = None,
+    density: str | None = None, t: str | None = None, scale: str | None = None, normalize: bool | None = None,
+    rescale: str | None = None, dtype: str = "auto", adapter: bool = False, seed: int = 0, shard_size: str = "5GB",
+    suite: str | None = None, file: str | None = None, limit: int | None = None, overwrite: bool = False,
 ) -> tuple[Merged, Recipe]:  # fmt: skip
     """Merge models with everything as it is typed, and write a card beside the result: what `rlhf-nb merge` does.
 
     Args:
         models: directories or short names; or one file with a recipe.
         out: folder of the merged model.
-        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`; greedy chooses by a suite.
+        method, base, weights, density, t, scale, normalize, rescale, dtype, seed: as in `recipe_of`; greedy chooses by
+            a suite.
         adapter: all are LoRA adapters of one model: write one adapter.
         shard_size: largest file of weights, such as 5GB.
         suite, file, limit: of greedy: the suite that chooses, its rows, and how many.
@@ -192,15 +192,18 @@ def merge_named(
     if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
         raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
     most = size_of(shard_size)
-    flags = {"--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale, "--normalize": normalize,
-             "--rescale": rescale}  # fmt: skip
+    flags = {
+        "--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale,
+        "--normalize": normalize, "--rescale": rescale,
+    }  # fmt: skip
     if any(Path(m).suffix in _SUFFIXES for m in models):
         recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
     else:
         check_choice("--method", method, (*METHODS, "greedy"))
         if len(models) < 2 and method not in NEEDS_BASE:
             raise ConfigError(
-                f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp --scale 0.5 goes half the way "
+                f"{method} merges two or more models, and {len(models)} is named. With one and --base: --method warp "
+                f"--scale 0.5 goes half the way "
                 "from base to model (WiSE-FT)."
             )
         plain = "linear" if method == "greedy" else method
@@ -232,7 +235,8 @@ def _recipe_file(models: Sequence[str], method: str, flags: Mapping[str, Any], d
     flag = next((k for k, v in flags.items() if v is not None), "--method" if method != "linear" else None)
     if flag:
         raise ConfigError(
-            f"{flag} and a recipe file: the file says how models are merged. Leave the flag out, or write it into {models[0]}."
+            f"{flag} and a recipe file: the file says how models are merged. Leave the flag out, or write it into "
+            f"{models[0]}."
         )
     recipe = load_recipe(models[0])
     return recipe.replace(dtype=dtype) if dtype != "auto" else recipe

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,14 @@ __all__ = ['find_secrets', 'build_folder', 'not_sent', 'send', 'push_to_hub']
 # %% ../../nbs/hub/push.ipynb #0893377f
 _SECRETS = {
     "a token of the hub": r"\bhf_[A-Za-z0-9]{20,}",
-    "a key of a service": r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bglpat-[\w-]{20,}|\bAIza[\w-]{35}",
+    "a key of a service": r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bglpat-[\w-]{20,}|\bAIza[\w-]{35}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     "a password in an address": r"://[^/\s:@\"']+:[^/\s@\"']+@",
 }
 _SECRET_KEYS = {
-    "token",
-    "hf_token",
-    "api_key",
-    "apikey",
-    "password",
-    "passwd",
-    "secret",
-    "access_token",
-    "authorization",
-    "bearer",
-}
+    "token", "hf_token", "api_key", "apikey", "password", "passwd", "secret", "access_token", "authorization", "bearer",
+}  # fmt: skip
 _TEXTS = (".md", ".yaml", ".yml", ".json", ".jsonl", ".ipynb", ".txt", ".jinja", ".py")
 
 
@@ -90,7 +82,8 @@ def find_secrets(folder: Path) -> list[str]:
 
 # %% ../../nbs/hub/push.ipynb #dc75906a
 _WEIGHTS = re.compile(
-    r"(model|adapter_model|pytorch_model)[\w.-]*\.(safetensors|bin|safetensors\.index\.json)|adapter_config\.json|reward_head\.safetensors"
+    r"(model|adapter_model|pytorch_model)[\w.-]*\.(safetensors|bin|safetensors\.index\.json)"
+    r"|adapter_config\.json|reward_head\.safetensors"
 )
 
 
@@ -146,7 +139,8 @@ def build_folder(
     (folder / "README.md").write_text(text, encoding="utf-8")
     if secrets := find_secrets(folder):
         raise RunError(
-            f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of {found.run or found.model} (a token belongs into an "
+            f"nothing was sent, because this looks like a secret: {'; '.join(secrets[:5])}. Take it out of "
+            f"{found.run or found.model} (a token belongs into an "
             "environment variable), make a new one where it may have been seen, and run the same command again."
         )
 
@@ -172,15 +166,18 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
     heard = f" (the hub: {said[:200]})" if said else ""
     if status == 401 or "LocalTokenNotFoundError" in kinds:
         return RunError(
-            f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` (or set HF_TOKEN), and run the same command again.{heard}"
+            f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` "
+            f"(or set HF_TOKEN), and run the same command again.{heard}"
         )
     if status == 403:
         return RunError(
-            f"your token may not write to {name}: its owner is somebody else, or the token may only read. `hf auth whoami` says who you are; tokens are made at {tokens}.{heard}"
+            f"your token may not write to {name}: its owner is somebody else, or the token may only read. `hf auth "
+            f"whoami` says who you are; tokens are made at {tokens}.{heard}"
         )
     if status in (409, 412):
         return RunError(
-            f"somebody changed {endpoint()}/{name} at the same moment, and nothing of theirs is overwritten. Look at it, then run the same command again.{heard}"
+            f"somebody changed {endpoint()}/{name} at the same moment, and nothing of theirs is overwritten. Look at "
+            f"it, then run the same command again.{heard}"
         )
     if status == 404:
         return RunError(
@@ -191,7 +188,8 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
             f"the hub answers {status}, and nothing was changed there. Run the same command again later: {again}{heard}"
         )
     return RunError(
-        f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: {again} (large files that arrived aren't sent twice; {type(error).__name__})"
+        f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: {again} "
+        f"(large files that arrived aren't sent twice; {type(error).__name__})"
     )
 
 
@@ -244,8 +242,25 @@ def send(folder: Path, name: str, public: bool, revision: str | None, message: s
     return str(made.commit_url)
 
 # %% ../../nbs/hub/push.ipynb #c6f4fede
+@contextmanager
+def _folder_for(dry_run: str | Path | None, beside: Path) -> Iterator[Path]:
+    """The folder that is pushed: of a dry run the one that is named, else one that goes away afterwards."""
+    if dry_run is None:
+        with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as folder:
+            yield Path(folder)
+        return
+    target = Path(dry_run).expanduser()
+    if target.exists():
+        if any(target.iterdir()) and not (target / "README.md").is_file():
+            raise RunError(f"{target} holds something that is no earlier dry run: name another folder with --to.")
+        shutil.rmtree(target)
+    target.mkdir(parents=True)
+    yield target
+
+
 def push_to_hub(
-    place: str | Path, name: str, *, public: bool = False, revision: str | None = None, license: str | None = None, samples: bool = True,
+    place: str | Path, name: str, *, public: bool = False, revision: str | None = None, license: str | None = None,
+    samples: bool = True,
     dry_run: str | Path | None = None, message: str | None = None, say: Callable[[str], None] = lambda _: None,
 ) -> str:  # fmt: skip
     """Send a run's model to the hub, with a card that executes.
@@ -273,39 +288,26 @@ def push_to_hub(
             f"{name!r} is no name on the hub: it has the form owner/name, of letters, digits, '-', '_' and '.'."
         )
     found = read_run(place)
-    again = (
-        f"rlhf-nb push {place} {name}"
-        + (" --public" if public else "")
-        + (f" --revision {revision}" if revision else "")
-    )
+    again = f"rlhf-nb push {place} {name}" + (" --public" if public else "")
+    again += f" --revision {revision}" if revision else ""
     if public and not (license or inherited_license(found)):
         raise ConfigError(
-            f"without a licence nobody may use a public model, and the first model names none. Choose one: {again} --license apache-2.0"
+            f"without a licence nobody may use a public model, and the first model names none. Choose one: {again} "
+            f"--license apache-2.0"
         )
     if dry_run is None and offline():
         raise RunError(
-            f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what would be sent: {again} --dry-run"
+            f"HF_HUB_OFFLINE forbids to go to the hub. Allow it for once: HF_HUB_OFFLINE=0 {again}. To look at what "
+            f"would be sent: {again} --dry-run"
         )
-    target = Path(dry_run).expanduser() if dry_run is not None else None
-    if target is not None and target.exists():
-        if any(target.iterdir()) and not (target / "README.md").is_file():
-            raise RunError(f"{target} holds something that is no earlier dry run: name another folder with --to.")
-        shutil.rmtree(target)
-    if target is not None:
-        target.mkdir(parents=True)
-    with (
-        nullcontext(str(target))
-        if target is not None
-        else tempfile.TemporaryDirectory(prefix=".push-", dir=found.model.parent) as at
-    ):
-        folder = Path(at)
+    with _folder_for(dry_run, found.model.parent) as folder:
         build_folder(found, name, folder, license, samples, say)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         for path in files:
             say(f"  {path.stat().st_size:>13,}  {path.relative_to(folder).as_posix()}")
         say(f"  {sum(p.stat().st_size for p in files):>13,}  bytes in {len(files)} files")
-        if target is not None:
-            return str(target)
+        if dry_run is not None:
+            return str(folder)
         say(f"To {endpoint()}/{name}{f' ({revision})' if revision else ''}, {'public' if public else 'private'}.")
         try:
             with _plain_uploads():

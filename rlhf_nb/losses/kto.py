@@ -42,7 +42,7 @@ def weigh_sides(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Tensor, "B"]:
-    """Every answer's loss times the weight of its side: λ_D where the label is True, else λ_U; see
+    """Every answer's loss times the weight of its side: ω_D where the label is True, else ω_U; see
     `suggest_weights`."""
     return torch.where(labels, desirable_weight * losses, undesirable_weight * losses)
 

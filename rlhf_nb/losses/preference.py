@@ -470,10 +470,10 @@ def dpop(pair: PairLogps, *, beta: float, penalty: float = 50.0) -> Float[Tensor
     Args:
         pair: log-probs with a reference.
         beta: > 0; the paper's is 0.3.
-        penalty: λ ≥ 0: a nat lost on the chosen answer costs as much as λ nats of margin. 0 is DPO.
+        penalty: ≥ 0, the paper's λ: a nat lost on the chosen answer costs that many nats of margin. 0 is DPO.
 
     Returns:
-        [B], −log σ(β · (margin − λ · max(0, −c))), with c the chosen log-ratio.
+        [B], −log σ(β · (margin − penalty · max(0, −u))), with u the chosen log-ratio.
 
     Source: Pal et al., arXiv 2402.13228, section 4 (Smaug).
     """

@@ -197,7 +197,7 @@ def compare_all(values: Any, questions: Any = None) -> Gaps:
     p = [1 - t_share(abs(m) / e, df) if e > 0 else 1.0 for m, e in zip(mean.ravel(), error.ravel())]
     return Gaps(mean, error, df, np.array(p).reshape(k, k))
 
-
+# %% ../../nbs/pipeline/candidates.ipynb #s69310b0
 class Standing(NamedTuple):
     """What a sweep says of a candidate."""
 
@@ -275,7 +275,7 @@ def standings(
     out += [Standing(c, 0.0, {}, None, None, 1.0, failures[name_of(c)]) for c, _ in found if name_of(c) in failures]
     return out
 
-
+# %% ../../nbs/pipeline/candidates.ipynb #s69310b7
 def seeds_needed(standing: Standing, pairs: int, level: float = 0.95) -> int | None:
     """About how many seeds would show a difference as large as the one that was seen, in four of five sweeps; None: more than 200.
 

@@ -317,7 +317,7 @@ def _prepared(
     say(f"pairs: {out[0].rows} to learn from, {out[1].rows} for the judge; left out: {found.left_out or 'nothing'}")
     return out[0].rows, out[1].rows
 
-
+# %% ../../nbs/pipeline/cycle.ipynb #f93400b4
 def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, again: bool = False) -> Turn:
     """One turn of the circle.
 

@@ -467,7 +467,7 @@ _STEPS = {
     False: "«a right step», ‹a wrong step›, the rest is only read",
 }
 
-
+# %% ../../nbs/pipeline/data_look.ipynb #e67ce5b9
 def _rows(n: int) -> str:
     """So many rows, with their verb."""
     return "1 row is" if n == 1 else f"{n} rows are"
@@ -529,7 +529,7 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
             f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be dropped."
         )
 
-
+# %% ../../nbs/pipeline/data_look.ipynb #e67ce5b1
 def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:
     """Judgements that contradict each other, here or in an evaluation file, and pairs without a difference."""
 

@@ -18,7 +18,7 @@ import torch
 
 from ..scale.cost import estimate
 from .stages import PipelineConfig, RLHFPipeline, make_base
-from ..config import DataConfig, ModelConfig
+from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data.formats import DataWarning
 from ..data.steps import tokenize_steps
@@ -34,17 +34,17 @@ from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
 from ..train.kto import tokenize_labelled
-from ..train.online import rewarded
+from ..train.online import OnlineConfig, rewarded
 from ..train.registry import of
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
 from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_tokenizer', 'plain_rows',
+__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows',
            'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
            'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
-           'StageStart', 'load_start', 'some_rows', 'examine', 'check_folder', 'doctor']
+           'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -74,7 +74,7 @@ def findings_table(findings: Iterable[Finding]) -> Any:
     return table
 
 # %% ../../nbs/pipeline/doctor.ipynb #15846a22
-def check_tokenizer(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
+def check_special_tokens(tokenizer: Any, dialogues: bool = False) -> list[Finding]:
     """PAD, EOS, chat template and padding side of a tokenizer as it was loaded.
 
     Args:
@@ -206,7 +206,7 @@ def check_model(model_config: Any, config: Any) -> list[Finding]:
     return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #148e69e5
-def check_sampling(config: Any) -> list[Finding]:
+def check_sampling(config: OnlineConfig) -> list[Finding]:
     """Whether what is scored is what was sampled.
 
     Args:
@@ -238,7 +238,7 @@ def check_sampling(config: Any) -> list[Finding]:
     return out or [Finding("ok", "sampling and scoring use the same distribution", "ratios start at 1")]
 
 # %% ../../nbs/pipeline/doctor.ipynb #cc1668fb
-def check_precision(config: Any, parameters: int = 0) -> tuple[list[Finding], Precision]:
+def check_precision(config: TrainConfig, parameters: int = 0) -> tuple[list[Finding], Precision]:
     """Number format and device, with the case of a GPU that only emulates bf16.
 
     Raises:
@@ -389,7 +389,7 @@ def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, in
 BEARABLE = 900.0  # seconds of work that may be lost without a warning
 
 
-def check_saving(config: Any) -> list[Finding]:
+def check_saving(config: TrainConfig) -> list[Finding]:
     """How much a killed run would lose.
 
     Args:
@@ -490,7 +490,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
         rows = some_rows(config.data, method.rows, config.seed)
     if start is not None:
         said = [row[k] for row in rows[:20] for k in ("prompt", "messages", "chosen") if row.get(k) is not None]
-        out += check_tokenizer(start.tokenizer, any(not isinstance(x, str) for x in said))
+        out += check_special_tokens(start.tokenizer, any(not isinstance(x, str) for x in said))
         bare = [x for x in said if isinstance(x, str)]
         with _found(out, "the chat template can't be used"):
             if bare and start.tokenizer.chat_template and as_chat(start.tokenizer, bare) != bare:
@@ -499,7 +499,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
         if not config.judge.named:
             fix = "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}]"
             out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
-        return out + check_folder(config.output_dir)
+        return out + check_run_folder(config.output_dir)
     if start is not None:
         out += check_model(start.model_config, config)
         window = getattr(start.model_config.get_text_config(), "max_position_embeddings", None)
@@ -530,10 +530,10 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 "reward=FOLDER of a reward model, or rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}]"
             )
             out.append(Finding("error", "reward is not set", "there is nothing to maximise", fix))
-    return out + check_folder(config.output_dir)
+    return out + check_run_folder(config.output_dir)
 
 # %% ../../nbs/pipeline/doctor.ipynb #53ccbbe2
-def check_folder(path: str | Path) -> list[Finding]:
+def check_run_folder(path: str | Path) -> list[Finding]:
     """Whether the run directory can be written, is free, and has room."""
     path, out = Path(path), list[Finding]()
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -571,7 +571,7 @@ def doctor(config: Any) -> list[Finding]:
 
 def _examine_stages(config: PipelineConfig) -> list[Finding]:
     """All stages of a pipeline, none of whose models need exist."""
-    plan, out = RLHFPipeline(config), list[Finding]()
+    plan, out = RLHFPipeline(config).plan, list[Finding]()
     stages = [s for s in plan.stages if s != "base"]
     start: StageStart | None = None
     with _found(out, "there is no model to start from"):

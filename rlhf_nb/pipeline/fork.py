@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config import TrainConfig
 from ..core import CheckpointError, RunError
+from ..data.worlds import model_world, world_of
 from ..files import copy_regular
 from ..models.starts import START_FILE as STARTS_FILE
 from ..run.callbacks import Callback, Flags, RunView
@@ -66,6 +68,34 @@ def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
             f"{run_dir.config_path} has the settings of no method that is known here, so the run can't go on."
         )
     return fits[0], fits[0].config.load(run_dir.path)
+
+
+_FILES = ("path", "name_or_path", "tokenizer", "chat_template", "reward", "file", "model", "process", "classifier")
+
+
+def _begun_in(folder: Path, config: TrainConfig) -> Path | None:
+    """The folder in which a run was started, as far as its relative `output_dir` and its place say; relative files count from there."""
+    own, place = Path(config.output_dir).parts, folder.resolve().parts
+    if not own or Path(config.output_dir).is_absolute() or place[-len(own) :] != own:
+        return None
+    return Path(*place[: -len(own)])
+
+
+def _with_files(config: TrainConfig, begun: Path | None) -> TrainConfig:
+    """Settings whose relative files are named in full where they aren't found from here, but from where the run was started."""
+
+    def whole(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: whole(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [whole(v, key) for v in value]
+        named = isinstance(value, str) and key in _FILES and not model_world(value) and world_of(value) is None
+        there = begun / value if begun is not None and named else None
+        return str(there) if there is not None and there.exists() and not Path(value).exists() else value
+
+    settings = config.to_dict()
+    full = whole(settings)
+    return config if full == settings else type(config).model_validate(full)
 
 
 def _check_changes(old: Any, new: Any) -> list[str]:
@@ -129,7 +159,7 @@ def _first_difference(parent: Path, again: Path, after: int, at: int) -> str:
                 return f"{key} of step {step} is {found} instead of {value}"
     return ""
 
-
+# %% ../../nbs/pipeline/fork.ipynb #f06900b6
 def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: str | Path | None = None) -> Prepared:
     """Make a folder in which a run goes on from a step with changed settings.
 
@@ -147,7 +177,9 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
         CheckpointError: the state at that step can't be had.
     """
     source = RunDir(parent)
-    _, config = settings_of(source.path)
+    config = settings_of(source.path)[1]
+    begun = _begun_in(source.path, config)
+    config = _with_files(config, begun)
     reached = max((int(e["step"]) for e in read_metrics(source.path) if e.get("type") == "step"), default=0)
     if not 1 <= at <= reached:
         raise RunError(
@@ -156,7 +188,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     folder = Path(to) if to is not None else _free_name(source.path, at)
     if RunDir(folder).holds_run():
         raise RunError(f"{folder} holds a run already: choose another folder with --to.")
-    changed = type(config).load(source.path, [*changes, f"output_dir={folder}"])
+    changed = _with_files(type(config).load(source.path, [*changes, f"output_dir={folder}"]), begun)
     said = _check_changes(config, changed)
     begin = _start(source, at)
     before = 0 if begin is None else int(begin.name[-10:])
@@ -189,7 +221,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     return Prepared(folder, said, at - before, differs)
 
 
-def _replay(source: RunDir, aside: RunDir, config: Any, before: int, at: int) -> str:
+def _replay(source: RunDir, aside: RunDir, config: TrainConfig, before: int, at: int) -> str:
     """Make the steps between a checkpoint and the fork again; returns what came out otherwise."""
     if source.control_path.exists():  # numbers that somebody set on the way are set again at their steps
         copy_regular(source.control_path, aside.control_path)
@@ -289,7 +321,7 @@ def compare_futures(
             out[key] = Futures(theirs, mine, len(both), both[0], both[-1])
     return out
 
-
+# %% ../../nbs/pipeline/fork.ipynb #f06900b3
 def family(folder: str | Path) -> list[Relative]:
     """A run's oldest ancestor and all that was forked from it, each behind its parent.
 

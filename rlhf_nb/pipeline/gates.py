@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..bench.capability import CapabilityTester
+from ..bench.evals import EvalConfig, evaluate_suite
+from ..bench.results import Results
+from ..bench.suites import load_suite
 from ..config import StrictConfig, option
 from ..core import did_you_mean, printable
 from ..widgets.report import html_page
@@ -23,8 +28,8 @@ from ..train.entries import RewardEntry
 from ..widgets.html import escape
 
 # %% auto #0
-__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_rules',
-           'verdict_table', 'settings_text', 'verdict_page']
+__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_stage_rules',
+           'check_kept', 'verdict_table', 'settings_text', 'verdict_page']
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900006
 class Rule(StrictConfig):
@@ -56,6 +61,10 @@ class GatesConfig(StrictConfig):
     kl_at_most: float | None = option(25.0, "nats per answer from the model before; null: any", gt=0)
     length_factor: float | None = option(3.0, "mean length may change by this factor; null: any", gt=1)
     finished_drop: float | None = option(0.1, "share of ended answers may fall by this; null: any", ge=0, le=1)
+    keeps: dict[str, float] = Field(
+        default_factory=dict,
+        description="suites (a name, or a YAML file with rows) of whose mean score a policy may lose at most so much: {facts: 0.05}",
+    )
     rules: dict[str, list[Rule]] = Field(default_factory=dict, description="further bounds by stage")
     on_failure: Literal["stop", "go_back"] = option("stop", "stop: an error; go_back: end with the best model before")
     candidates: dict[str, list[dict[str, Any]]] = Field(
@@ -68,6 +77,15 @@ class GatesConfig(StrictConfig):
         None, "metric of that sweep; null: gold, accuracy, reward or loss, the first there is"
     )
 
+    def check_suites(self) -> None:
+        """Open the suites of `keeps`, before anything is trained.
+
+        Raises:
+            ConfigError: there is no such suite, or it needs a file of rows.
+        """
+        for suite in self.keeps:
+            load_suite(suite)
+
     @model_validator(mode="before")
     @classmethod
     def _word(cls, value: Any) -> Any:
@@ -78,7 +96,7 @@ class GatesConfig(StrictConfig):
             return {}
         return value
 
-
+# %% ../../nbs/pipeline/gates.ipynb #c09000b5
 @dataclass(frozen=True)
 class Check:
     """One question and its answer."""
@@ -163,7 +181,7 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         )
     return out
 
-
+# %% ../../nbs/pipeline/gates.ipynb #c0900020
 def check_policy(
     new: PolicyEval, old: PolicyEval, trusted: Sequence[str], gates: GatesConfig, near: bool = True
 ) -> tuple[list[Check], dict[str, float]]:
@@ -224,8 +242,8 @@ def check_policy(
         )
     return out, numbers
 
-
-def check_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> list[Check]:
+# %% ../../nbs/pipeline/gates.ipynb #c0900021
+def check_stage_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> list[Check]:
     """Further bounds on what a stage measured.
 
     Args:
@@ -250,6 +268,33 @@ def check_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> list[Che
         )
         out.append(Check(rule.metric, low <= value <= high, f"{rule.metric} is {value:.4g}; {asked} is asked"))
     return out
+
+# %% ../../nbs/pipeline/gates.ipynb #c0900023
+def check_kept(
+    old: str, new: str, gates: GatesConfig, folder: Path, seed: int = 0, device: str = "auto"
+) -> list[Check]:
+    """Has a model lost what the one before it could do?
+
+    Args:
+        old, new: the models' folders or names.
+        gates: with the suites in `keeps`.
+        folder: of the answers; what is there is not asked again.
+        seed: of drawn answers.
+        device: auto, cpu, mps or cuda.
+
+    Raises:
+        ConfigError: there is no such suite. DataError: it has fewer than two rows with a score.
+    """
+    results: dict[str, dict[str, Results]] = {"before": {}, "after": {}}
+    margins: dict[str, float] = {}
+    for name, margin in gates.keeps.items():
+        suite = load_suite(name)
+        margins[suite.config.name] = margin
+        for when, model in (("before", old), ("after", new)):
+            config = EvalConfig(output_dir=str(folder / suite.config.name / when), seed=seed, device=device)
+            results[when][suite.config.name], _ = evaluate_suite(model, suite, config)
+    tester = CapabilityTester.freeze(results["before"], margins)
+    return [Check(f"keeps {c.suite}", c.verdict != "lost", str(c)) for c in tester.test(results["after"])]
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900014
 def verdict_table(verdicts: Sequence[Verdict], final: str = "") -> RenderableType:

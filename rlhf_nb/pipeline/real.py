@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 # %% auto #0
 __all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story',
-           'step_sentence', 'side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+           'step_sentence', 'answers_side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"
@@ -148,7 +148,7 @@ def step_sentence(event: dict[str, Any], total: int, left: float) -> str:
     return f"  step {event['step']:>2} of {total}: {event['reward']:>4.0%} of the answers are right, {length:.0f} tokens each ({rest})"
 
 # %% ../../nbs/pipeline/real.ipynb #cbd82436
-def side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
+def answers_side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
     """Questions with the answers before and after training, and whether they are right.
 
     Args:
@@ -221,7 +221,7 @@ def check_folder_is_ours(path: Path) -> None:
     if RunDir(path).holds_run() and (told.get("data") or {}).get("path") != settings(str(path)).data.path:
         raise RunError(f"{path} holds a run that is no demo, and a demo would replace it: choose another --output-dir.")
 
-
+# %% ../../nbs/pipeline/real.ipynb #2e017cb2
 def real_demo(
     config: GRPOConfig, say: Say, show: Callable[[Any], None], me: str = "rlhf-nb", questions: int = QUESTIONS
 ) -> Shown:
@@ -242,16 +242,14 @@ def real_demo(
     began = time.perf_counter()
     trainer = GRPOTrainer(config, eval_rows=[], callbacks=[Story(say)])
     group, gpu = config.num_generations, "'s GPU" if trainer.engine.device.type == "cuda" else ", without a GPU"
-    say(
-        _WELCOME.format(
-            questions=questions,
-            question=example,
-            prompts=config.rollout_batch_size // group,
-            group=group,
-            steps=config.steps,
-            gpu=gpu,
-        )
-    )
+    told = {
+        "questions": questions,
+        "question": example,
+        "prompts": config.rollout_batch_size // group,
+        "group": group,
+        "steps": config.steps,
+    }
+    say(_WELCOME.format(**told, gpu=gpu))
     say("1. Before")
     first = ask(trainer, questions)
     say(f"  {score_of(first)}\n\n2. Training")
@@ -267,18 +265,15 @@ def real_demo(
     peak = max([resident_mb(), *history.series("perf/rss_mb")]) * 2**20 / 1e9
     found = Shown(score_of(first), score_of(last), round(time.perf_counter() - began, 1), round(peak, 1), rows)
     every = before_after(first, last, "right", n=questions, pick="first")
-    write_json(
-        path / "results.json",
-        {
-            "before": found.before._asdict(),
-            "after": found.after._asdict(),
-            "seconds": found.seconds,
-            "peak_gb": found.peak_gb,
-            "answers": every,
-        },
-    )
+    numbers = {
+        "before": found.before._asdict(),
+        "after": found.after._asdict(),
+        "seconds": found.seconds,
+        "peak_gb": found.peak_gb,
+    }
+    write_json(path / "results.json", numbers | {"answers": every})
     say(f"  {found.after}\n")
-    show(side_by_side(rows))
+    show(answers_side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(
         f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"

@@ -86,7 +86,7 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Any
             over[key] = values
     return fixed, over
 
-
+# %% ../../nbs/pipeline/stage_sweep.ipynb #s92200b1
 class StageSweep(StrictConfig):
     """Settings that are compared before a stage of a pipeline runs."""
 

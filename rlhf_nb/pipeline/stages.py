@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, merge, option
+from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, TrainConfig, merge, option
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data.formats import ASSISTANT, HUMAN
 from ..data.templates import speaks_chat
@@ -31,9 +31,10 @@ from rlhf_nb.pipeline.gates import (
     Check,
     GatesConfig,
     Verdict,
+    check_kept,
     check_policy,
     check_reward_model,
-    check_rules,
+    check_stage_rules,
     settings_text,
     verdict_page,
 )
@@ -44,8 +45,9 @@ from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
-from ..train.online import load_reward, rewarded
+from ..train.online import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
+from ..train.rlaif import RLAIFConfig
 from ..train.registry import MethodInfo, get, methods, on_register
 from ..data.rows import load_rows
 from ..data.worlds import Row
@@ -54,9 +56,9 @@ from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'RLHFPipeline',
-           'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards', 'judge_pair', 'collect_results',
-           'spread_out']
+__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'StagePlan',
+           'Gatekeeper', 'RLHFPipeline', 'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards',
+           'judge_pair', 'collect_results', 'spread_out']
 
 # %% ../../nbs/pipeline/stages.ipynb #24947408
 class BaseConfig(StrictConfig):
@@ -193,7 +195,7 @@ class PipelineConfig(StrictConfig):
                     )
         return self
 
-
+# %% ../../nbs/pipeline/stages.ipynb #6440b2b7
 CLASSIC = ("sft", "reward", "ppo")  # what a pipeline does unless it is told otherwise
 
 
@@ -264,7 +266,7 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
     return model, tokenizer
 
 # %% ../../nbs/pipeline/stages.ipynb #f81166ac
-def train_on_labels(config: Any) -> PipelineConfig:
+def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
     """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO, on the model that answered.
 
     Args:
@@ -280,38 +282,15 @@ def train_on_labels(config: Any) -> PipelineConfig:
     return PipelineConfig.model_validate({**none, **common, "rlaif": config.to_dict(), **stages})
 
 # %% ../../nbs/pipeline/stages.ipynb #16305413
-class RLHFPipeline:
-    """All stages in a row (`run`), or one by one: by `stage(name)`, or by their names, as in `pipeline.sft()`.
+class StagePlan:
+    """What each stage of a pipeline builds on, where it writes, and with which settings it runs, as far as the folder says.
 
     Args:
         config: of all stages.
-        say: receives one plain sentence per event (default: print, if `config.console`).
-
-    Raises:
-        ConfigError: it can't work: no data, no devices, or a launcher started this process together with others.
     """
 
-    def __init__(self, config: PipelineConfig, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, config: PipelineConfig) -> None:
         self.config, self.path, self.stages = config, Path(config.output_dir), config.stages
-        self.say = say or (print if config.console else lambda text: None)
-        self.judged: dict[str, PolicyEval] = {}
-        made = config.base is not None and config.base.architecture is not None
-        if made and not any(self.data_for(s).path for s in self.stages if s != "base"):
-            raise ConfigError(
-                "there is no text to learn a tokenizer from: say where the data are, for example data=pairs.jsonl.gz."
-            )
-        if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ConfigError(
-                f"a pipeline starts the processes of each stage itself, but it was started {world} times by a launcher: start it once, "
-                f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
-            )
-        if config.processes > 1:
-            check_launch(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and (name == "base" or name in methods()):
-            return functools.partial(self.stage, name)
-        raise AttributeError(f"a pipeline has no {name!r}: its stages are {', '.join(self.stages)}")
 
     def model_dir(self, stage: str) -> Path:
         """Where a stage leaves its model, or its labelled rows."""
@@ -336,7 +315,7 @@ class RLHFPipeline:
         found = (self.config.source(stage), labels, self.config.made_by("reward") if asks else None)
         return [s for s in found if s is not None]
 
-    def _asks_stage(self, config: Any) -> bool:
+    def _asks_stage(self, config: OnlineConfig) -> bool:
         """Whether an online stage asks the reward model that is made here: by itself, or because an entry names its folder."""
         scorer = self.config.made_by("reward")
         made = "" if scorer is None else str(self.model_dir(scorer))
@@ -354,10 +333,10 @@ class RLHFPipeline:
 
     def stage_config(self, stage: str) -> Any:
         """A stage's config with everything filled in that follows from its place, and from a candidate that is being tried."""
-        config, tried = self._filled(stage), self.attempts(stage)
+        config, tried = self.filled(stage), self.attempts(stage)
         return config.replace(**self.candidates(stage)[tried - 1]) if tried else config
 
-    def _filled(self, stage: str) -> Any:
+    def filled(self, stage: str) -> Any:
         """A stage's config with everything filled in that follows from its place."""
         config: Any = getattr(self.config, stage, None)
         if config is None:
@@ -392,12 +371,156 @@ class RLHFPipeline:
         """How many attempts at a stage its gate has refused, as far as there are candidates for the next."""
         if self.config.gates is None:
             return 0
-        return min(self._refused(stage), len(self.config.gates.candidates.get(stage, [])))
+        return min(self.refused(stage), len(self.config.gates.candidates.get(stage, [])))
 
-    def _refused(self, stage: str) -> int:
+    def refused(self, stage: str) -> int:
         """How many attempts with the stage's present settings, or with candidates beside them, were refused."""
         now, folders = lasting(getattr(self.config, stage)), (self.path / "rejected").glob(f"{stage}-*")
         return sum(not config_changes(read_json(p / "stage.json").get("config", {}), now) for p in folders)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What the gates have said so far, in order."""
+        return [Verdict.from_dict(v) for v in read_json(self.path / "gates.json").get("verdicts", [])]
+
+    def final_model(self, before: str | None = None) -> Path | None:
+        """The policy of the last stage that is finished and has passed; None: there is none.
+
+        Args:
+            before: a stage; only those before it count.
+        """
+        names = self.stages if before is None else self.stages[: self.stages.index(before)]
+        passed = [s for s in names if (s == "base" or get(s).leaves == "policy") and self.finished(s)]
+        return self.model_dir(passed[-1]) if passed else None
+
+# %% ../../nbs/pipeline/stages.ipynb #16305415
+class Gatekeeper:
+    """Asks the questions of `gates` after each stage, puts refused attempts aside, and names the settings to try next.
+
+    Args:
+        plan: of the pipeline.
+        gates: what stages must show; None: nothing.
+        say: receives one plain sentence per event.
+    """
+
+    def __init__(self, plan: StagePlan, gates: GatesConfig | None, say: Callable[[str], None]) -> None:
+        self.plan, self.gates, self.say = plan, gates, say
+
+    def passes(self, stage: str, run: Callable[[], StageResult]) -> bool:
+        """Run a stage until its gate lets an attempt through; False: none did, and the pipeline ends with the model before.
+
+        Args:
+            stage: its name.
+            run: makes the next attempt.
+
+        Raises:
+            RunError: the gate stays shut, and `gates.on_failure` is stop.
+        """
+        plan, gates = self.plan, self.gates
+        if gates is None or stage == "base":
+            run()
+            return True
+        limit = len(plan.candidates(stage)) + 1
+        while (refused := plan.refused(stage)) < limit:
+            halve = gates.choose == "halving" and limit > 2
+            if refused == 1 and halve and not plan.finished(stage):
+                best_first(plan.filled(stage), getattr(plan.config, stage), plan.path, gates, self.say)
+            run()
+            known = read_json(plan.path / stage / "gate.json")
+            verdict = Verdict.from_dict(known) if known else self.look(stage, gates)
+            if verdict.passed:
+                return True
+            self.say(f"{stage}: refused by its gate. {verdict.reasons}")
+            self._put_aside(stage)
+            if refused + 1 < limit:
+                trying = f"trying {settings_text(plan.candidates(stage)[refused])}"
+                self.say(f"{stage}: {'its candidates are compared' if halve and refused == 0 else trying}")
+        last, kept = [v for v in plan.verdicts if v.stage == stage][-1], plan.final_model()
+        stays = f"The model before it stays: {kept}. " if kept else ""
+        words = f"{stage} didn't pass its gate ({last.reasons}). {stays}See {plan.path / 'gates.html'}."
+        if gates.on_failure == "stop":
+            raise RunError(words + " Change its settings and --resume, or name others to try in gates.candidates.")
+        self.say(words)
+        return False
+
+    def _put_aside(self, stage: str) -> None:
+        """Put a refused attempt aside; nothing is deleted."""
+        aside = self.plan.path / "rejected"
+        aside.mkdir(exist_ok=True)
+        os.replace(self.plan.path / stage, aside / f"{stage}-{len(list(aside.glob(f'{stage}-*'))) + 1}")
+
+    def look(self, stage: str, gates: GatesConfig) -> Verdict:
+        """Ask the gate's questions; the verdict is written down before anything else happens.
+
+        Args:
+            stage: that is finished.
+            gates: the questions.
+        """
+        plan, leaves = self.plan, get(stage).leaves
+        metrics, checks = dict(plan.finished(stage)["metrics"]), list[Check]()
+        if leaves == "reward":
+            checks = check_reward_model(metrics, gates)
+        elif leaves == "policy":
+            source, own = plan.config.source(stage), plan.stage_config(stage)
+            judges = trusted_rewards(plan, own)
+            start = str(plan.model_dir(source) if source else own.model.name_or_path)
+            old, new = judge_pair(plan, stage, start, judges)
+            checks, numbers = check_policy(new, old, list(judges), gates, near=get(stage).rows != "sft")
+            metrics |= numbers
+            made, place = str(plan.model_dir(stage)), plan.path / stage / "kept"
+            checks += check_kept(start, made, gates, place, plan.config.seed, plan.config.device or "auto")
+        checks += check_stage_rules(metrics, gates.rules.get(stage, []))
+        tried = plan.attempts(stage)
+        verdict = Verdict(stage, tried, tuple(checks), plan.candidates(stage)[tried - 1] if tried else {})
+        write_json(plan.path / stage / "gate.json", verdict.to_dict())
+        verdicts = [*plan.verdicts, verdict]
+        final = plan.model_dir(stage) if verdict.passed and leaves == "policy" else plan.final_model(before=stage)
+        said = {"verdicts": [v.to_dict() for v in verdicts], "final": str(final) if final else None}
+        write_json(plan.path / "gates.json", said)
+        (plan.path / "gates.html").write_text(verdict_page(verdicts, str(final or "")), encoding="utf-8")
+        return verdict
+
+# %% ../../nbs/pipeline/stages.ipynb #16305417
+class RLHFPipeline:
+    """All stages in a row (`run`), or one by one: by `stage(name)`, or by their names, as in `pipeline.sft()`.
+
+    Args:
+        config: of all stages.
+        say: receives one plain sentence per event (default: print, if `config.console`).
+
+    Raises:
+        ConfigError: it can't work: no data, no devices, or a launcher started this process together with others.
+    """
+
+    def __init__(self, config: PipelineConfig, say: Callable[[str], None] | None = None) -> None:
+        self.plan = plan = StagePlan(config)
+        self.config, self.path, self.stages = config, plan.path, plan.stages
+        self.model_dir, self.finished, self.stage_config = plan.model_dir, plan.finished, plan.stage_config
+        self.needs, self.data_for, self.final_model = plan.needs, plan.data_for, plan.final_model
+        self.say = say or (print if config.console else lambda text: None)
+        self.judged: dict[str, PolicyEval] = {}
+        made = config.base is not None and config.base.architecture is not None
+        if made and not any(self.data_for(s).path for s in self.stages if s != "base"):
+            raise ConfigError(
+                "there is no text to learn a tokenizer from: say where the data are, for example data=pairs.jsonl.gz."
+            )
+        if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"a pipeline starts the processes of each stage itself, but it was started {world} times by a launcher: start it once, "
+                f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
+            )
+        if config.processes > 1:
+            check_launch(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and (name == "base" or name in methods()):
+            return functools.partial(self.stage, name)
+        raise AttributeError(f"a pipeline has no {name!r}: its stages are {', '.join(self.stages)}")
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """What the gates have said so far, in order."""
+        return self.plan.verdicts
 
     def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
         """One stage; skipped when it is finished, unless `overwrite` (which with `resume` only replaces what left no checkpoint).
@@ -420,7 +543,7 @@ class RLHFPipeline:
         if not (self.path / "config.yaml").exists():
             self.open_folder()
         self.say(f"{stage}: begins.")
-        if stage in self.config.sweeps and not self.swept(stage):
+        if stage in self.config.sweeps and not self.plan.swept(stage):
             sweep_stage(config, StageSweep(**self.config.sweeps[stage]), self.path / "sweeps" / stage, self.say)
             config = self.stage_config(stage)
         if stage == "base":
@@ -445,7 +568,7 @@ class RLHFPipeline:
         write_json(folder / "stage.json", marker)
         return StageResult("base", folder / "model", metrics, seconds)
 
-    def _launch(self, stage: str, config: Any, resume: bool, overwrite: bool) -> StageResult:
+    def _launch(self, stage: str, config: TrainConfig, resume: bool, overwrite: bool) -> StageResult:
         """A stage in fresh processes that are started again when one dies; see `launch`."""
         begin, marker, device = time.perf_counter(), self.path / stage / "stage.json", getattr(config, "device", "auto")
         how: dict[str, Any] = {
@@ -506,118 +629,35 @@ class RLHFPipeline:
             raise ConfigError(
                 f"{' and '.join(unsaid)} must be set ('toy' for the toy world) before the first stage begins."
             )
+        if self.config.gates is not None:
+            self.config.gates.check_suites()
         with RunLock(self.path):
             self.open_folder(resume, overwrite)
+            keeper = Gatekeeper(self.plan, self.config.gates, self.say)
             for stage in self.stages:
-                if not self._gated(stage, resume, resume and overwrite):
+                if not keeper.passes(stage, functools.partial(self.stage, stage, resume, resume and overwrite)):
                     break
             return self.evaluate()
-
-    def _gated(self, stage: str, resume: bool, overwrite: bool) -> bool:
-        """One stage, and its gate; other candidates when it fails. Whether the pipeline goes on.
-
-        Raises:
-            RunError: the gate stays shut, and `gates.on_failure` is stop.
-        """
-        gates = self.config.gates
-        if gates is None or stage == "base":
-            self.stage(stage, resume, overwrite)
-            return True
-        limit = len(self.candidates(stage)) + 1
-        while True:
-            refused = self._refused(stage)
-            if refused >= limit:
-                break
-            if refused == 1 and limit > 2 and gates.choose == "halving" and not self.finished(stage):
-                best_first(self._filled(stage), getattr(self.config, stage), self.path, gates, self.say)
-            self.stage(stage, resume, overwrite)
-            known = read_json(self.path / stage / "gate.json")
-            verdict = Verdict.from_dict(known) if known else self._look(stage, gates)
-            if verdict.passed:
-                return True
-            self.say(f"{stage}: refused by its gate. {verdict.reasons}")
-            self._reject(stage)
-            if refused + 1 < limit:
-                halve = gates.choose == "halving" and refused == 0 and limit > 2
-                words = (
-                    "its candidates are compared"
-                    if halve
-                    else f"trying {settings_text(self.candidates(stage)[refused])}"
-                )
-                self.say(f"{stage}: {words}")
-        last = [v for v in self.verdicts if v.stage == stage][-1]
-        words = f"{stage} didn't pass its gate ({last.reasons}). {f'The model before it stays: {kept}. ' if (kept := self.final_model()) else ''}See {self.path / 'gates.html'}."
-        if gates.on_failure == "stop":
-            raise RunError(words + " Change its settings and --resume, or name others to try in gates.candidates.")
-        self.say(words)
-        return False
-
-    def _reject(self, stage: str) -> None:
-        """Put a refused attempt aside; nothing is deleted."""
-        aside = self.path / "rejected"
-        aside.mkdir(exist_ok=True)
-        os.replace(self.path / stage, aside / f"{stage}-{len(list(aside.glob(f'{stage}-*'))) + 1}")
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """What the gates have said so far, in order."""
-        return [Verdict.from_dict(v) for v in read_json(self.path / "gates.json").get("verdicts", [])]
-
-    def final_model(self) -> Path | None:
-        """The policy that the pipeline stands behind: of the last stage that is finished and has passed."""
-        passed = [s for s in self.stages if (s == "base" or get(s).leaves == "policy") and self.finished(s)]
-        return self.model_dir(passed[-1]) if passed else None
-
-    def _look(self, stage: str, gates: GatesConfig) -> Verdict:
-        """Ask the gate's questions; the verdict is written down before anything else happens."""
-        metrics, checks = dict(self.finished(stage)["metrics"]), list[Check]()
-        if get(stage).leaves == "reward":
-            checks = check_reward_model(metrics, gates)
-        elif get(stage).leaves == "policy":
-            source, own = self.config.source(stage), self.stage_config(stage)
-            judges = trusted_rewards(self, own)
-            start = self.model_dir(source) if source else own.model.name_or_path
-            old, new = judge_pair(self, stage, str(start), judges)
-            checks, numbers = check_policy(new, old, list(judges), gates, near=get(stage).rows != "sft")
-            metrics |= numbers
-        checks += check_rules(metrics, gates.rules.get(stage, []))
-        tried = self.attempts(stage)
-        verdict = Verdict(stage, tried, tuple(checks), self.candidates(stage)[tried - 1] if tried else {})
-        write_json(self.path / stage / "gate.json", verdict.to_dict())
-        said = [*(v.to_dict() for v in self.verdicts), verdict.to_dict()]
-        final = self.model_dir(stage) if verdict.passed and get(stage).leaves == "policy" else self._before(stage)
-        write_json(self.path / "gates.json", {"verdicts": said, "final": str(final) if final else None})
-        (self.path / "gates.html").write_text(verdict_page(self.verdicts, str(final or "")), encoding="utf-8")
-        return verdict
-
-    def _before(self, stage: str) -> Path | None:
-        """The policy that stands before a stage."""
-        passed = [
-            s
-            for s in self.stages[: self.stages.index(stage)]
-            if (s == "base" or get(s).leaves == "policy") and self.finished(s)
-        ]
-        return self.model_dir(passed[-1]) if passed else None
 
     def evaluate(self) -> dict[str, Any]:
         """Judge every policy on held-out prompts; writes `results.json` and `figures/`, and returns the results."""
         self.say("evaluate: begins.")
-        self.judged = judge_policies(self)
-        results = collect_results(self, self.judged)
+        self.judged = judge_policies(self.plan)
+        results = collect_results(self.plan, self.judged)
         write_json(self.path / "results.json", results)
         save_figures(self.path, self.judged)
         return results
 
 # %% ../../nbs/pipeline/stages.ipynb #50ecbd7a
-def held_out_prompts(pipeline: RLHFPipeline, tokenizer: Any) -> PromptBatch:
+def held_out_prompts(plan: StagePlan, tokenizer: Any) -> PromptBatch:
     """The prompts that every policy answers at the end: of an online stage if there is one, else of another."""
 
     def rank(stage: str) -> tuple[bool, ...]:
         method = get(stage)
         return not method.online, method.leaves != "pairs", method.leaves == "reward", method.rows == "sft"
 
-    stage = min((s for s in pipeline.stages if s != "base"), key=rank)
-    config, seed, n = pipeline.stage_config(stage), pipeline.config.seed, pipeline.config.eval_prompts
+    stage = min((s for s in plan.stages if s != "base"), key=rank)
+    config, seed, n = plan.stage_config(stage), plan.config.seed, plan.config.eval_prompts
     train, held = load_rows(config.data, "prompt", seed)
     if (world := world_of(config.data.path)) and world.gold:
         held = world.prompts(n, derive_seed(seed, "pipeline"))
@@ -626,99 +666,97 @@ def held_out_prompts(pipeline: RLHFPipeline, tokenizer: Any) -> PromptBatch:
     return collate_prompts(rows, tokenizer.pad_token_id)
 
 
-def judges_for(pipeline: RLHFPipeline) -> dict[str, Any]:
+def judges_for(plan: StagePlan) -> dict[str, Any]:
     """Gold in the toy world, and the reward model as the proxy, whichever there are."""
     fns: dict[str, Any] = {}
-    stage = next((s for s in pipeline.stages if s != "base"), None)
-    gold = None if stage is None else gold_of(pipeline.stage_config(stage).data.path)
+    stage = next((s for s in plan.stages if s != "base"), None)
+    gold = None if stage is None else gold_of(plan.stage_config(stage).data.path)
     if gold is not None:
         fns["gold"] = gold
-    scorer = pipeline.config.made_by("reward")
-    if scorer is not None and pipeline.finished(scorer):
-        budget = pipeline.stage_config(scorer).token_budget
-        model = load_reward(PPOConfig(reward=str(pipeline.model_dir(scorer)), token_budget=budget))[0]
+    scorer = plan.config.made_by("reward")
+    if scorer is not None and plan.finished(scorer):
+        budget = plan.stage_config(scorer).token_budget
+        model = load_reward(PPOConfig(reward=str(plan.model_dir(scorer)), token_budget=budget))[0]
         fns["proxy"] = RewardModelFn(model, token_budget=budget)
     return fns
 
 # %% ../../nbs/pipeline/stages.ipynb #a5fbf235
-def judge_policies(pipeline: RLHFPipeline) -> dict[str, PolicyEval]:
+def judge_policies(plan: StagePlan) -> dict[str, PolicyEval]:
     """Answers of every finished policy to the same held-out prompts, judged."""
-    judges, seed = judges_for(pipeline), derive_seed(pipeline.config.seed, "judge")
-    policies = [s for s in ("base", *methods()) if (s == "base" or get(s).leaves == "policy") and pipeline.finished(s)]
+    judges, seed = judges_for(plan), derive_seed(plan.config.seed, "judge")
+    policies = [s for s in ("base", *methods()) if (s == "base" or get(s).leaves == "policy") and plan.finished(s)]
     if not judges or not policies:
         return {}
     out: dict[str, PolicyEval] = {}
     reference: Any = None
     for stage in policies:
-        trust = pipeline.stage_config(stage).model.trust_remote_code if stage != "base" else False
-        out[stage], model = _answers_of(pipeline, str(pipeline.model_dir(stage)), trust, judges, reference, seed)
+        trust = plan.stage_config(stage).model.trust_remote_code if stage != "base" else False
+        out[stage], model = _answers_of(plan, str(plan.model_dir(stage)), trust, judges, reference, seed)
         reference = model if stage == "sft" else reference
     return out
 
 
 def _answers_of(
-    pipeline: RLHFPipeline, folder: str, trust: bool, judges: dict[str, Any], reference: Any, seed: int
+    plan: StagePlan, folder: str, trust: bool, judges: dict[str, Any], reference: Any, seed: int
 ) -> tuple[PolicyEval, Any]:
     """A model's answers to the held-out prompts, judged; and the model."""
-    online = next((s for s in pipeline.stages if s != "base" and get(s).online), None)
-    sampling = getattr(pipeline.config, online).sampling if online else SamplingConfig()
-    precision = decide_precision(pipeline.config.device or "auto")
+    online = next((s for s in plan.stages if s != "base" and get(s).online), None)
+    sampling = getattr(plan.config, online).sampling if online else SamplingConfig()
+    precision = decide_precision(plan.config.device or "auto")
     place = ModelConfig(name_or_path=folder, trust_remote_code=trust)
     tokenizer = load_tokenizer(place)
     model = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
-    prompts = held_out_prompts(pipeline, tokenizer).to(precision.device)
+    prompts = held_out_prompts(plan, tokenizer).to(precision.device)
     return evaluate(model, tokenizer, prompts, judges, reference, sampling, seed), model
 
 
-def trusted_rewards(pipeline: RLHFPipeline, config: Any) -> dict[str, Any]:
+def trusted_rewards(plan: StagePlan, config: Any) -> dict[str, Any]:
     """Rewards that nothing learns from: gold in the toy world, and those that `gates.trusted` names.
 
     Args:
-        pipeline: with `gates`.
+        plan: with `gates`.
         config: of the stage that is looked at.
     """
-    gold = judges_for(pipeline).get("gold")
+    gold = judges_for(plan).get("gold")
     out: dict[str, Any] = {} if gold is None else {"gold": gold}
-    if pipeline.config.gates is not None and pipeline.config.gates.trusted:
-        out |= entries_by_name(pipeline.config.gates.trusted, config, "gates.trusted")
+    if plan.config.gates is not None and plan.config.gates.trusted:
+        out |= entries_by_name(plan.config.gates.trusted, config, "gates.trusted")
     return out
 
 
-def judge_pair(pipeline: RLHFPipeline, stage: str, start: str, judges: dict[str, Any]) -> tuple[PolicyEval, PolicyEval]:
+def judge_pair(plan: StagePlan, stage: str, start: str, judges: dict[str, Any]) -> tuple[PolicyEval, PolicyEval]:
     """Answers of the model that a stage started from, and of its own, to the same prompts.
 
     Args:
-        pipeline: that the stage belongs to.
+        plan: that the stage belongs to.
         stage: whose model is looked at.
         start: folder of the model before.
         judges: rewards by name; none: only lengths and KL are measured.
     """
-    trust, seed = pipeline.stage_config(stage).model.trust_remote_code, derive_seed(pipeline.config.seed, "gate")
-    asked = judges or {"nobody": _nobody}
-    old, model = _answers_of(pipeline, start, trust, asked, None, seed)
-    new, _ = _answers_of(pipeline, str(pipeline.model_dir(stage)), trust, asked, model, seed)
+    trust, seed = plan.stage_config(stage).model.trust_remote_code, derive_seed(plan.config.seed, "gate")
+    asked = judges or {"none": _no_opinion}
+    old, model = _answers_of(plan, start, trust, asked, None, seed)
+    new, _ = _answers_of(plan, str(plan.model_dir(stage)), trust, asked, model, seed)
     return old, new
 
 
-def _nobody(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """The opinion of nobody."""
+def _no_opinion(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """A judge without an opinion, where only lengths and KL are measured."""
     return [0.0] * len(completions)
 
 # %% ../../nbs/pipeline/stages.ipynb #ac8cd17e
-def collect_results(pipeline: RLHFPipeline, judged: dict[str, PolicyEval]) -> dict[str, Any]:
+def collect_results(plan: StagePlan, judged: dict[str, PolicyEval]) -> dict[str, Any]:
     """Everything a pipeline measured, JSON-able."""
-    done = {stage: pipeline.finished(stage) for stage in pipeline.stages}
+    done = {stage: plan.finished(stage) for stage in plan.stages}
     stages = {stage: {"seconds": d.get("seconds"), **d.get("metrics", {})} for stage, d in done.items()}
     policies = {name: p.summary(judged.get("sft") if name != "sft" else None) for name, p in judged.items()}
     prompts = next((policy.prompts for policy in judged.values()), [])
     samples = [
         {"prompt": prompts[i], **{name: policy.texts[i] for name, policy in judged.items() if name != "base"}}
-        for i in spread_out(prompts, pipeline.config.questions)
+        for i in spread_out(prompts, plan.config.questions)
     ]
     gates = (
-        {"gates": [v.to_dict() for v in pipeline.verdicts], "final": str(pipeline.final_model())}
-        if pipeline.config.gates
-        else {}
+        {"gates": [v.to_dict() for v in plan.verdicts], "final": str(plan.final_model())} if plan.config.gates else {}
     )
     return {"stages": stages, "policies": policies, "samples": samples, **gates}
 

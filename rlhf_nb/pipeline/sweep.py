@@ -21,6 +21,7 @@ from zlib import crc32
 
 import torch
 
+from ..config import TrainConfig
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
@@ -65,7 +66,7 @@ def reached(folder: str | Path, share: float) -> int | None:
     return noted if isinstance(noted, int) else None
 
 
-def run_share(config: Any, share: float = 1.0) -> None:
+def run_share(config: TrainConfig, share: float = 1.0) -> None:
     """Go on with a run (or begin it) up to a share of its steps.
 
     Args:
@@ -147,7 +148,8 @@ _SETTINGS = "settings: "  # before a problem that the first run has and all othe
 def _do(job: _Job) -> str:
     """Do it; why not, in a sentence, or ""."""
     try:
-        run_share(get(job.method).config.model_validate(job.config), job.share)
+        config: Any = get(job.method).config.model_validate(job.config)
+        run_share(config, job.share)
         return ""
     except (RlhfError, OSError, RuntimeError, ValueError) as e:
         said = str(getattr(e, "at_cli", None) or e).strip() or type(e).__name__
@@ -184,7 +186,7 @@ def serve_jobs() -> None:
         answers.write(json.dumps(said) + "\n")
         answers.flush()
 
-
+# %% ../../nbs/pipeline/sweep.ipynb #s69400b1
 class _Worker:
     """A process that does jobs one after the other."""
 
@@ -321,7 +323,7 @@ def _config_of(base: Any, candidate: Candidate, seed: int, folder: Path) -> Any:
     }
     return base.replace(**base.in_our_words(nested(candidate))).replace(**own)
 
-
+# %% ../../nbs/pipeline/sweep.ipynb #s69400b0
 def check_candidates(base: Any, candidates: Sequence[Candidate]) -> None:
     """Whether settings can be tried at all.
 
@@ -368,7 +370,7 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
     write_json(folder / "kind.json", {"method": of(base).name}, sync=False)
     base.save(place)
 
-
+# %% ../../nbs/pipeline/sweep.ipynb #s69400c4
 class _Sweep:
     """What is known while a sweep goes on."""
 
@@ -501,7 +503,7 @@ class _Sweep:
 
 Search = Literal["grid", "random", "halving", "hyperband"]
 
-
+# %% ../../nbs/pipeline/sweep.ipynb #s69400d7
 def sweep(
     base: Any, over: Mapping[str, Sequence[Any] | Range] | Sequence[Candidate], to: str | Path, *, search: Search = "grid", trials: int | None = None,
     seeds: int | Sequence[int] = 3, metric: str | None = None, minimize: bool | None = None, eta: int = 3, least: float | None = None,
@@ -535,43 +537,44 @@ def sweep(
     numbers = [base.seed + i for i in range(seeds)] if isinstance(seeds, int) else list(dict.fromkeys(seeds))
     if not numbers or eta < 2 or processes < 1 or (least is not None and not 0 < least <= 1):
         raise ConfigError(
-            f"a sweep needs at least one seed (got {len(numbers)}), eta of 2 or more ({eta}), one process or more ({processes}), and least in (0, 1] ({least})."
+            f"a sweep needs at least one seed (got {len(numbers)}), eta of 2 or more ({eta}), one process or more ({processes}), and least in "
+            f"(0, 1] ({least})."
         )
-    plan = _plan(over, search, trials, base.seed, eta, least)
-    check_candidates(base, [c for group, _ in plan for c in group])
+    groups = _plan(over, search, trials, base.seed, eta, least)
+    check_candidates(base, [c for group, _ in groups for c in group])
     with RunLock(folder):
         _open(folder, base, overwrite)
-        tried, runs = (
-            {name_of(c) for group, _ in plan for c in group},
-            sum(cost_of(len(group), rounds) for group, rounds in plan),
-        )
-        told(f"{len(tried)} candidates, {len(numbers)} seeds: {runs * len(numbers):.3g} whole runs.")
+        names = {name_of(c) for group, _ in groups for c in group}
+        runs = sum(cost_of(len(group), rounds) for group, rounds in groups)
+        told(f"{len(names)} candidates, {len(numbers)} seeds: {runs * len(numbers):.3g} whole runs.")
         work = _Sweep(base, folder, numbers, processes, metric, minimize, told)
-        for group, rounds in plan:
+        for group, rounds in groups:
             work.halve(group, rounds)
-        work.choose_metric()
-        found, looks = work.found(), len(work.shares)
-        asked = work.questions(found)
-        table = standings(found, bool(work.minimize), level, work.failures, looks, asked)
-        if all(s.mean is None for s in table):
-            raise RunError(f"no candidate has a finite {work.metric}; {next(iter(work.failures.items()))}")
-        ran = {name_of(c): max((s for s, v in runs.items() if v), default=0.0) for c, runs in found}
-        made = Swept(
-            of(base).name,
-            folder,
-            work.metric or "",
-            bool(work.minimize),
-            level,
-            table,
-            looks,
-            sum(ran.values()) * len(numbers),
-            [],
-        )
-        made.notes.extend(_notes(made, len(numbers), bool(asked)))
-        work.remake(made.best, table[0].share)
+        made = _result(work, level)
+        work.remake(made.best, made.table[0].share)
         _clean(made, work, keep)
-        _config_of(base, made.best, numbers[0], folder).replace(output_dir=base.output_dir, console=base.console, trackers=base.trackers, seed=base.seed).save(folder / "best.yaml")  # fmt: skip
+        own = {"output_dir": base.output_dir, "console": base.console, "trackers": base.trackers, "seed": base.seed}
+        _config_of(base, made.best, numbers[0], folder).replace(**own).save(folder / "best.yaml")
         write_json(folder / "sweep.json", summary(made))
+    return made
+
+# %% ../../nbs/pipeline/sweep.ipynb #s69400b1
+def _result(work: _Sweep, level: float) -> Swept:
+    """The table of a sweep whose runs are made.
+
+    Raises:
+        ConfigError: not all runs have the metric. RunError: no candidate has a finite one.
+    """
+    work.choose_metric()
+    results, looks, metric = work.found(), len(work.shares), work.metric or ""
+    questions = work.questions(results)
+    table = standings(results, bool(work.minimize), level, work.failures, looks, questions)
+    if all(s.mean is None for s in table):
+        raise RunError(f"no candidate has a finite {metric}; {next(iter(work.failures.items()))}")
+    reached_shares = {name_of(c): max((s for s, v in runs.items() if v), default=0.0) for c, runs in results}
+    cost, seeds = sum(reached_shares.values()) * len(work.seeds), len(work.seeds)
+    made = Swept(of(work.base).name, work.folder, metric, bool(work.minimize), level, table, looks, cost, [])
+    made.notes.extend(_notes(made, seeds, bool(questions)))
     return made
 
 
@@ -607,7 +610,7 @@ def _plan(
     rounds = halving_rounds(len(candidates), eta, least or 0.0) if search == "halving" else [Round(1.0, 0)]
     return [(candidates, rounds)]
 
-
+# %% ../../nbs/pipeline/sweep.ipynb #s69400e3
 def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
     """What a reader of the table should know."""
     out, rivals = [], [s for s in made.table[1:] if s.says(made.level) == "not told apart"]

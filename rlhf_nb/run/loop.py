@@ -55,6 +55,7 @@ class BaseMethod(ABC):
     """
 
     name: str = "method"
+    formerly: tuple[str, ...] = ()  # names under which older versions wrote checkpoints
     columns: tuple[str, ...] = ()
     costs: Costs | None = None  # of a token, counted by the trainer
     gathers: bool = False  # whether `collect` brings the rows of all ranks together

@@ -72,7 +72,7 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
         CheckpointError: it was written by another method, or belongs to another model.
     """
     engine = run.engine
-    if meta["name"] != run.method.name:
+    if meta["name"] not in (run.method.name, *run.method.formerly):
         raise CheckpointError(
             f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the same method, "
             "or choose another output_dir"

@@ -154,7 +154,7 @@ def _learning(module: nn.Module, work: Callable[[nn.Module], Any], workers: int)
 
     return learn
 
-
+# %% ../../nbs/scale/cost.ipynb #37fe98b8
 def _head(shape: DecoderShape, trains: bool, workers: int) -> tuple[float, float]:
     """Seconds of a predicted token, without and with gradient."""
     head = nn.Linear(shape.hidden, shape.vocab, bias=False, device="meta").to_empty(device="cpu")
@@ -332,7 +332,7 @@ class _Told(NamedTuple):
         half = self.precision.compute_dtype != torch.float32
         return step_cost(self.shape, job, limits, speeds[key], config.num_inner_epochs, half)
 
-
+# %% ../../nbs/scale/cost.ipynb #b8d2c0b0
 def _options(config: Any) -> dict[str, dict[str, Any]]:
     """Settings that may be lighter than a config's."""
     out: dict[str, dict[str, Any]] = {}

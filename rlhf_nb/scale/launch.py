@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import field_validator, model_validator
 
-from ..config import StrictConfig
+from ..config import StrictConfig, TrainConfig
 from ..core import ConfigError, RlhfError, RunError, suggest
 from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
@@ -35,7 +35,7 @@ from ..run.lock import RunLock, birth
 from ..run.log import RunDir, read_metrics
 from ..run.state import to_resume_from
 from .live import Live
-from ..train.registry import add_method, of
+from ..train.registry import MethodInfo, add_method, of
 from ..train.stage import read_json, run_stage, write_json
 from ..untrusted import json_value
 
@@ -577,7 +577,7 @@ def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -
     return {"fn": _train, "args": (of(config), config), "kwargs": {}}
 
 
-def _train(method: Any, config: Any, resume: bool, overwrite: bool) -> dict[str, Any]:
+def _train(method: MethodInfo, config: TrainConfig, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does."""
     add_method(method)
     done = run_stage(config, resume, overwrite)

@@ -235,7 +235,7 @@ def _listed(rewards: Any, config: Any) -> tuple[list[Any], list[float], list[str
         raise ConfigError("no reward was given: promote(config, [f, g], folder), as to the trainer.")
     return listed, [1.0] * len(listed), [None] * len(listed)
 
-
+# %% ../../nbs/scale/promote.ipynb #527122b6
 def promote(
     what: Any, rewards: Any = None, folder: str | Path = "promoted", *, rows: Sequence[Mapping[str, Any]] | None = None, steps: int = 2,
     say: Callable[[str], None] | None = print,
@@ -289,7 +289,7 @@ def promote(
     (folder / "config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
     return _recorded(config, method, folder, listed, weights, names, rows, steps, say or (lambda text: None))
 
-
+# %% ../../nbs/scale/promote.ipynb #527122c2
 def _recorded(
     config: Any, method: Any, folder: Path, listed: list[Any], weights: list[float], names: list[str | None], rows: Any, steps: int,
     say: Callable[[str], None],

@@ -117,7 +117,7 @@ class DPO(OfflineMethod):
     Source: Rafailov et al., arXiv 2305.18290; for each loss see `losses.preference.LOSSES`.
     """
 
-    name = "preference"
+    name, formerly = "dpo", ("preference",)
     columns = ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/chosen", "lr")
     config: DPOConfig
 

@@ -111,6 +111,7 @@ class Pace:
     def __init__(self, tell: Callable[[str], None], every: float = 10.0) -> None:
         self.tell, self.every = tell, every
         self.begin = self.told = time.monotonic()
+        self.what = ""
 
     def __call__(self, what: str, done: int, total: int, fresh: int) -> None:
         """Tell, if it is time.
@@ -122,6 +123,8 @@ class Pace:
             fresh: so many of the done ones in this process, from which the rest of the time is told.
         """
         now = time.monotonic()
+        if what != self.what:
+            self.what, self.begin = what, now if self.what else self.begin
         if now - self.told >= self.every and fresh and done < total:
             self.told = now
             left = (now - self.begin) / fresh * (total - done)

@@ -119,6 +119,21 @@ class TextMethod(BaseMethod):
         """One forward each: rows of similar length, within the token budget."""
         return [mini[rows].trim() for rows in plan_trees(mini, self.config.token_budget, self.config.micro_batch_size)]
 
+    def finish_step(self, step: int) -> None:
+        """A moving reference moves here."""
+        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
+            with self.engine.generation_mode():
+                self.reference.follow(self.model, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A moving reference; a frozen one doesn't change."""
+        return {"reference": self.reference.state_dict()} if isinstance(self.reference, MovingReference) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        if isinstance(self.reference, MovingReference):
+            self.reference.load_state_dict(state["reference"])
+
     def save_model(self, directory: str | Path) -> None:
         """Write the model and tokenizer for plain `from_pretrained` (LoRA merged into it)."""
         save_model(self.model, self.tokenizer, directory, merge=True)

@@ -183,21 +183,6 @@ class OfflineMethod(TextMethod):
             setattr(batch, second, sums[1::2])
         return batch
 
-    def finish_step(self, step: int) -> None:
-        """A moving reference moves here."""
-        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
-            with self.engine.generation_mode():
-                self.reference.follow(self.model, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A moving reference; the others don't change."""
-        return {"reference": self.reference.state_dict() if isinstance(self.reference, MovingReference) else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        if isinstance(self.reference, MovingReference):
-            self.reference.load_state_dict(state["reference"])
-
 # %% ../../nbs/train/offline.ipynb #618aa004
 _O = TypeVar("_O", bound=OfflineConfig)
 

@@ -20,7 +20,7 @@ from ..core import ConfigError, derive_seed
 from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
-from ..evaluate.policy import OWN_NUMBERS, evaluate, in_turns, shown_as
+from ..evaluate.policy import OWN_NUMBERS, PolicyEval, evaluate, in_turns, shown_as
 from ..losses.group import truncated_weights
 from ..losses.kl import AdaptiveKL, FixedKL, kl_report
 from ..models.adapters import Reference
@@ -45,8 +45,8 @@ from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples',
-           'group_metrics', 'reward_metrics', 'kl_controls', 'OnlineMethod', 'load_reward', 'as_rewards', 'rewarded',
-           'OnlineTrainer']
+           'group_metrics', 'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'check_draws',
+           'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -225,6 +225,22 @@ def reward_metrics(r: Rollout, rewards: Rewards, engine: Engine) -> dict[str, fl
     return means | {k: sum(c.get(k, 0.0) for c in counts) for k in dict.fromkeys(k for c in counts for k in c)}
 
 
+def shuffled(engine: Engine, data: Rollout, seed: int, unit: int, size: int) -> Iterator[Rollout]:
+    """A global rollout in a seeded order, in pieces of which each rank gets its share.
+
+    Args:
+        engine: of the run.
+        data: rows of all ranks.
+        seed: of the order.
+        unit: rows that stay together, in their order.
+        size: rows of a piece, over all ranks.
+    """
+    order = torch.randperm(len(data) // unit, generator=torch.Generator().manual_seed(seed))
+    rows = (order[:, None] * unit + torch.arange(unit)).flatten()
+    for start in range(0, len(rows), size):
+        yield engine.share(data if len(rows) <= size else data[rows[start : start + size]])
+
+
 def kl_controls(kl: FixedKL) -> dict[str, Control]:
     """The price of a nat, and the KL to hold where the price adapts, as what a person may set while a run goes on."""
     adapts = isinstance(kl, AdaptiveKL)  # then the price is multiplied: from 0 it would never move
@@ -313,26 +329,17 @@ class OnlineMethod(TextMethod):
             model: who answers; None: the policy.
             how: num_samples (default: num_generations), seed (default: the run's), greedy.
         """
-        cfg = self.config
         prompts.before = self.engine.repeats(prompts.uid)  # the same samples on any number of processes
-        how = {"tokenizer": self.tokenizer, "seed": cfg.seed, "num_samples": cfg.num_generations} | how
+        how = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": self.group} | how
         with self.policy_adapter(), self.meter.time("generate"):
-            r = self.sampler.generate(model or self.model, prompts, cfg.sampling, step=step, **how)
+            r = self.sampler.generate(model or self.model, prompts, self.config.sampling, step=step, **how)
         self.meter.generated += int(host(r.completion_lens).sum())
         return r
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
         """Log-probs of a few tokens that the sampler draws, against the model's own (`scoring.check`)."""
-        sampling, prompts = self.config.sampling, peek(2)
-        if prompts is None:
-            return None
-        few = min(8, sampling.max_new_tokens)
-        short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
-        with self.policy_adapter():
-            how: dict[str, Any] = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": 2}
-            r = self.sampler.generate(self.model, prompts, short, step=0, **how)
-            ours = r.rollout_logps if isinstance(self.sampler, OurSampler) else None
-            return asdict(self_check(self.model, r, sampling.temperature, ours, others=self.models()))
+        prompts = peek(2)
+        return None if prompts is None else check_draws(self, prompts)
 
     def old_logps_and_values(self, r: Rollout, again: bool) -> tuple[Tensor | None, Tensor | None]:
         """[B, C] log-probs of the answers under the policy, and what a critic says of them.
@@ -382,14 +389,7 @@ class OnlineMethod(TextMethod):
         r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
         scores, ended, fixed = r.need("scores"), r.finished, cfg.missing_eos
         if fixed is not None and cfg.missing_eos_mode == "fixed" and not self._warned:
-            self._warned = bool(below := int(((scores < fixed) & ended).sum()))
-            if below:
-                warnings.warn(
-                    f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished "
-                    "answers score below that: for those it pays never to end. Take something from the score instead: "
-                    f"missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
-                    stacklevel=2,
-                )
+            self._warned = warn_of_endless(scores, ended, fixed)
         r.scores = apply_eos_penalty(scores, ended, fixed, cfg.missing_eos_mode)
         return r
 
@@ -433,11 +433,7 @@ class OnlineMethod(TextMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole groups of the global rollout in a seeded order; each rank takes its share of every piece."""
-        g, size = self.config.num_generations, self.config.mini_batch_size
-        order = torch.randperm(len(data) // g, generator=torch.Generator().manual_seed(seed))
-        rows = (order[:, None] * g + torch.arange(g)).flatten()
-        for start in range(0, len(rows), size):
-            yield self.engine.share(data if len(rows) <= size else data[rows[start : start + size]])
+        return shuffled(self.engine, data, seed, self.group, self.config.mini_batch_size)
 
     def metrics(self) -> dict[str, float]:
         """What was measured on the rollout."""
@@ -449,21 +445,62 @@ class OnlineMethod(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
-        if not held_out:
+        found = evaluate_held_out(self, held_out) if held_out else None
+        if found is None:
             return {}
-        cfg, engine, mine = self.config, self.engine, None
-        judges = dict(zip(self.rewards.names, self.rewards.fns)) | self.watch
-        if self.my_share(held_out):
-            prompts = self.collate(list(held_out)).to(engine.device)
-            prompts.before = earlier(prompts)  # before they are shared out: the same samples on any number of processes
-            prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
-            how: dict[str, Any] = {"seed": derive_seed(cfg.seed, "evaluate"), "token_budget": cfg.token_budget}
-            with self.policy_adapter():
-                mine = evaluate(self.model, self.tokenizer, prompts, judges, self.reference, cfg.sampling, **how)
-        mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
-        found = in_turns(engine.gather_object(mine), self.tokenizer.pad_token_id)
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
+
+
+def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
+    """What `scoring.check` says of a few tokens that a method's sampler draws."""
+    sampling = method.config.sampling
+    few = min(8, sampling.max_new_tokens)
+    short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
+    with method.policy_adapter():
+        how: dict[str, Any] = {"tokenizer": method.tokenizer, "seed": method.config.seed, "num_samples": 2}
+        r = method.sampler.generate(method.model, prompts, short, step=0, **how)
+        ours = r.rollout_logps if isinstance(method.sampler, OurSampler) else None
+        return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models()))
+
+
+def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEval:
+    """What a method's policy answers to held-out prompts, and what is measured, over all processes.
+
+    Args:
+        method: attached to its engine.
+        held_out: tokenized prompts, at least one.
+    """
+    cfg, engine, mine = method.config, method.engine, None
+    judges = dict(zip(method.rewards.names, method.rewards.fns)) | method.watch
+    if method.my_share(held_out):
+        prompts = method.collate(list(held_out)).to(engine.device)
+        prompts.before = earlier(prompts)  # before they are shared out: the same samples on any number of processes
+        prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
+        how: dict[str, Any] = {"seed": derive_seed(cfg.seed, "evaluate"), "token_budget": cfg.token_budget}
+        with method.policy_adapter():
+            mine = evaluate(method.model, method.tokenizer, prompts, judges, method.reference, cfg.sampling, **how)
+    mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
+    return in_turns(engine.gather_object(mine), method.tokenizer.pad_token_id)
+
+
+def warn_of_endless(scores: Tensor, ended: Tensor, fixed: float) -> bool:
+    """Say that not ending is worth more than some answers that end; returns whether it is.
+
+    Args:
+        scores: [B].
+        ended: bool[B], whether each answer ended.
+        fixed: what an answer without an end gets.
+    """
+    below = int(((scores < fixed) & ended).sum())
+    if below:
+        warnings.warn(
+            f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished answers "
+            "score below that: for those it pays never to end. Take something from the score instead: "
+            f"missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
+            stacklevel=3,
+        )
+    return bool(below)
 
 # %% ../../nbs/train/online.ipynb #2a7f70e2
 def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:

@@ -14,8 +14,7 @@ from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
-from ..models.reference import MovingReference
-from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets
+from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets, shuffled
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -115,29 +114,7 @@ class PairMethod(OnlineMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole pairs in a seeded order; `mini_batch_size` counts the answers that were drawn for them."""
-        size = self.config.mini_batch_size // self.config.num_generations
-        order = torch.randperm(len(data) // 2, generator=torch.Generator().manual_seed(seed))
-        rows = (order[:, None] * 2 + torch.arange(2)).flatten()
-        for start in range(0, len(rows), 2 * size):
-            yield self.engine.share(data if len(rows) <= 2 * size else data[rows[start : start + 2 * size]])
-
-    def finish_step(self, step: int) -> None:
-        """A round is over: the reference becomes the policy, if asked for."""
-        super().finish_step(step)
-        if isinstance(self.reference, MovingReference) and step % self.reference.every == 0:
-            with self.engine.generation_mode():
-                self.reference.follow(self.model, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A moving reference; a frozen one doesn't change."""
-        moving = isinstance(self.reference, MovingReference)
-        return super().state_dict() | ({"reference": self.reference.state_dict()} if moving else {})  # type: ignore[union-attr]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        super().load_state_dict(state)
-        if isinstance(self.reference, MovingReference):
-            self.reference.load_state_dict(state["reference"])
+        return shuffled(self.engine, data, seed, 2, 2 * (self.config.mini_batch_size // self.config.num_generations))
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, with the share of ties."""

@@ -41,7 +41,7 @@ class MethodInfo:
     command: str = ""  # where the command has another name
     stage: float = float("inf")  # its place in a pipeline: stages run in this order, then in that of registration
 
-    def held(self, config: Any = None) -> tuple[Held, ...]:
+    def held(self, config: StrictConfig | None = None) -> tuple[Held, ...]:
         """The models that a run holds.
 
         Args:
@@ -127,8 +127,9 @@ def get(name: str) -> MethodInfo:
     if name in _METHODS:
         return _METHODS[name]
     known = {m.command or m.name: m for m in methods().values()}
-    if name in {**_METHODS, **known}:
-        return {**_METHODS, **known}[name]
+    for spelling in (name, name.replace("_", "-")):  # online_dpo is online-dpo
+        if spelling in {**_METHODS, **known}:
+            return {**_METHODS, **known}[spelling]
     raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, known, 'There are: ' + ', '.join(known))}")
 
 
@@ -138,7 +139,7 @@ def config_of(trainer: type) -> type[StrictConfig] | None:
     return next((known[c] for c in trainer.__mro__ if c in known), None)
 
 
-def of(config: Any) -> MethodInfo:
+def of(config: StrictConfig | type[StrictConfig]) -> MethodInfo:
     """The method whose config this is (or the nearest parent's).
 
     Args:

@@ -18,6 +18,7 @@ from ..core import ConfigError
 from ..data.formats import prompt_text
 from ..rewards.base import RolloutScorer
 from ..rewards.classifier import ClassifierReward
+from .online import OnlineConfig
 from .registry import of
 from ..types import Rollout, pad_rows
 from ..untrusted import Unreadable, json_value
@@ -199,7 +200,7 @@ _QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 
-def replay(config: Any) -> dict[str, Any]:
+def replay(config: OnlineConfig) -> dict[str, Any]:
     """Do the recorded steps again, with this job's model, data, rewards, device and processes.
 
     Args:
@@ -211,7 +212,7 @@ def replay(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: something differs; a sentence with both values.
     """
-    told, method = read_replay(config.replay), of(config)
+    told, method = read_replay(str(config.replay)), of(config)
     if told["method"] != method.name:
         raise refuse(f"the notebook trained with {told['method']}, and this job with {method.name}.")
     mine, kind = config.model_dump(), type(config)

@@ -9,31 +9,37 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from ..config import StrictConfig, TrainConfig
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
 from ..run.log import RunDir
+from .online import OnlineConfig
 from .registry import MethodInfo, of
 from .replay import replay
+from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
-__all__ = ['make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
+__all__ = ['JobConfig', 'make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
 
 # %% ../../nbs/train/stage.ipynb #d1077854
-def make_trainer(config: Any) -> Any:
+JobConfig: TypeAlias = TrainConfig | RLAIFConfig  # of any method of the registry
+
+
+def make_trainer(config: JobConfig) -> Any:
     """The trainer of a config; where a world says what answers are really worth, it watches that, too.
 
     Args:
         config: of any method of the registry.
     """
     method = of(config)
-    gold = gold_of(config.data.path) if method.online else None
-    if gold is None or config.reward == "gold":
+    gold = gold_of(config.data.path) if isinstance(config, OnlineConfig) and config.reward != "gold" else None
+    if gold is None:
         return method.trainer(config)
     return method.trainer(config, logged={"gold": gold})
 
@@ -70,7 +76,7 @@ _FREE = {  # may change between two sessions of a run
 }  # fmt: skip
 
 
-def lasting(config: Any) -> dict[str, Any]:
+def lasting(config: StrictConfig | None) -> dict[str, Any]:
     """The settings of a stage that decide what comes out of it."""
     return {k: v for k, v in config.to_dict().items() if k not in _FREE} if config is not None else {}
 
@@ -86,7 +92,9 @@ class StageResult(NamedTuple):
     stopped: str | None = None  # why it ended early; None: it didn't
 
 
-def run_stage(config: Any, resume: bool = False, overwrite: bool = False, remember: Any = None) -> StageResult:
+def run_stage(
+    config: JobConfig, resume: bool = False, overwrite: bool = False, remember: StrictConfig | None = None
+) -> StageResult:
     """Do what a config describes to the end, leave a model (or labels) in its folder, and mark the stage as finished.
 
     Args:
@@ -105,7 +113,7 @@ def run_stage(config: Any, resume: bool = False, overwrite: bool = False, rememb
         return _run_locked(config, method, folder, resume, overwrite, remember or config, begin)
 
 
-def _say_replayed(config: Any, found: dict[str, Any]) -> None:
+def _say_replayed(config: JobConfig, found: dict[str, Any]) -> None:
     """One line about a comparison that went well."""
     if config.console and int(os.environ.get("RANK", "0")) == 0:
         n, same = found["answers"], found["same_answers"]
@@ -119,13 +127,19 @@ def _say_replayed(config: Any, found: dict[str, Any]) -> None:
 
 
 def _run_locked(
-    config: Any, method: MethodInfo, folder: Path, resume: bool, overwrite: bool, remember: Any, begin: float
+    config: JobConfig,
+    method: MethodInfo,
+    folder: Path,
+    resume: bool,
+    overwrite: bool,
+    remember: StrictConfig,
+    begin: float,
 ) -> StageResult:
     """A stage whose folder nobody else has."""
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
-    asked = getattr(config, "replay", None) is not None
-    if method.online and asked and not (resume and checkpoints_in(RunDir(folder).checkpoints)):
+    begun = resume and checkpoints_in(RunDir(folder).checkpoints)
+    if isinstance(config, OnlineConfig) and config.replay is not None and not begun:
         _say_replayed(config, replay(config))
     trainer = make_trainer(config)
     if method.leaves == "pairs":

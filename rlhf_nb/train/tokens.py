@@ -14,7 +14,7 @@ from ..data.formats import DataWarning
 from ..data.rows import load_parts, parts_of, place_of, weights_of
 from ..data.shapes import DataNote
 from ..data.worlds import RowKind, Row
-from .method import TextMethod
+from .method import TextConfig, TextMethod
 
 # %% auto #0
 __all__ = ['token_key', 'tokens_of']
@@ -23,7 +23,7 @@ __all__ = ['token_key', 'tokens_of']
 _UNTOLD = {"path", "mix", "cache", "streaming", "shuffle_buffer"}  # of data: contents stand for paths
 
 
-def token_key(config: Any, kind: RowKind, tokenizer: Any, method: TextMethod) -> str | None:
+def token_key(config: TextConfig, kind: RowKind, tokenizer: Any, method: TextMethod) -> str | None:
     """The name under which a run's tokens are kept; None where nobody can say what they depend on.
 
     Args:
@@ -52,7 +52,7 @@ def token_key(config: Any, kind: RowKind, tokenizer: Any, method: TextMethod) ->
 
 
 def tokens_of(
-    config: Any, kind: RowKind, tokenizer: Any, method: TextMethod, loaded: list[tuple[list[Row], list[Row]]]
+    config: TextConfig, kind: RowKind, tokenizer: Any, method: TextMethod, loaded: list[tuple[list[Row], list[Row]]]
 ) -> list[Any]:
     """A run's tokenized rows, source by source, and at last those held out: from the cache, or made and kept there.
 
@@ -73,7 +73,7 @@ def tokens_of(
         return made, [str(w.message) for w in caught if issubclass(w.category, DataWarning | DataNote)]
 
     key = token_key(config, kind, tokenizer, method)
-    folder = default_folder() if config.data.cache is True else Path(config.data.cache).expanduser()
+    folder = Path(config.data.cache).expanduser() if isinstance(config.data.cache, str) else default_folder()
     if key is None:
         made, said = make()
         how = "not kept: files, tokenizer or code can't be told by their contents"

@@ -105,16 +105,16 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
     }
 
 
-def _model_type(model: Any, config: Any) -> str:
+def _model_type(model: Any, named: ModelConfig) -> str:
     """The architecture of a model, or of the one that a config names."""
-    name = config.model.name_or_path
+    name = named.name_or_path
     if model is None and (world := FIRST_WORLD if name is None else model_world(name)) is not None:
         assert world.model is not None
         model = world.model()
     if model is None:
         from transformers import AutoConfig
 
-        model = pretrained(AutoConfig, name, trust_remote_code=config.model.trust_remote_code)
+        model = pretrained(AutoConfig, str(name), trust_remote_code=named.trust_remote_code)
     return str(getattr(getattr(model, "config", model), "model_type", ""))
 
 # %% ../../nbs/train/words.ipynb #20d35574
@@ -215,7 +215,7 @@ def our_arguments(
     if isinstance(model, str | Path):
         config, model = config.replace(model={"name_or_path": str(model)}), None
     if peft_config is not None:
-        settings = lora_settings(peft_config, _model_type(model, config))
+        settings = lora_settings(peft_config, _model_type(model, config.model))
         if model is None:
             config = config.replace(model={"lora": settings})
         else:

@@ -9,25 +9,32 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core import RunError, printable
 from ..run.callbacks import Callback, RunView
 from .charts import Axes, Panel, line_chart
-from .health import health_of
 from .html import escape
 from .kernel import Pump, front_end, in_notebook
-from .panels import LAYOUT, control_text, group_panels, lights_html, still
-from .reader import RunReader, open_runs, spell_seconds
+from .panels import LAYOUT, control_text, group_panels, still, words_html
+from .reader import RunReader, open_runs
 
 # %% auto #0
-__all__ = ['Dashboard']
+__all__ = ['SHARE', 'EVERY', 'Dashboard']
 
 # %% ../../nbs/widgets/dashboard.ipynb #7cb06806
 _SLIDERS = ("kl_coef", "kl_target", "lr", "temperature")
 _LOGARITHMIC = ("kl_coef", "lr")
+_BUTTONS = (
+    ("pause", "Pause", "stand still at the end of this step"),
+    ("resume", "Resume", "go on"),
+    ("save", "Save now", "write a checkpoint"),
+    ("evaluate", "Evaluate", "measure on held-out prompts"),
+    ("stop", "Stop", "end after this step, with a checkpoint"),
+    ("fork", "Fork here", "a checkpoint, and the command that begins another future from it"),
+)
 
 
 class _Knobs:
@@ -39,11 +46,7 @@ class _Knobs:
         self.board = board
         self.shown: dict[str, float] = {}  # values that sliders were given by us, not by a person
         self.buttons = []
-        for request, text, hint in (
-            ("pause", "Pause", "stand still at the end of this step"), ("resume", "Resume", "go on"), ("save", "Save now", "write a checkpoint"),
-            ("evaluate", "Evaluate", "measure on held-out prompts"), ("stop", "Stop", "end after this step, with a checkpoint"),
-            ("fork", "Fork here", "a checkpoint, and the command that begins another future from it"),
-        ):  # fmt: skip
+        for request, text, hint in _BUTTONS:
             style = "warning" if request == "stop" else ""
             button = w.Button(description=text, tooltip=hint, button_style=style, layout=w.Layout(width="auto"))
             button.on_click(lambda _, request=request: board.ask(request))
@@ -107,28 +110,147 @@ class _Knobs:
                 slider.value = value
                 self.shown[key] = slider.value
 
-# %% ../../nbs/widgets/dashboard.ipynb #adffa2bb
+# %% ../../nbs/widgets/dashboard.ipynb #db000002
+class _Requests:
+    """What a person asked of a run, and what became of it.
+
+    Args:
+        target: the run that is asked, at the moment of asking.
+    """
+
+    def __init__(self, target: Callable[[], RunReader]) -> None:
+        self.target = target
+        self.waiting: deque[tuple[str, str | None, float | None]] = deque()  # filled by clicks, in any thread
+        self.answer = ""  # what became of the last one
+        self.reply: dict[str, Any] = {}  # the run's newest control event
+        self._checkpoint: int | None = None  # the newest one when a fork was asked for; None: none was
+
+    def send(self) -> None:
+        """Write what was asked into the run's control file."""
+        while self.waiting:
+            request, key, value = self.waiting.popleft()
+            run = self.target()
+            if request == "fork":
+                if run.status.over:
+                    self.answer = self._fork_line(run.status.step)
+                    continue
+                self._checkpoint, request = self._newest_checkpoint(), "save"
+            what = request if value is None else f"{key} = {value:.4g}"
+            if run.status.over:
+                self.answer = f"{what}: the run is over, so it can't be asked any more"
+                continue
+            try:
+                run.run_dir.request(request, key, value)
+                self.answer = f"{what}: asked, waiting for the end of the step"
+            except RunError as error:
+                self.answer = f"{what}: {error}"
+
+    def hear(self) -> None:
+        """Take in what the run has logged since: its replies, and the checkpoint that a fork waits for."""
+        control = next((e for e in reversed(self.target().events) if e.get("type") == "control"), self.reply)
+        if control is not self.reply:
+            self.reply, self.answer = control, f"step {control.get('step', 0):,}: {control_text(control)}"
+        if self._checkpoint is not None and (newest := self._newest_checkpoint()) > self._checkpoint:
+            self.answer, self._checkpoint = self._fork_line(newest), None
+
+    def _newest_checkpoint(self) -> int:
+        """The step of the run's newest checkpoint; 0: none."""
+        return max((int(e.get("step", 0)) for e in self.target().events if e.get("type") == "save"), default=0)
+
+    def _fork_line(self, step: int) -> str:
+        """How to begin another future, for a terminal or another notebook: the run itself isn't touched."""
+        path = shlex.quote(str(self.target().path))
+        return f"another future from step {step}: rlhf-nb fork {path} --at {step} KEY=VALUE"
+
+# %% ../../nbs/widgets/dashboard.ipynb #db000003
+SHARE = 0.02  # of one core, for drawing
+EVERY = 0.25  # seconds between two drawings, at least
+
+
 class _Poke(Callback):
     """Lets clicks through between the steps of a run in this kernel (ipykernel 6)."""
 
-    def __init__(self, board: Dashboard) -> None:
-        self.board, self._last = board, 0.0
+    def __init__(self, pump: Pump) -> None:
+        self.pump, self._last = pump, 0.0
 
     def on_step(self, run: RunView, event: dict[str, Any]) -> None:
         """Let waiting clicks through, ten times a second at most."""
         if time.monotonic() - self._last > 0.1:
             self._last = time.monotonic()
-            self.board.pump.poll()
+            self.pump.poll()
 
     def on_wait(self, run: RunView) -> None:
         """Let waiting clicks through while the run is paused: one of them is to resume."""
-        self.board.pump.poll()
+        self.pump.poll()
 
 
+class _Page:
+    """The widgets of a dashboard on a page, and the thread that draws into them until `close`."""
+
+    def __init__(self, board: Dashboard) -> None:
+        self.board, self.knobs, self.pump, self.halt = board, _Knobs(board), Pump(), threading.Event()
+        self.places = [f"rlhf-nb-{id(self):x}-{time.monotonic_ns():x}-{i}" for i in (0, 1)]
+        self.thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
+
+    def open(self) -> None:
+        """Show the widgets, and begin to draw."""
+        from IPython.display import display
+
+        path = str(self.board.target.path)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.knobs.box.model_id}
+        names = ", ".join(r.label for r in self.board.readers)
+        text = f"Dashboard of {names} (live; run Dashboard({path!r}) to see it again)"
+        data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
+        display(data, raw=True, display_id=self.places[0])
+        display({"text/html": self._way_back(), "text/plain": ""}, raw=True, display_id=self.places[1])
+        self.pump.start(self.knobs.interactive())
+        self.thread.start()
+
+    def _way_back(self) -> str:
+        """How to get the buttons back when the page was reloaded and they are gone, as HTML: this kernel is busy, any
+        other one will do."""
+        path = str(self.board.target.path.resolve())
+        line, command = f"from rlhf_nb import Dashboard; Dashboard({path!r})", f"rlhf-nb watch {shlex.quote(path)}"
+        return (
+            '<div style="font-size:85%;opacity:.7">The page was reloaded and the buttons are gone? In a second '
+            f"notebook, since this one is busy: <code>{escape(line)}</code>, or in a terminal: "
+            f"<code>{escape(command)}</code>. The run goes on.</div>"
+        )
+
+    def _keep_drawing(self) -> None:
+        """Draw until `close`, with a pause that keeps to the share of a core."""
+        pause = 0.0
+        while not self.halt.wait(pause):
+            begin = time.thread_time()
+            try:
+                self.board.draw()
+            except Exception as error:  # a view must never end a run, nor itself
+                self.board.failure = f"{type(error).__name__}: {error}"
+            pause = min(max(EVERY, (time.thread_time() - begin) / SHARE), 5.0)
+
+    def close(self) -> None:
+        """Stop drawing; a picture and a table take the widgets' place."""
+        self.halt.set()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(10.0)
+        self.board.requests.send()
+        self.pump.stop()
+        try:
+            self.board.show_still(self.places)
+        except Exception as error:  # it must not hide why the cell ended
+            self.board.failure = f"{type(error).__name__}: {error}"
+            where = f"({self.board.failure}); the run is in {self.board.target.path}"
+            print(printable(f"the picture of the run could not be drawn {where}"))
+        for widget in (self.knobs.box, *self.knobs.box.children, *self.knobs.interactive()):
+            widget.close()
+
+# %% ../../nbs/widgets/dashboard.ipynb #adffa2bb
 class Dashboard:
-    """Watch and steer a run: `with Dashboard(trainer).live(): trainer.fit()`; or `Dashboard("runs/ppo")` for any run directory.
+    """Watch and steer a run: `with Dashboard(trainer).live(): trainer.fit()`; or `Dashboard("runs/ppo")` for any run
+    directory.
 
-    As the last value of a cell it shows a run that goes on elsewhere, live, in the background; of a run that is over, a picture and a table.
+    As the last value of a cell it shows a run that goes on elsewhere, live, in the background; of a run that is over, a
+    picture and a table.
 
     Args:
         runs: a trainer, a path, or several of these, or a dict that names them.
@@ -137,9 +259,6 @@ class Dashboard:
         points: most points kept of each metric.
         widgets: False: never use widgets; None: where a front end seems to be there.
     """
-
-    SHARE = 0.02  # of one core, for drawing
-    EVERY = 0.25  # seconds
 
     def __init__(
         self,
@@ -151,17 +270,14 @@ class Dashboard:
     ) -> None:
         self.readers = open_runs(runs, points)
         self.group, self.smoothing, self.widgets = group, smoothing, widgets
-        self.wishes: deque[tuple[str, str | None, float | None]] = deque()  # filled by clicks, in any thread
-        self.answer = ""  # what became of the last request
-        self._saves: int | None = None  # the newest checkpoint when a fork was asked for; None: none was
+        self.requests = _Requests(lambda: self.target)
+        self.page: _Page | None = None
         self.knobs: _Knobs | None = None
-        self.failure, self.spent = "", 0.0  # of the drawing thread: its last error, its CPU seconds
+        self.failure = ""  # the last error of the drawing thread
         self._trainers = [r for r in (runs if isinstance(runs, (list, tuple)) else [runs]) if hasattr(r, "observers")]
         self._axes: dict[Any, Axes] = {}
         self._drawn: tuple[Any, ...] = ()
-        self._drawn_control: Any = None
         self._followed: Any = None
-        self._ids: Sequence[Any] = (None, None)
 
     @property
     def target(self) -> RunReader:
@@ -169,177 +285,67 @@ class Dashboard:
         return next((r for r in reversed(self.readers) if not r.status.over), self.readers[-1])
 
     def ask(self, request: str, key: str | None = None, value: float | None = None) -> None:
-        """Remember a wish; it is written to the control file at the next refresh. May be called from any thread."""
-        self.wishes.append((request, key, value))
-
-    def send_wishes(self) -> None:
-        """Write what was asked into the run's control file."""
-        while self.wishes:
-            request, key, value = self.wishes.popleft()
-            if request == "fork":
-                self._saves = self._saved()
-                if self.target.status.over:
-                    self.answer, self._saves = self._fork_line(self.target.status.step), None
-                    continue
-                request = "save"
-            what = request if value is None else f"{key} = {value:.4g}"
-            if self.target.status.over:
-                self.answer = f"{what}: the run is over, so nobody would hear it"
-                continue
-            try:
-                self.target.run_dir.request(request, key, value)
-                self.answer = f"{what}: asked, waiting for the end of the step"
-            except RunError as error:
-                self.answer = f"{what}: {error}"
-
-    def _saved(self) -> int:
-        """The step of the target's newest checkpoint; 0: none."""
-        return max((int(e.get("step", 0)) for e in self.target.events if e.get("type") == "save"), default=0)
-
-    def _fork_line(self, step: int) -> str:
-        """How to begin another future, for a terminal or another notebook: the run itself isn't touched."""
-        path = shlex.quote(str(self.target.path))
-        return f"another future from step {step}: rlhf-nb fork {path} --at {step} KEY=VALUE"
+        """Remember a request; it is written to the control file at the next refresh. May be called from any thread."""
+        self.requests.waiting.append((request, key, value))
 
     def refresh(self, force: bool = False) -> tuple[str, str] | None:
         """Read what is new; HTML of the curves and of the words, or None when nothing changed."""
-        self.send_wishes()
+        self.requests.send()
         grew = [reader.poll() for reader in self.readers]
-        for reader, new in zip(self.readers, grew):
-            controls = [e for e in reader.events if e.get("type") == "control"] if new and reader is self.target else []
-            if controls and controls[-1] is not self._drawn_control:
-                self._drawn_control = controls[-1]
-                self.answer = f"step {controls[-1].get('step', 0):,}: {control_text(controls[-1])}"
-        if self._saves is not None and (saved := self._saved()) > self._saves:
-            self.answer, self._saves = self._fork_line(saved), None
-        state = (self.group, self.smoothing, self.answer, *(str(r.status) for r in self.readers))
+        if any(grew):
+            self.requests.hear()
+        state = (self.group, self.smoothing, self.requests.answer, *(str(r.status) for r in self.readers))
         if not (any(grew) or force or state != self._drawn):
             return None
         self._drawn = state
-        return self.curves(), self.words()
-
-    def curves(self) -> str:
-        """The SVG of the group that is shown, on axes that keep still."""
-        key = (self.group, tuple(r.generation for r in self.readers))
-        panels = group_panels(self.readers, self.group, self.smoothing)
-        axes = self._axes.setdefault(key, Axes())
-        return line_chart(*(panels or [Panel(self.group)]), axes=axes, label=f"curves: {self.group}")
-
-    def words(self) -> str:
-        """Status, lights and the answer to the last request, as HTML."""
-        parts = []
-        for reader in self.readers:
-            pace = reader.last("perf/step_s")
-            left = (reader.status.total or 0) - reader.status.step
-            runs = pace and left > 0 and reader.status.state == "running"
-            text = str(reader.status) + (f", {spell_seconds(left * (pace or 0))} left" if runs else "")
-            text += f" ({reader.note})" if reader.note else ""
-            parts.append(f"<div><b>{escape(reader.label)}</b>: {escape(text)}</div>")
-        parts.append(lights_html(health_of(self.target)))
-        parts.append(f'<div style="min-height:1.5em;opacity:.85">{escape(self.answer)}</div>')
-        return f'<div style="color:inherit">{"".join(parts)}</div>'
-
-    def open(self) -> None:
-        """Show the widgets, and begin to draw."""
-        from IPython.display import display
-
-        if self.knobs is not None:  # shown a second time
-            self.close()
-        self.knobs, self.pump, self._halt = _Knobs(self), Pump(), threading.Event()
-        self._ids = [f"rlhf-nb-{id(self):x}-{time.monotonic_ns():x}-{i}" for i in (0, 1)]
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.knobs.box.model_id}
-        text = f"Dashboard of {', '.join(r.label for r in self.readers)} (live; run Dashboard({str(self.target.path)!r}) to see it again)"
-        data = {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
-        display(data, raw=True, display_id=self._ids[0])
-        back = self.way_back()
-        display({"text/html": back, "text/plain": ""}, raw=True, display_id=self._ids[1])
-        self.pump.start(self.knobs.interactive())
-        self._thread = threading.Thread(target=self._keep_drawing, name="rlhf_nb dashboard", daemon=True)
-        self._thread.start()
-
-    def way_back(self) -> str:
-        """How to get the buttons back when the page was reloaded and they are gone, as HTML: this kernel is busy, any other one will do."""
-        path = str(self.target.path.resolve())
-        line = f"from rlhf_nb import Dashboard; Dashboard({path!r})"
-        return (
-            '<div style="font-size:85%;opacity:.7">The page was reloaded and the buttons are gone? In a second notebook, since this one is busy: '
-            f"<code>{escape(line)}</code>, or in a terminal: <code>rlhf-nb watch {escape(shlex.quote(path))}</code>. The run goes on.</div>"
-        )
-
-    def _keep_drawing(self) -> None:
-        """Draw until `close`, with a pause that keeps to the share of a core."""
-        pause = 0.0
-        while not self._halt.wait(pause):
-            begin = time.thread_time()
-            try:
-                self.draw()
-            except Exception as error:  # a view must never end a run, nor itself
-                self.failure = f"{type(error).__name__}: {error}"
-            cost = time.thread_time() - begin
-            self.spent += cost
-            pause = min(max(self.EVERY, cost / self.SHARE), 5.0)
+        axes = self._axes.setdefault((self.group, tuple(r.generation for r in self.readers)), Axes())
+        panels = group_panels(self.readers, self.group, self.smoothing) or [Panel(self.group)]
+        curves = line_chart(*panels, axes=axes, label=f"curves: {self.group}")
+        return curves, words_html(self.readers, self.target, self.requests.answer)
 
     def draw(self, force: bool = False) -> None:
         """Put what is new into the widgets; a slider whose request was refused jumps back."""
-        found, knobs = self.refresh(force), self.knobs
-        if found is None or knobs is None:
+        views, knobs, reply = self.refresh(force), self.knobs, self.requests.reply
+        if views is None or knobs is None:
             return
-        knobs.curves.value, knobs.words.value = found
-        last = self._drawn_control or {}
-        refused = str(last.get("key")) if last and not last.get("ok", True) and last is not self._followed else ""
-        self._followed = last
-        knobs.follow(self.target.controls, refused)
+        knobs.curves.value, knobs.words.value = views
+        refused = not reply.get("ok", True) and reply is not self._followed
+        self._followed = reply
+        knobs.follow(self.target.controls, str(reply.get("key")) if refused else "")
+
+    def open(self) -> None:
+        """Show the widgets, and begin to draw."""
+        self.close()  # it may have been shown before
+        self.page = _Page(self)
+        self.knobs = self.page.knobs
+        self.page.open()
 
     def close(self) -> None:
         """Stop drawing; a picture and a table take the widgets' place."""
-        self._halt.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)
-        self.send_wishes()
-        self.pump.stop()
-        try:
-            self.show_still(update=True)
-        except Exception as error:  # it must not hide why the cell ended
-            self.failure = f"{type(error).__name__}: {error}"
-            print(
-                printable(
-                    f"the picture of the run could not be drawn ({self.failure}); the run is in {self.target.path}"
-                )
-            )
-        if self.knobs is not None:
-            for widget in (self.knobs.box, *self.knobs.box.children, *self.knobs.interactive()):
-                widget.close()
-            self.knobs = None
+        if self.page is not None:
+            self.page.close()
+            self.page = self.knobs = None
 
-    def show_still(self, update: bool = False) -> None:
-        """Display what stays; in the widgets' place when `update`."""
+    def show_still(self, places: Sequence[str | None] = (None, None)) -> None:
+        """Display a picture and a table, in the place of other outputs where `places` names them."""
         from IPython.display import display
 
         png, table = still(self.readers, self.group, self.smoothing)
-        with suppress(OSError):  # a run that is only looked at may lie where nobody can write
+        with suppress(OSError):  # a run that is only looked at may lie where one can't write
             self.target.run_dir.figures.mkdir(exist_ok=True)
             (self.target.run_dir.figures / "dashboard.png").write_bytes(png)
         text = printable("; ".join(f"{r.label}: {r.status}" for r in self.readers))
         picture = {"image/png": base64.b64encode(png).decode(), "text/plain": text}
-        places = self._ids if update else (None, None)
         for data, place in zip((picture, {"text/html": table, "text/plain": text}), places):
             display(data, raw=True, **({"display_id": place, "update": True} if place else {}))
-
-    def _with_widgets(self) -> bool:
-        """Whether to show widgets."""
-        return front_end() if self.widgets is None else self.widgets
 
     @contextmanager
     def live(self) -> Iterator[Dashboard]:
         """Inside, the widgets follow the run; at the end, whatever its reason, a picture and a table stay."""
-        if not self._with_widgets():
-            try:
-                yield self
-            finally:
-                self._leave_still()
-            return
-        self.open()
-        pokes = [(t, _Poke(self)) for t in self._trainers]
+        pokes: list[tuple[Any, _Poke]] = []
+        if self._with_widgets():
+            self.open()
+            pokes = [(trainer, _Poke(self.page.pump)) for trainer in self._trainers if self.page is not None]
         for trainer, poke in pokes:
             trainer.observers.active.append(poke)
         try:
@@ -348,10 +354,11 @@ class Dashboard:
             for trainer, poke in pokes:
                 with suppress(ValueError):  # it was switched off
                     trainer.observers.active.remove(poke)
-            self.close()
+            self._leave()
 
     def watch(self, timeout: float | None = None) -> None:
-        """Follow a run that goes on elsewhere until it is over; Ctrl-C (or the kernel's stop button) ends the watching, not the run.
+        """Follow a run that goes on elsewhere until it is over; Ctrl-C (or the kernel's stop button) ends the watching,
+        not the run.
 
         Args:
             timeout: seconds after which to leave in any case.
@@ -359,17 +366,27 @@ class Dashboard:
         begin = time.monotonic()
         with self.live(), suppress(KeyboardInterrupt):
             while timeout is None or time.monotonic() - begin < timeout:
-                if self.knobs is None:
+                if self.page is None:
                     self.refresh()
                 else:
-                    self.pump.poll()
-                if all(r.status.over for r in self.readers):
+                    self.page.pump.poll()
+                if self._over():
                     return
-                time.sleep(0.1 if self.knobs is not None else 0.25)
+                time.sleep(0.25 if self.page is None else 0.1)
 
-    def _leave_still(self) -> None:
+    def _with_widgets(self) -> bool:
+        """Whether to show widgets."""
+        return front_end() if self.widgets is None else self.widgets
+
+    def _over(self) -> bool:
+        """Whether no run goes on."""
+        return all(r.status.over for r in self.readers)
+
+    def _leave(self) -> None:
         """A picture and a table where a notebook is, a line elsewhere."""
-        if in_notebook():
+        if self.page is not None:
+            self.close()
+        elif in_notebook():
             self.show_still()
         else:
             self.refresh()
@@ -379,15 +396,15 @@ class Dashboard:
         """What a cell shows whose last value this is."""
         for reader in self.readers:
             reader.poll()
-        if self._with_widgets() and not all(r.status.over for r in self.readers):
+        if self._with_widgets() and not self._over():
             self.open()
-            threading.Thread(target=self._close_when_over, daemon=True).start()
+            threading.Thread(target=self._close_when_over, args=(self.page,), daemon=True).start()
         else:
             self.show_still()
 
-    def _close_when_over(self) -> None:
+    def _close_when_over(self, page: _Page) -> None:
         """Wait for the end, in the background."""
-        while not all(r.status.over for r in self.readers):
-            if self._halt.wait(0.5):
+        while not self._over():
+            if page.halt.wait(0.5):
                 return
         self.close()

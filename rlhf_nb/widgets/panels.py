@@ -14,10 +14,11 @@ from ..run.callbacks import short_number
 from .charts import Band, Curve, Mark, Panel, line_chart, smooth, to_png
 from .health import Light, fallen, gold_fit, health_of
 from .html import escape
-from .reader import RunReader, open_runs
+from .reader import RunReader, spell_seconds, open_runs
 
 # %% auto #0
-__all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'runs_html', 'still']
+__all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'standing', 'words_html',
+           'runs_html', 'still']
 
 # %% ../../nbs/widgets/panels.ipynb #9a56a37d
 @dataclass(frozen=True)
@@ -193,6 +194,22 @@ def lights_html(lights: Sequence[Light]) -> str:
         rows.append(f"<div>{mark} <b>{escape(light.name)}</b> {escape(light.text)}</div>")
     grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));column-gap:1.5em;line-height:1.45"
     return f'<div style="{grid}">{"".join(rows)}</div>'
+
+
+def standing(reader: RunReader) -> str:
+    """Where a run stands in words, with the time that is left and what is unusual about its log."""
+    status, pace = reader.status, reader.last("perf/step_s")
+    left = (status.total or 0) - status.step
+    going = pace and left > 0 and status.state == "running"
+    text = f"{status}, {spell_seconds(left * (pace or 0))} left" if going else str(status)
+    return f"{text} ({reader.note})" if reader.note else text
+
+
+def words_html(readers: Sequence[RunReader], target: RunReader, answer: str) -> str:
+    """Where the runs stand, the lights of one of them, and the answer to the last request, as HTML."""
+    parts = [f"<div><b>{escape(r.label)}</b>: {escape(standing(r))}</div>" for r in readers]
+    parts += [lights_html(health_of(target)), f'<div style="min-height:1.5em;opacity:.85">{escape(answer)}</div>']
+    return f'<div style="color:inherit">{"".join(parts)}</div>'
 
 
 def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:

@@ -24,9 +24,9 @@ from ..core import RunError, printable
 from .charts import line_chart, thin, to_png
 from .health import health_of
 from .html import escape
-from .panels import LAYOUT, control_text, group_panels, lights_html, runs_html
+from .panels import LAYOUT, control_text, group_panels, lights_html, runs_html, standing
 from ..untrusted import dump_yaml
-from .reader import RunReader, open_runs, spell_seconds
+from .reader import RunReader, open_runs
 
 # %% auto #0
 __all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition',
@@ -173,12 +173,7 @@ def screen(readers: Sequence[RunReader]) -> RenderableType:
     """What `watch` shows: where each run stands, its main metrics as numbers and sparklines, lights, the last events."""
     parts: list[RenderableType] = []
     for reader in readers:
-        status, pace = reader.status, reader.last("perf/step_s")
-        left = (status.total or 0) - status.step
-        eta = f", {spell_seconds(left * pace)} left" if pace and left > 0 and status.state == "running" else ""
-        parts.append(
-            _shown(f"{reader.label}: {status}{eta}" + (f" ({reader.note})" if reader.note else ""), style="bold")
-        )
+        parts.append(_shown(f"{reader.label}: {standing(reader)}", style="bold"))
         table = Table(box=None, pad_edge=False, show_header=False)
         for spec in LAYOUT["overview"]:
             for keys in spec.lines.values():

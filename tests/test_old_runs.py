@@ -1,0 +1,141 @@
+"""Run folders of an earlier version are read, reported, resumed, forked and sampled by today's code.
+
+`data/runs-0.2.0.dev0.tar.gz` was written by commit 9a0cc37, on 6,000-parameter models: six methods, each put back to step 2 of 4 with the whole
+log beside it (`METHOD.metrics.jsonl`), a fork, a sweep and a gated pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import call
+
+HERE = Path(__file__).resolve().parent
+METHODS = ("sft", "dpo", "reward", "ppo", "grpo", "kto")  # the reward model is needed by PPO
+EXACT = {
+    "sft": "loss",
+    "dpo": "loss",
+    "reward": "loss",
+    "kto": "loss",
+}  # no answers are drawn: only rounding may differ
+
+
+def steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The steps of a log."""
+    events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {e["step"]: e for e in events if e["type"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder, before = tmp_path_factory.mktemp("old"), Path.cwd()
+    with tarfile.open(HERE / "data" / "runs-0.2.0.dev0.tar.gz") as stored:
+        stored.extractall(folder, filter="data")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def resumed(old: Path) -> Path:
+    for method in METHODS:
+        assert max(steps(old / method / "metrics.jsonl")) == 2
+        call(method, "--config", method, "--resume")
+    return old
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_of_an_old_run_are_read(old: Path, method: str) -> None:
+    before = (old / method / "config.yaml").read_text(encoding="utf-8")
+    shown = call("config", "show", method, "--config", method)
+    assert f"output_dir: {method}" in shown and "save_every: 2" in shown
+    assert call("watch", method, "--once")
+    assert (old / method / "config.yaml").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_old_run_goes_on(resumed: Path, method: str) -> None:
+    was, now = steps(resumed / f"{method}.metrics.jsonl"), steps(resumed / method / "metrics.jsonl")
+    assert set(now) == {1, 2, 3, 4} and (resumed / method / "stage.json").exists()
+    assert set(was[4]) - set(now[4]) == set(), "a metric lost its name"
+    for step in (3, 4):
+        assert math.isfinite(now[step]["loss"])
+        if method in EXACT:
+            key = EXACT[method]
+            assert now[step][key] == pytest.approx(was[step][key], rel=2e-3)
+        else:
+            assert now[step]["val/ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_old_and_new_are_reported_and_sampled(resumed: Path) -> None:
+    for method in METHODS:
+        assert call("report", method, "--out", f"{method}.html").strip() == f"{method}.html"
+        assert len((resumed / f"{method}.html").read_bytes()) > 2000
+    assert "→" in call("sample", "sft/model", "Where do owls live?", "--max-new-tokens", "4")
+    assert "→" in call("sample", "start", "Where do owls live?", "--max-new-tokens", "4")
+
+
+def test_an_old_fork_finds_its_parent(resumed: Path) -> None:
+    shown = call("fork", "fork")
+    assert "ppo" in shown and "at step 2: kl_coef: 0.2 -> 0.3" in shown
+    call("fork", "sft", "--at", "1", "--to", "anew", "optimizer.lr=1e-3", "--prepare")
+
+
+def test_a_fork_by_an_absolute_path_finds_its_parents_relative_files(old: Path, tmp_path: Path) -> None:
+    assert "name_or_path: start" in (old / "dpo" / "config.yaml").read_text(encoding="utf-8")
+    os.chdir(tmp_path)
+    try:
+        call("fork", old / "dpo", "--at", "1", "--to", "f", "beta=0.3")
+        assert max(steps(tmp_path / "f" / "metrics.jsonl")) == 4
+        assert f"name_or_path: {old / 'start'}" in (tmp_path / "f" / "config.yaml").read_text(encoding="utf-8")
+    finally:
+        os.chdir(old)
+
+
+def test_an_old_sweep_is_the_same_sweep(old: Path) -> None:
+    was = json.loads((old / "sweep" / "sweep.json").read_text(encoding="utf-8"))
+    line = (
+        "model.name_or_path=start",
+        "save_every=2",
+        "keep_checkpoints=2",
+        "precision=fp32",
+        "mini_batch_size=8",
+        "console=false",
+    )
+    call(
+        "sweep",
+        "sft",
+        "--toy",
+        *line,
+        "steps=2",
+        "epochs=null",
+        "data.eval_size=8",
+        "optimizer.lr=1e-5,1e-3",
+        "--seeds",
+        "2",
+        "--to",
+        "sweep",
+    )
+    now = json.loads((old / "sweep" / "sweep.json").read_text(encoding="utf-8"))
+    assert (now["best"], now["metric"], now["version"]) == (was["best"], was["metric"], was["version"])
+    for before, after in zip(was["table"], now["table"], strict=True):
+        assert after["candidate"] == before["candidate"]
+        assert after["values"] == pytest.approx(before["values"], rel=2e-3)
+
+
+def test_an_old_pipeline_is_finished_and_its_gates_are_read(old: Path) -> None:
+    was = json.loads((old / "pipeline" / "results.json").read_text(encoding="utf-8"))
+    shown = call("run", "--config", "pipeline", "--resume", "console=true")
+    assert shown.count("finished before, skipped") == 3 and "What the gates say" in shown
+    now = json.loads((old / "pipeline" / "results.json").read_text(encoding="utf-8"))
+    assert now["stages"] == was["stages"] and now["gates"] == was["gates"]
+    assert now["policies"].keys() == was["policies"].keys()
+    for name, policy in was["policies"].items():
+        assert now["policies"][name].keys() >= policy.keys()
