@@ -24,6 +24,8 @@ $(STAMP): setup.py settings.ini constraints.txt requirements.lock
 ifeq ($(LOCKED),1)
 	grep -E "^(pip|setuptools|wheel)==" requirements.lock > $(VENV)/builders.lock
 	$(PIP) $(HASHED) $(VENV)/builders.lock
+	sed -n "s/^torch==\([0-9.]*\)/torch==\1+cpu/p" requirements.lock > $(VENV)/torch.lock
+	$(PIP) $(HASHED) $(VENV)/torch.lock 2> /dev/null || echo "pip is pointed at no CPU build of torch: its usual build is taken"
 	$(PIP) $(HASHED) requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	$(PIP) check > /dev/null || $(PIP) install -c constraints.txt torch # a build of torch for GPUs pins its own packages

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 HEAD = """# Written by .ci/lock.py: the versions that this repository is tested with, for Python 3.11 (from 3.11.5) on Linux x86-64, each file with its hash.
 # Without make: pip install --no-deps --require-hashes -r requirements.lock && pip install --no-deps --no-build-isolation -e .
+# torch has two hashes, of its CPU build and of its usual one. pip takes the usual one, unless torch==VERSION+cpu is installed before.
 """
 
 

@@ -105,7 +105,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("_pack_trees", "answers go on counting positions", "position.view(-1)[at] -= before[:, None].expand_as(real)[real]", "pass", "nb, test_logprobs"),
     ("scoring.head:_SCALES", "Granite multiplies", "1 / x", "x", "nb, test_logprobs"),
     ("why_no_trees", "a window that is too short", "and longest > window", "and longest > 10 * window", "nb, test_logprobs"),
-    ("_mean_states", "the prompt does not count", "(p.branch == 0).sum(1)[p.tree] + sent", "sent", "nb, test_logprobs"),
+    ("_pooled", "the prompt does not count", "(counts + (p.branch == 0).sum(1)[p.tree][:, None])", "counts", "nb, test_logprobs"),
     # models
     ("MovingReference.follow", "the policy's share is the old reference's", "self.mixup)", "1 - self.mixup)", "test_notice::test_moving_reference_moves"),
     # rollout
@@ -173,7 +173,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("PPO.loss", "entropy_coef is ignored", "cfg.entropy_coef)\n", "1.0)\n", "test_notice::test_ppo_adds_its_three_losses_by_their_weights"),
     ("PPO.finish_step", "the KL controller never looks", 'self.kl.update(self._collected["objective/kl"], self.config.rollout_batch_size)', "pass", "test_notice::test_ppo_tells_its_controller_what_it_measured"),
     ("PPO.advantages", "values and returns swapped", "advantages, returns = gae", "returns, advantages = gae", "test_notice::test_ppo_returns_are_advantages_plus_values"),
-    ("OfflineMethod.finish_step", "the reference never moves", "self.reference.follow(self.model, step)", "pass", "test_notice::test_moving_reference_moves"),
+    ("TextMethod.finish_step", "the reference never moves", "self.reference.follow(self.model, step)", "pass", "test_notice::test_moving_reference_moves"),
     ("OfflineMethod.collect", "sides of the reference swapped", "setattr(batch, first, sums[0::2])", "setattr(batch, first, sums[1::2])", "test_dpo_like_trl"),
     ("DPO.pair_logps", "the reference is the policy", "sums[0::2], sums[1::2], *ref,", "sums[0::2], sums[1::2], sums[0::2], sums[1::2],", "test_dpo_like_trl"),
     ("DPO.denominators", "the anchor is averaged over pairs", '"nll": mini.chosen_mask.sum()', '"nll": torch.tensor(len(mini))', "test_notice::test_the_anchor_of_dpo_is_averaged_over_tokens"),

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import patience
 import pytest
 import torch
 from command import call
@@ -259,16 +261,22 @@ def test_chat_at_a_terminal_obeys_ctrl_c_and_ctrl_d(pip: Path, tmp_path: Path) -
     os.close(child)
     seen = ""
 
-    def until(word: str) -> None:
+    def until(word: str, key: bytes = b"") -> None:
+        """Read until a word is there; a key is pressed again each second: one that falls between prompt and reading waits for the next."""
         nonlocal seen
-        deadline = time.monotonic() + 90
-        while word not in seen and time.monotonic() < deadline:
-            if select.select([parent], [], [], 0.2)[0]:
-                try:
+        pressed = 0.0
+
+        def there() -> bool:
+            nonlocal seen, pressed
+            if key and time.monotonic() - pressed > 1:
+                pressed = time.monotonic()
+                os.write(parent, key)
+            with suppress(OSError):
+                if select.select([parent], [], [], 0.2)[0]:
                     seen += os.read(parent, 4096).decode()
-                except OSError:
-                    break
-        assert word in seen, seen
+            return word in seen
+
+        assert patience.until(there, process), seen
         seen = seen.split(word, 1)[1]
 
     try:
@@ -278,12 +286,10 @@ def test_chat_at_a_terminal_obeys_ctrl_c_and_ctrl_d(pip: Path, tmp_path: Path) -
         os.write(parent, b"\x03")
         until("this turn is forgotten")
         until("> ")
-        time.sleep(1.0)  # a signal between the prompt and the reading is seen by Python at the next key only
-        os.write(parent, b"\x03")
-        until("Ctrl-D or /quit ends")
+        until("Ctrl-D or /quit ends", key=b"\x03")
         until("> ")
         os.write(parent, b"\x04")
-        assert process.wait(30) == 0
+        assert patience.wait([process], cpu=120) == [0]
     finally:
         process.kill()
         process.wait()

@@ -75,7 +75,7 @@ def test_a_fit_that_is_stopped_goes_on_behind_the_last_piece_and_tells_how_far_i
             raise KeyboardInterrupt
         return read(*args, **kwargs)
 
-    class Talks(fit_head.Pace):
+    class Talks(fit_head.FitPace):
         def __init__(self, tell: Any) -> None:
             super().__init__(tell, every=0.0)
 

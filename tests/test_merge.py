@@ -45,7 +45,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROBE = """
 import json, sys
 from rlhf_nb.models.merge import merge_models
-from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, Part, Recipe
+from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, MergePart, Recipe
 folder = sys.argv[1]
 
 def memory(what):
@@ -53,7 +53,7 @@ def memory(what):
 
 def merge(method, source, shard):
     more = {"base": f"{source}/a"} if method in NEEDS_BASE else {}
-    parts = [Part(model=f"{source}/{n}", density=0.5) for n in (("a", "b") if method == "slerp" else ("b", "c"))]
+    parts = [MergePart(model=f"{source}/{n}", density=0.5) for n in (("a", "b") if method == "slerp" else ("b", "c"))]
     merge_models(Recipe(method=method, models=parts, **more), f"{folder}/out-{method}", shard_bytes=shard)
 
 found = {}

@@ -22,8 +22,8 @@ MEMORY = 4 << 30  # bytes of address space of the child
 LONGEST = 1 << 24  # characters of what a template makes of one dialogue
 
 # %% auto #0
-__all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'Refused', 'render_chats', 'check_rules', 'check_expression',
-           'check_tokenizer']
+__all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'check_tokenizer_rules',
+           'check_expression', 'try_tokenizer']
 
 # %% ../../nbs/data/foreign.ipynb #1f8b030d
 def _child(memory: int, longest: int) -> None:
@@ -109,7 +109,7 @@ def _child(memory: int, longest: int) -> None:
         sys.stdout.flush()
 
 # %% ../../nbs/data/foreign.ipynb #9aa419be
-class Refused(DataError):
+class RefusedProgram(DataError):
     """A foreign program failed, or passed its limits; the text says how."""
 
 
@@ -150,10 +150,10 @@ class _Helper:
                 reply = b""
             if not reply.endswith(b"\n"):
                 child.wait()
-                raise Refused(f"it takes more than {seconds:g} s of CPU, or more memory than {MEMORY >> 30} GB")
+                raise RefusedProgram(f"it takes more than {seconds:g} s of CPU, or more memory than {MEMORY >> 30} GB")
         answer = json_value(reply, 1 << 30, whole=False)
         if "error" in answer:
-            raise Refused(answer["error"])
+            raise RefusedProgram(answer["error"])
         return answer["value"]
 
 
@@ -185,8 +185,8 @@ def render_chats(
         some = [[_reasoned(m) for m in d] for d in dialogues[i : i + _FEW]]
         try:
             texts += _helper.ask("render", template=source, dialogues=some, given=given)
-        except Refused as e:
-            raise Refused(f"The chat template refuses a dialogue ({e})") from e
+        except RefusedProgram as e:
+            raise RefusedProgram(f"The chat template refuses a dialogue ({e})") from e
     return texts
 
 
@@ -236,7 +236,7 @@ def _values(part: Any, key: str) -> list[Any]:
     return own + [v for x in inner for v in _values(x, key)]
 
 
-def check_rules(rules: dict[str, Any]) -> None:
+def check_tokenizer_rules(rules: dict[str, Any]) -> None:
     """Refuse a tokenizer's rules that take too long, or too much memory.
 
     Args:
@@ -250,7 +250,7 @@ def check_rules(rules: dict[str, Any]) -> None:
     if len(kinds) <= 12 and all(k in _HARMLESS for k in kinds):
         return
     if len(kinds) > 64:
-        raise Refused(f"it has {len(kinds)} rules, and no tokenizer needs more than 64")
+        raise RefusedProgram(f"it has {len(kinds)} rules, and no tokenizer needs more than 64")
     expressions = [str(x) for x in _values(parts, "Regex")]
     letters, texts = _trials([*expressions, *map(str, _values(parts, "String"))], expressions)
     _helper.ask("probe", parts=parts, letters=letters, texts=texts)
@@ -264,7 +264,7 @@ def _trials(words: list[str], expressions: list[str]) -> tuple[list[str], list[s
     """
     for text in expressions:
         if len(text) > 10_000 or _repeats_a_choice(text):
-            raise Refused(f"the expression {text[:60]!r} repeats what repeats itself, which may take for ever")
+            raise RefusedProgram(f"the expression {text[:60]!r} repeats what repeats itself, which may take for ever")
     letters = list(dict.fromkeys(_KINDS + "".join(words)))[:400]
     every = "\0" + "".join(letters)  # an expression that needs a letter is given up where the text hasn't any
     return letters, [c * n + end for c in letters for n in (30, 600) for end in ("\0", every)]
@@ -279,7 +279,7 @@ def check_expression(pattern: str) -> None:
     _helper.ask("search", pattern=pattern, texts=_trials([pattern], [pattern])[1])
 
 
-def check_tokenizer(file: Path) -> None:
+def try_tokenizer(file: Path) -> None:
     """Refuse a `tokenizer.json` whose rules could keep this process busy for ever.
 
     Raises:
@@ -288,8 +288,8 @@ def check_tokenizer(file: Path) -> None:
     try:
         rules = json_value(file.read_bytes())
         if isinstance(rules, dict):
-            check_rules(rules)
-    except (OSError, Unreadable, Refused) as e:
+            check_tokenizer_rules(rules)
+    except (OSError, Unreadable, RefusedProgram) as e:
         raise ModelError(
             f"the tokenizer {str(file)!r} is refused: {e}. If you trust its makers, model.trust_remote_code=true takes "
             "it as it is."

@@ -10,7 +10,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, cast
 
 from ..core import DataError
-from .foreign import Refused, render_chats
+from .foreign import RefusedProgram, render_chats
 from .formats import ASSISTANT, HUMAN, Message, Text
 
 # %% auto #0
@@ -159,7 +159,7 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
         unique = {k: d for k, d in zip(keys, dialogues) if k[0] == key}
         try:
             found = render_chats(tok, list(unique.values()), ask, given or None)
-        except Refused as e:
+        except RefusedProgram as e:
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             raise DataError(
                 f"{e}; the turns are {min(roles, key=len)} or alike. "

@@ -37,7 +37,7 @@ class Tape:
         rows: how many.
         length: most tokens of a row.
         block: most tokens that are fed to a row at once, after its prompt.
-        max_bytes: see `fast.decode.Decoder`: weights up to here are laid out anew, as products of few rows like them.
+        max_bytes: see `fast.decode.FastDecoder`: weights up to here are laid out anew, as products of few rows need.
     """
 
     def __init__(self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28) -> None:

@@ -18,14 +18,14 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..core import ConfigError, ModelError, suggest
-from ..data.foreign import check_tokenizer
+from ..data.foreign import try_tokenizer
 from ..data.worlds import names
 from ..files import open_regular
 from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_folder', 'quiet', 'load_or_explain',
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'quiet', 'load_or_explain',
            'pretrained', 'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
@@ -89,7 +89,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
         return "gguf", str(path)
     if not path.is_dir():
         raise no_such_path(path, "model directory")
-    check_folder(path)
+    check_model_folder(path)
     files = {p.name for p in path.iterdir()}
     if "adapter_config.json" in files:
         if "adapter_model.safetensors" not in files:
@@ -118,7 +118,7 @@ _WEIGHTS = (".safetensors", ".gguf")
 _LONGEST = 1 << 28  # bytes of a text; the largest tokenizers have a tenth of that
 
 
-def check_folder(folder: Path) -> None:
+def check_model_folder(folder: Path) -> None:
     """Refuse a model's folder where something that would be read is no plain file in it.
 
     A link may lead to the `blobs` of the hub's own cache, and otherwise not out of the folder: what it leads to would
@@ -309,7 +309,7 @@ def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: 
     """
     name = resolve(name, options.get("revision"))
     if Path(name).expanduser().is_dir():
-        check_folder(Path(name).expanduser())
+        check_model_folder(Path(name).expanduser())
     if what == "tokenizer" and not trust_remote_code:
         _check_tokenizer(name, options.get("revision"))
     if Path(name).suffix == ".gguf" and Path(name).expanduser().is_file():
@@ -329,7 +329,7 @@ def _check_tokenizer(name: str, revision: str | None) -> None:
         cached = load_or_explain("tokenizer", name, lambda: cached_file(name, file.name, revision=revision, **quietly))
         file = Path(cached or "")
     if file.is_file():
-        check_tokenizer(file)
+        try_tokenizer(file)
 
 
 _QUIETLY = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
@@ -343,7 +343,7 @@ def base_of_adapter(where: str | Path) -> str:
     """
     file = Path(where) / "adapter_config.json"
     try:
-        check_folder(file.parent)
+        check_model_folder(file.parent)
         settings = json_value(file.read_bytes())
         name = settings.get("base_model_name_or_path")
     except (OSError, Unreadable, AttributeError) as e:

@@ -25,7 +25,7 @@ from ..config import LoraSettings, ModelConfig
 from ..data.worlds import FIRST_WORLD, model_world
 from ..core import DTYPES, ConfigError, ModelError, Precision, check_choice, decide_precision, evaluating
 from rlhf_nb.models.files import (
-    base_of_adapter, check_folder, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path,
+    base_of_adapter, check_model_folder, find_model, hub_adapter, load_or_explain, looks_local, named, no_such_path,
     pretrained, quiet,
 )  # fmt: skip
 from .places import resolve
@@ -144,7 +144,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
             if not local.is_dir() and not (local.is_file() and local.suffix == ".gguf"):
                 raise no_such_path(local, "tokenizer directory")
             if local.is_dir():
-                check_folder(local)
+                check_model_folder(local)
             if local.is_dir() and not any((local / f).exists() for f in _TOKENIZER_FILES):
                 base = base_of_adapter(str(local)) if (local / "adapter_config.json").exists() else None
                 if base:  # peft writes an adapter without the tokenizer, which is its base model's

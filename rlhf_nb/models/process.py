@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ModelError, evaluating
-from ..data.foreign import Refused, check_expression
+from ..data.foreign import RefusedProgram, check_expression
 from ..data.steps import LINES, StepRule
 from .heads import ScalarHead, ScalarModel
 from rlhf_nb.models.load import (
@@ -230,7 +230,7 @@ def load_process(
         if rule.pattern is not None and not trust_remote_code:
             try:
                 check_expression(rule.pattern)
-            except Refused as e:
+            except RefusedProgram as e:
                 raise ModelError(
                     f"{where!r}: steps end where {rule.pattern[:60]!r} matches, which is refused: {e}. "
                     "Give boundary.pattern yourself, or model.trust_remote_code=true."

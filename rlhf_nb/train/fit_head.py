@@ -27,9 +27,9 @@ from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'Pace',
-           'kept_states', 'Fit', 'thirds', 'side_by_side', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of',
-           'read_fit', 'keep_fit', 'pieces_of']
+__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'FitPace',
+           'kept_states', 'Fit', 'thirds', 'joined_states', 'fit_head', 'Fitted', 'fit_members', 'set_heads',
+           'told_of', 'read_fit', 'keep_fit', 'pieces_of']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -100,7 +100,7 @@ def difference_states(
 PIECE = 32  # pairs that are read, kept and told of together
 
 
-class Pace:
+class FitPace:
     """Tells how far something is that takes long: a line every ten seconds.
 
     Args:
@@ -132,7 +132,7 @@ class Pace:
 
 
 def kept_states(
-    pieces: Sequence[int], total: int, read: Callable[[int], Tensor], folder: Path | None, pace: Pace
+    pieces: Sequence[int], total: int, read: Callable[[int], Tensor], folder: Path | None, pace: FitPace
 ) -> Iterator[Tensor]:
     """States of pieces of the pairs, from the folder or read now.
 
@@ -182,7 +182,7 @@ def thirds(depths: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(range(a + 1, b + 1)) for a, b in zip(cuts, cuts[2:]) if b > a))
 
 
-def side_by_side(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Tensor:
+def joined_states(states: Tensor, layers: Sequence[int], pooled: int = 1) -> Tensor:
     """[n, layers · W] of [depths, n, W], as `LayerStates` and the pooling put them together.
 
     Args:
@@ -200,14 +200,14 @@ def fit_head(
     pooled: int = 1,
     folds: int = FOLDS,
     ridges: Sequence[float] = RIDGES,
-    pace: Pace | None = None,
+    pace: FitPace | None = None,
 ) -> Fit:
     """The linear head that predicts choices best, among layers and ridges.
 
     Args:
         states: [depths, n, W] of `difference_states`.
         several: choose among `thirds` of the layers; False: among single ones.
-        pooled: as in `side_by_side`.
+        pooled: as in `joined_states`.
         folds: of the pairs, to choose by.
         ridges: to choose from.
         pace: told after each candidate.
@@ -225,7 +225,7 @@ def fit_head(
     candidates = thirds(depths) if several else [(k,) for k in range(1, depths + 1)]
     best: tuple[float, tuple[int, ...], float, float] | None = None
     for done, layers in enumerate(candidates, 1):
-        x = _scaled(side_by_side(states, layers, pooled))[0]
+        x = _scaled(joined_states(states, layers, pooled))[0]
         for ridge, margins in zip(ridges, _by_others(_compact(x)[0], part, ridges), strict=True):
             miss = float((1 - margins).square().mean())
             if best is None or miss < best[0]:
@@ -235,7 +235,7 @@ def fit_head(
             pace("layers tried for the head", done, len(candidates), done)
     assert best is not None
     _, layers, ridge, right = best
-    x, scale = _scaled(side_by_side(states, layers, pooled))
+    x, scale = _scaled(joined_states(states, layers, pooled))
     return Fit((fit_logistic(x, ridge) / scale).float(), layers, ridge, right)
 
 
@@ -271,7 +271,7 @@ def fit_members(
     layers: int | None = None,
     several: bool = False,
     pooled: int = 1,
-    pace: Pace | None = None,
+    pace: FitPace | None = None,
 ) -> Fitted:
     """A fitted head for each member of an ensemble.
 
@@ -282,7 +282,7 @@ def fit_members(
         several, pooled, pace: as in `fit_head`.
     """
     first = fit_head(states, several, pooled, pace=pace)
-    x, weights = side_by_side(states, first.layers, pooled), [first.weight]
+    x, weights = joined_states(states, first.layers, pooled), [first.weight]
     for seed in seeds[1:]:
         g = torch.Generator().manual_seed(seed % 2**63)
         drawn = torch.randint(len(x), (len(x),), generator=g).to(states.device)

@@ -32,7 +32,7 @@ from ..models.layers import cut_body
 from rlhf_nb.train.fit_head import (
     PIECE,
     Fitted,
-    Pace,
+    FitPace,
     difference_states,
     fit_members,
     keep_fit,
@@ -213,7 +213,7 @@ class Reward(TextMethod):
         kept = engine.gather_object(read_fit(config.output_dir, of) if engine.is_main else None)[0]
         if kept is not None:
             return of, kept
-        pace = Pace(tell if engine.is_main and config.console else lambda line: None)
+        pace = FitPace(tell if engine.is_main and config.console else lambda line: None)
         depth = None if every else text_config(first.decoder).num_hidden_layers
         states = self._states(rows, every, pieces_of(config.output_dir, of), pace).to(engine.device)
         seeds = [derive_seed(config.seed, "fit", i) for i in range(len(self.members))]
@@ -222,7 +222,7 @@ class Reward(TextMethod):
         warnings.warn(told_of(fitted, first.decoder), DataNote, stacklevel=2)
         return of, fitted
 
-    def _states(self, rows: list[Row], every: bool, folder: Path, pace: Pace) -> Tensor:
+    def _states(self, rows: list[Row], every: bool, folder: Path, pace: FitPace) -> Tensor:
         """float16[depths, n, W], `difference_states` of pairs; ranks take turns, a piece each."""
         config, engine, first = self.config, self.engine, self.members[0]
         mine = range(-(-len(rows) // PIECE))[engine.rank :: engine.world_size]
