@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import TrainConfig
+from ..train.method import TextConfig
 from ..core import CheckpointError, RunError
 from ..data.worlds import model_world, world_of
 from ..files import copy_regular
@@ -73,7 +73,7 @@ def settings_of(folder: str | Path) -> tuple[MethodInfo, Any]:
 _FILES = ("path", "name_or_path", "tokenizer", "chat_template", "reward", "file", "model", "process", "classifier")
 
 
-def _begun_in(folder: Path, config: TrainConfig) -> Path | None:
+def _begun_in(folder: Path, config: TextConfig) -> Path | None:
     """The folder in which a run was started, as far as its relative `output_dir` and its place say; relative files count from there."""
     own, place = Path(config.output_dir).parts, folder.resolve().parts
     if not own or Path(config.output_dir).is_absolute() or place[-len(own) :] != own:
@@ -81,7 +81,7 @@ def _begun_in(folder: Path, config: TrainConfig) -> Path | None:
     return Path(*place[: -len(own)])
 
 
-def _with_files(config: TrainConfig, begun: Path | None) -> TrainConfig:
+def _with_files(config: TextConfig, begun: Path | None) -> TextConfig:
     """Settings whose relative files are named in full where they aren't found from here, but from where the run was started."""
 
     def whole(value: Any, key: str = "") -> Any:
@@ -221,7 +221,7 @@ def prepare_fork(parent: str | Path, at: int, changes: Sequence[str] = (), to: s
     return Prepared(folder, said, at - before, differs)
 
 
-def _replay(source: RunDir, aside: RunDir, config: TrainConfig, before: int, at: int) -> str:
+def _replay(source: RunDir, aside: RunDir, config: TextConfig, before: int, at: int) -> str:
     """Make the steps between a checkpoint and the fork again; returns what came out otherwise."""
     if source.control_path.exists():  # numbers that somebody set on the way are set again at their steps
         copy_regular(source.control_path, aside.control_path)

@@ -21,7 +21,7 @@ from zlib import crc32
 
 import torch
 
-from ..config import TrainConfig
+from ..train.method import TextConfig
 from ..core import ConfigError, RlhfError, RunError, did_you_mean
 from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
@@ -66,7 +66,7 @@ def reached(folder: str | Path, share: float) -> int | None:
     return noted if isinstance(noted, int) else None
 
 
-def run_share(config: TrainConfig, share: float = 1.0) -> None:
+def run_share(config: TextConfig, share: float = 1.0) -> None:
     """Go on with a run (or begin it) up to a share of its steps.
 
     Args:

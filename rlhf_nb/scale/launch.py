@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import field_validator, model_validator
 
-from ..config import StrictConfig, TrainConfig
+from ..config import StrictConfig
+from ..train.method import TextConfig
 from ..core import ConfigError, RlhfError, RunError, suggest
 from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
@@ -577,7 +578,7 @@ def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -
     return {"fn": _train, "args": (of(config), config), "kwargs": {}}
 
 
-def _train(method: MethodInfo, config: TrainConfig, resume: bool, overwrite: bool) -> dict[str, Any]:
+def _train(method: MethodInfo, config: TextConfig, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does."""
     add_method(method)
     done = run_stage(config, resume, overwrite)
