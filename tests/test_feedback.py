@@ -136,9 +136,9 @@ def test_a_run_says_which_file_it_read(tmp_path: Path) -> None:
         "device": "cpu",
     }
     run_stage(DPOConfig.preset("toy", data={"path": str(moved)}, model={"name_or_path": "toy"}, **settings))
-    (saw,) = models_that_saw(made.users[0], store, [tmp_path / "runs"])
+    (saw,) = models_that_saw({made.users[0]}, store, [tmp_path / "runs"])
     assert saw.folder.name == "dpo" and saw.through == "pairs.jsonl"
-    assert models_that_saw("nobody", store, [tmp_path / "runs"]) == []
+    assert models_that_saw({"nobody"}, store, [tmp_path / "runs"]) == []
 
 
 @pytest.mark.parametrize("names", [3, 20, 10**6])
@@ -173,3 +173,36 @@ def test_a_name_is_forgotten_under_every_key_and_address(tmp_path: Path) -> None
     assert len({x.user for x in store.all()}) == 4 and len(forget(store, "u-17").ids) == 2
     assert {x.name for x in store.all()} == {store.hashed("u-18")}
     assert len(forget(store, "key ann").ids) == 1
+
+
+def test_the_documented_call_forgets_in_logs_and_finds_copies_exports_and_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from command import call
+
+    from rlhf_nb.feedback.governance import export_rows
+    from rlhf_nb.feedback.traffic import Served, TrafficLog
+
+    documented = (Path(__file__).parents[1] / "docs/feedback.md").read_text()
+    line = next(line for line in documented.splitlines() if "--forget" in line and line.startswith("rlhf-nb"))
+    store, log = FeedbackStore(tmp_path / "feedback.jsonl"), TrafficLog(tmp_path / "traffic.jsonl", texts=True)
+    answer = Served(1.8e9, "cmpl-1", "pip", "v1", "", 3, 4, 0.1, 0.2, "stop", prompt="where I live", answer="there")
+    for number, source in enumerate(("key ann", "address 10.0.0.1", "key bob")):
+        for user in ("u-17", "u-18"):
+            store.add(user, Feedback("choice", "first", f"p{number}", ("a", "b"), ("v1", "v1"), consent=True), source)
+            log.add(answer, user, source)
+        if number == 0:
+            log.path.rename(log.path.with_name("traffic.jsonl.1"))
+    said = store.standing()
+    rows = [{"prompt": x.prompt, "chosen": "a", "rejected": "b", "feedback": [x.id]} for x in said]
+    made = export_rows(store, rows, said, tmp_path / "pairs.jsonl")
+    (tmp_path / "models/v2").mkdir(parents=True)
+    (tmp_path / "models/v2/data.json").write_text(json.dumps({"read": [{"digest": made.digest}]}))
+    (tmp_path / "last week.txt").write_bytes(store.path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    shown = call(*line.split()[1:])
+    assert {x.name for x in store.all()} == {store.hashed("u-18")} and len(store) == 3
+    assert "last week.txt" in shown and "pairs.jsonl" in shown and "Models that saw it: 1" in shown
+    for part in (log.path, log.path.with_name("traffic.jsonl.1")):
+        lines = [json.loads(line) for line in part.read_text().splitlines() if line.strip()]
+        assert lines and {line["name"] for line in lines} == {log.names.hashed("u-18")}

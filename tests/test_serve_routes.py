@@ -133,6 +133,47 @@ def test_a_hostile_body_delays_nobody_on_any_route(whole: Running) -> None:
     assert watch.most - begun < 100, f"memory grew by {watch.most - begun:.0f} MB"
 
 
+def test_small_chunks_delay_nobody_on_any_route(whole: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Each chunk is an event of its own for the parser; a hundred thousand of them are six hundred kilobytes."""
+    with Watch(whole.port) as quiet:
+        time.sleep(1)
+    for path in posts(whole):
+        head = request(path, b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        with Watch(whole.port) as watch, socket.create_connection(("127.0.0.1", whole.port), timeout=60) as s:
+            try:
+                s.sendall(head + b"1\r\n{\r\n" * 100_000)
+                said = s.recv(4096)
+            except OSError:
+                said = b""
+            time.sleep(0.2)
+        print(f"{path}: /health after {watch.slowest * 1000:.0f} ms at most ({quiet.slowest * 1000:.0f} ms before)")
+        assert status(said) in (0, 400) and watch.slowest < 0.25 + 2 * quiet.slowest
+    honest = json.dumps({"model": "toy", "prompt": "otters", "max_tokens": 2}).encode()
+    pieces = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (honest[:9], honest[9:10], honest[10:]))
+    head = request("/v1/completions", b"", "ann").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    assert b" 200 " in exchange(
+        whole.port, head.replace(b"Host:", b"Connection: close\r\nHost:") + pieces + b"0\r\n\r\n"
+    )
+    assert not [r for r in caplog.records if r.exc_info], "a body that breaks off is no fault of the server"
+
+
+def test_connections_without_a_head_lock_nobody_out(whole: Running) -> None:
+    """More silent connections than there are places, and new ones all the time."""
+    silent = [socket.create_connection(("127.0.0.1", whole.port), timeout=10) for _ in range(530)]
+    try:
+        for _ in range(5):
+            start = time.monotonic()
+            assert (
+                status(exchange(whole.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
+                == 200
+            )
+            assert time.monotonic() - start < 1
+            silent += [socket.create_connection(("127.0.0.1", whole.port), timeout=10) for _ in range(20)]
+    finally:
+        for s in silent:
+            s.close()
+
+
 def test_slow_bodies_are_gone_on_every_route(whole: Running) -> None:
     import resource
 

@@ -209,9 +209,9 @@ def test_bombs_in_a_config_are_refused_at_once(suffix: str, tmp_path: Path) -> N
     for text in (deep, twins, "x" * 10_000_000, *([bomb] if suffix == "yaml" else ())):
         path = tmp_path / f"c.{suffix}"
         path.write_text(text)
-        begin = time.monotonic()
+        begin = time.process_time()
         done = runner.invoke(app, ["sft", "--config", str(path)])
-        assert done.exit_code == 1 and "Error: " in done.output and time.monotonic() - begin < 5
+        assert done.exit_code == 1 and "Error: " in done.output and time.process_time() - begin < 5
         assert len(done.output) < 20_000
 
 

@@ -198,7 +198,7 @@ def label_file(
             data's further columns.
         name: of the model, for messages about another one.
         overwrite: throw away what is there.
-        say: told about progress; None: nobody.
+        say: told about progress; None: silent.
 
     Returns:
         Numbers: done (questions), answers, right (of them), steps, lost (answers), tokens (drawn for labels), continued

@@ -524,7 +524,7 @@ def run_rows(
             others is refused.
         samples: lines for each row.
         chunk: rows between two saves.
-        say: told about progress; None: nobody.
+        say: told about progress; None: silent.
 
     Returns:
         One line for each row and sample.

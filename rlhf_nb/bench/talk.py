@@ -183,7 +183,7 @@ class Partner:
     ) -> None:  # fmt: skip
         if not manner.chat:
             raise ModelError(
-                f"{name!r} is a base model: it has no chat template, so it continues texts and answers nobody. Ask it "
+                f"{name!r} is a base model: it has no chat template, so it continues texts and answers no one. Ask it "
                 f'with: {me()} sample {name} "the beginning of a text"'
             )
         self.model, self.tokenizer, self.manner, self.name, self.seed = model, tokenizer, manner, name, seed
@@ -374,7 +374,7 @@ def converse(partners: Sequence[Partner], interactive: bool | None = None) -> No
 def decoder_settings(
     decoder: str | None, reward: str | None, more: Sequence[str] | None, stop: Sequence[str] | None = None
 ) -> DecoderConfig | None:
-    """The decoder that a command line asks for; None: nobody did.
+    """The decoder that a command line asks for; None: it names none.
 
     Args:
         decoder: kind, and behind a colon its main number.

@@ -113,11 +113,8 @@ def monitor_command(
         raise typer.Exit(ALERT)
 
 # %% ../../nbs/cli/traffic.ipynb #c1540a07
-_Folders = typer.Option(
-    [Path("models"), Path("runs")],
-    "--models",
-    help="with --forget: folders of runs and versions; may be given several times",
-)
+_Folders = typer.Option([Path("models"), Path("runs")], "--models", help="with --forget: folders of runs and versions")
+_Logs = typer.Option(None, "--traffic", metavar="LOG", help="with --forget: traffic logs; those beside FILE are found")
 _Export = typer.Option(None, "--export", metavar="OUT", help="write rows that data.path takes")
 
 
@@ -125,6 +122,7 @@ def feedback_command(
     file: str = typer.Argument(..., metavar="FILE", help="the store, or the file of the preference collector"),
     user: str = typer.Option(None, "--forget", metavar="USER", help="delete all that a user said (id as the server got it, or the hash), and list the models that saw it"),
     models: list[Path] = _Folders,
+    traffic: list[Path] = _Logs,
     export: Path = _Export,
     kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
@@ -138,7 +136,8 @@ def feedback_command(
         from rlhf_nb.feedback.look import look_at_feedback
 
         look_at_feedback(
-            file, forget_user=user, models=models, export=export, kind=kind, heads=heads, most=most, scrub=scrub, names=names
+            file, forget_user=user, models=models, traffic=traffic or (), export=export, kind=kind, heads=heads, most=most,
+            scrub=scrub, names=names
         )  # fmt: skip
 
 

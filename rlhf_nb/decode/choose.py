@@ -233,7 +233,7 @@ def words_vote(text: str) -> str | None:
 
 
 def weigh_votes(read: Callable[[str], Hashable | None] = extract_number) -> Weigher:
-    """All weight on those that say what most say; opinions with equal votes share it. Nobody voted: all are equal.
+    """All weight on those that say what most say; opinions with equal votes share it. Without a vote all are equal.
 
     Args:
         read: from a text to its vote; None: no vote.

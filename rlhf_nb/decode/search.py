@@ -193,7 +193,7 @@ class Tree:
         width = self.high - self.low
 
         def worth(child: Node) -> float:
-            mean = child.mean if child.visits else node.mean  # nobody was there: as good as the parent
+            mean = child.mean if child.visits else node.mean  # unvisited: as good as the parent
             value = (mean - self.low) / width if width > 0 else 0.5
             return value + self.c_puct * child.prior * math.sqrt(node.visits) / (1 + child.visits)
 
@@ -305,7 +305,7 @@ class MCTS(Decoder):
         device = prompts.prompt_ids.device
         ids = nn.utils.rnn.pad_sequence([torch.tensor(t) for t in texts], True, 0).to(
             device
-        )  # what stands behind a text is seen by nobody
+        )  # padding behind a text is never attended to
         lines = model(input_ids=ids, use_cache=False).logits[
             torch.arange(len(texts)), torch.tensor([len(t) - 1 for t in texts])
         ]

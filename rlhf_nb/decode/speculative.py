@@ -94,7 +94,7 @@ class Tape:
         ids = torch.tensor([[*b, *[b[-1]] * (width - len(b))] for b in blocks], device=self.device)
         columns = starts[:, None] + torch.arange(
             width, device=self.device
-        )  # beyond a shorter block stands what nobody reads
+        )  # what is beyond a shorter block is never read
         end = max(self.lens[r] for r in rows) + width
         index: Any = slice(rows[0], rows[0] + n) if list(rows) == list(range(rows[0], rows[0] + n)) else list(rows)
         own = torch.tensor(list(rows), device=self.device)[:, None]

@@ -20,7 +20,7 @@ __all__ = ['named_reward', 'export_named']
 
 # %% ../../nbs/export/command.ipynb #a931007
 def named_reward(said: str | None, source: ExportSource) -> AnswerScorer | None:
-    """The reward that a command line names; None: nobody named one.
+    """The reward that a command line names; None: it names none.
 
     Args:
         said: folder of a reward model, an entry, or gold.

@@ -127,7 +127,7 @@ def name_of_format(said: str) -> str:
     """A format's name in the table.
 
     Args:
-        said: as somebody typed it; other common names are understood.
+        said: as it was typed; other common names are understood.
 
     Raises:
         ConfigError: there is no such format, or it is left out on purpose.

@@ -38,7 +38,7 @@ ESTABLISHED = 10  # votes with which a name is judged by itself
 
 
 def accounts(said: Sequence[Feedback]) -> dict[str, str]:
-    """Who answers for each user's votes: a name with a history for itself; new names together with the others of their key or address.
+    """The account of each user's votes: a name with a history is one; new names of one key or address share one.
 
     Args:
         said: as `FeedbackStore.standing` gives it.
@@ -83,7 +83,7 @@ def limited(votes: Sequence[Vote], most: int | None = None) -> list[Vote]:
     return [v for v in votes if v.id in kept]
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720009
-PRIOR = (4.0, 2.0)  # votes that everybody is granted before they said anything: right, wrong
+PRIOR = (4.0, 2.0)  # votes that each user is granted at the start: right, wrong
 
 
 class VoteEstimate(NamedTuple):
@@ -109,10 +109,11 @@ def dawid_skene(
     Args:
         votes: any number for each item and user.
         margins: by item, log-odds known before the votes; None: 0.
-        prior: votes granted to everybody, right and wrong.
+        prior: votes granted to each user, right and wrong.
         steps: most rounds; it ends when no reliability moves by 1e-6.
 
-    Source: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM algorithm" (1979); one rate per user.
+    Source: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM algorithm" (1979); one
+    rate per user.
     """
     users, items = list(dict.fromkeys(v.user for v in votes)), list(dict.fromkeys(v.item for v in votes))
     who = np.array([users.index(v.user) for v in votes], dtype=int)
@@ -133,7 +134,7 @@ def dawid_skene(
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720013
 _WORD = re.compile(r"\w+|[^\w\s]")
-_EXPECTED = "<expected>"  # the word that stands for what a user expects of an answer
+_EXPECTED = "<expected>"  # the word for what a user expects of an answer
 
 
 def _bag(x: Feedback) -> tuple[list[str], list[str]]:
@@ -269,8 +270,9 @@ def aggregate(
     Args:
         said: as `FeedbackStore.standing` gives it.
         most: votes of one user, see `limited`.
-        robust: False counts heads, and limits nobody.
-        model: whether a model of words, learnt from the other users, has a say about who is right (never about who wins).
+        robust: False counts heads, without limits.
+        model: whether a model of words, learnt from the other users, has a say about who is right (never about which
+            answer wins).
         level: of false alarms, for all users together.
         rounds: of model and reliabilities in turn.
     """

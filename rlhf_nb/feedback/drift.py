@@ -92,7 +92,7 @@ def permutation_p(
 
     Args:
         statistic: of labels [K, n], large where samples differ; returns [K].
-        first: rows of the first sample, which stand in front.
+        first: rows of the first sample, which come first.
         n: rows of both.
         alpha: the level that matters, in (0, 1): at most 1 / alpha deals are made.
         seed: of the deals.

@@ -90,13 +90,15 @@ class Sources:
         parts = []
         if self.left_out + self.log.damaged:
             parts.append(
-                f"{self.left_out + self.log.damaged} lines of {self.log.path.name} are no requests (no JSON, no time, no version) and were left out"
+                f"{self.left_out + self.log.damaged} lines of {self.log.path.name} are no requests (no JSON, no time, "
+                "no version) and were left out"
             )
         if self.log.waiting:
             parts.append("its last line has no end yet and waits")
         if self.log.gone:
             parts.append(
-                f"{self.log.gone} times the log was replaced and the end of its earlier part was not found: a few requests may be missing"
+                f"{self.log.gone} times the log was replaced and the end of its earlier part was not found: a few "
+                "requests may be missing"
             )
         return "; ".join(parts)
 
@@ -215,11 +217,15 @@ def print_looks(found: Findings, config: MonitorConfig, note: str, console: Cons
 
 def as_json(found: Findings, note: str) -> dict[str, Any]:
     """What was found, for programs."""
+
+    def finite(x: float) -> float | None:
+        return x if math.isfinite(x) else None
+
     versions = {
         r.version: {
             "model": r.model, "requests": r.requests, "counted": r.counted, "users": r.users, "note": r.state,
             "measures": {
-                k: {"mean": e.value, "low": e.low if math.isfinite(e.low) else None, "high": e.high if math.isfinite(e.high) else None, "n": e.n, "p95": r.p95[k]}
+                k: {"mean": e.value, "low": finite(e.low), "high": finite(e.high), "n": e.n, "p95": r.p95[k]}
                 for k, e in r.numbers.items()
             },
         }
@@ -260,7 +266,8 @@ def as_page(found: Findings, config: MonitorConfig, note: str) -> str:
 
 # %% ../../nbs/feedback/follow.ipynb #04e88e1f
 def monitor_traffic(
-    log: Path, config: MonitorConfig, feedback: Path | None = None, *, every: float = 60.0, once: bool = False, json_file: Path | None = None,
+    log: Path, config: MonitorConfig, feedback: Path | None = None, *, every: float = 60.0, once: bool = False,
+    json_file: Path | None = None,
     prom_file: Path | None = None, page: Path | None = None,
 ) -> Findings:  # fmt: skip
     """Follow a server's traffic log, print what is found and write it to files: what `rlhf-nb monitor` does.
@@ -317,7 +324,8 @@ def check_there(path: Path) -> None:
 
 
 def follow(
-    monitor: Monitor, sources: Sources, config: MonitorConfig, outputs: Sequence[tuple[Path, Callable[[Findings], str]]], every: float, once: bool
+    monitor: Monitor, sources: Sources, config: MonitorConfig,
+    outputs: Sequence[tuple[Path, Callable[[Findings], str]]], every: float, once: bool,
 ) -> Findings:  # fmt: skip
     """Read, judge and tell, once or until Ctrl-C.
 

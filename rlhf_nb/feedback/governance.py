@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,8 @@ def export_rows(
     path, owner = Path(path), {x.id: x.user for x in said}
     if not rows:
         raise DataError(
-            f"nothing to export to {path}: the store has no votes that are left after limits and outliers. `rlhf-nb feedback {store.path}` shows why."
+            f"nothing to export to {path}: the store has no votes that are left after limits and outliers. "
+            f"`rlhf-nb feedback {store.path}` shows why."
         )
     users = tuple(sorted({owner[i] for r in rows for i in r["feedback"] if i in owner}))
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -107,7 +108,7 @@ def exports_of(store: FeedbackStore) -> list[Export]:
 
 # %% ../../nbs/feedback/governance.ipynb #f8740009
 class Saw(NamedTuple):
-    """A model that learnt from somebody's words."""
+    """A model that learnt from a user's words."""
 
     folder: Path
     through: str  # the file it read, or the folder of the model that it builds on
@@ -140,15 +141,15 @@ def _named_folders(folder: Path) -> set[Path]:
     return {Path(os.path.abspath(p)) for p in places} | {Path(p).resolve() for p in places if "\0" not in p}
 
 
-def models_that_saw(user: str, store: FeedbackStore, roots: Iterable[str | Path]) -> list[Saw]:
+def models_that_saw(users: Set[str], store: FeedbackStore, roots: Iterable[str | Path]) -> list[Saw]:
     """Runs and versions that learnt from a user's words, directly or through another model.
 
     Args:
-        user: the hash, as in the store.
+        users: the user's hashes, as in the store: one for each key and address.
         store: whose exports are looked through.
         roots: folders below which runs and versions are looked for.
     """
-    digests = {e.digest: e.path.name for e in exports_of(store) if user in e.users}
+    digests = {e.digest: e.path.name for e in exports_of(store) if not users.isdisjoint(e.users)}
     folders = sorted({p.parent.resolve() for root in roots for name in _RECORDS for p in Path(root).rglob(name)})
     saw: dict[Path, str] = {}
     for folder in folders:
@@ -157,21 +158,12 @@ def models_that_saw(user: str, store: FeedbackStore, roots: Iterable[str | Path]
         if hit is not None:
             saw[folder] = hit
     named = {folder: _named_folders(folder) for folder in folders}
-    grew = bool(saw)
-    while grew:
-        grew = False
-        for folder in folders:
-            if folder in saw:
-                continue
-            through = next(
-                (
-                    s
-                    for s in saw
-                    for place in named[folder]
-                    if (s == place or s in place.parents) and s not in folder.parents
-                ),
-                None,
-            )
-            if through is not None:
-                saw[folder], grew = str(through), True
+
+    def teacher(folder: Path) -> Path | None:
+        """A model that saw the words and that this folder's config or record names."""
+        inside = [s for s in saw for place in named[folder] if s == place or s in place.parents]
+        return next((s for s in inside if s not in folder.parents), None)
+
+    while new := {f: str(t) for f in folders if f not in saw and (t := teacher(f)) is not None}:
+        saw |= new
     return [Saw(folder, through) for folder, through in saw.items()]

@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import me, tell
-from ..core import ConfigError, check_choice, printable, suggest
+from ..core import ConfigError, DataError, check_choice, printable, suggest
 from ..evaluate.policy import wilson_interval
 from .annotators import Aggregate, aggregate
 from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
 from .scrub import Scrubber, presidio
-from .store import Feedback, FeedbackStore, forget
+from .store import Feedback, FeedbackStore, Forgotten, forget
+from .traffic import erase_traffic, read_traffic
 
 # %% auto #0
 __all__ = ['open_store', 'by_version', 'agreement_of', 'users_table', 'look_at_feedback']
@@ -66,14 +67,15 @@ def by_version(said: Sequence[Feedback]) -> list[dict[str, Any]]:
         low, high = wilson_interval(row["up"] / n, n) if n else (0.0, 1.0)
         share = f"{row['up'] / n:.0%} [{low:.0%}, {high:.0%}]" if n else "–"
         out.append(
-            {"version": version, "thumbs": n, "up": share, "won": row["won"], "lost": row["lost"], "same version": row["choices"],
-             "comments": row["comments"], "consent": f"{row['consent'] / row['all']:.0%}"}
+            {"version": version, "thumbs": n, "up": share, "won": row["won"], "lost": row["lost"],
+             "same version": row["choices"], "comments": row["comments"],
+             "consent": f"{row['consent'] / row['all']:.0%}"}
         )  # fmt: skip
     return out
 
 
 def agreement_of(said: Sequence[Feedback]) -> tuple[int, float]:
-    """How many pairs of judgements by two users there are about the same item, and the share that agree (0 without any)."""
+    """How many pairs of judgements by two users are about the same item, and the share that agree (0 without any)."""
     by_item: dict[str, list[str]] = {}
     for x in said:
         if x.item and x.value in ("first", "second", "up", "down"):
@@ -110,8 +112,9 @@ def users_table(found: Aggregate, most: int = 10) -> Table:
     """
     shown = found.users[: max(most, len(found.outliers))]
     rows = [
-        {"": "OUTLIER" if u.outlier else "", "user": u.name, "votes": u.votes, "beyond limit": u.cut, "right": f"{u.right:.0%}",
-         "agrees": "–" if u.agree != u.agree else f"{u.agree:.0%}", "z": f"{u.z:+.1f}", "weight": f"{u.weight:.2f}"}
+        {"": "OUTLIER" if u.outlier else "", "user": u.name, "votes": u.votes, "beyond limit": u.cut,
+         "right": f"{u.right:.0%}", "agrees": "–" if u.agree != u.agree else f"{u.agree:.0%}",
+         "z": f"{u.z:+.1f}", "weight": f"{u.weight:.2f}"}
         for u in shown
     ]  # fmt: skip
     return _table(
@@ -144,17 +147,28 @@ def _shown(store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, scr
     tell(f"Rows to train on: {len(found.pairs)} pairs, {len(found.thumbs)} thumbs. Left out: {out}.", err=False)
 
 
-def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path]) -> None:
-    """Delete, and say what is left elsewhere."""
-    gone = forget(store, user)
-    tell(f"Deleted: {len(gone.ids)} lines of {gone.user} in {store.path}; {gone.kept} are left.", err=False)
+def _forgotten(store: FeedbackStore, user: str, roots: Sequence[Path], logs: Sequence[Path]) -> None:
+    """Delete from the store and from traffic logs, and say what is left elsewhere."""
+    beside = [p for p in map(Path.resolve, store.path.parent.glob("*.jsonl")) if next(read_traffic(p), None)]
+    erased: dict[Path, int] = {}
+    for log in dict.fromkeys((*map(Path.resolve, logs), *beside)):
+        erased |= erase_traffic(log, user)
+    try:
+        gone = forget(store, user)
+    except DataError:
+        if not erased:
+            raise
+        gone = Forgotten(set(), [], [])
+    for path, n in ({store.path: len(gone.ids)} | erased).items():
+        tell(f"Deleted: {n} lines of {user} in {path}.", err=False)
     for path in gone.copies:
-        tell(f"Not touched, and it may be a copy: {path}", err=False)
+        if path.resolve() not in erased:
+            tell(f"Not touched, and it may be a copy: {path}", err=False)
     for made in exports_of(store):
-        if gone.user in made.users and made.path.exists():
+        if gone.users.intersection(made.users) and made.path.exists():
             tell(f"Still in an export: {made.path}", err=False)
     there = [r for r in roots if r.is_dir()]
-    saw = models_that_saw(gone.user, store, there)
+    saw = models_that_saw(gone.users, store, there)
     for x in saw:
         tell(f"Learnt from it: {x.folder} (through {x.through})", err=False)
     where = ", ".join(map(str, there)) or "no folder"
@@ -183,14 +197,16 @@ def _exported(
     made = export_rows(store, rows, said, out)
     method = "dpo" if kind == "pairs" else "kto"
     tell(
-        f"{made.path}: {made.rows} rows of {len(made.users)} users. Look: {me()} data {made.path}; train: {me()} {method} data.path={made.path} ...",
+        f"{made.path}: {made.rows} rows of {len(made.users)} users. Look: {me()} data {made.path}; "
+        f"train: {me()} {method} data.path={made.path} ...",
         err=False,
     )
 
 
 def look_at_feedback(
-    file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")), export: Path | None = None,
-    kind: str = "pairs", heads: bool = False, most: int | None = None, scrub: bool = False, names: bool = False,
+    file: str | Path, *, forget_user: str | None = None, models: Sequence[Path] = (Path("models"), Path("runs")),
+    traffic: Sequence[Path] = (), export: Path | None = None, kind: str = "pairs", heads: bool = False,
+    most: int | None = None, scrub: bool = False, names: bool = False,
 ) -> None:  # fmt: skip
     """Print what users said, export rows to train on, or forget a user: what `rlhf-nb feedback` does.
 
@@ -198,6 +214,7 @@ def look_at_feedback(
         file: the store, or the file of the preference collector.
         forget_user: delete all that this user said, and list the models that saw it.
         models: folders of runs and versions that are looked through for such models.
+        traffic: logs that the user is deleted from, too; those beside the store (NAME.jsonl) are found.
         export: write rows there instead of printing.
         kind: of exported rows: pairs or kto.
         heads: count heads: no limits, no reliabilities, outliers stay.
@@ -217,7 +234,7 @@ def look_at_feedback(
         raise ConfigError("--names says what --scrub looks for: add --scrub.")
     store = open_store(file)
     if forget_user is not None:
-        _forgotten(store, forget_user, models)
+        _forgotten(store, forget_user, models, traffic)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torn lines are part of the picture

@@ -62,10 +62,10 @@ class MonitorConfig(StrictConfig):
         None, "training data, or an earlier log, that traffic is compared with; null: each version's first day"
     )
     baseline: str | None = option(None, "version that others are compared with; null: each with its own first day")
-    rewards: list[RewardEntry] = Field(default_factory=list, description="scores of some requests, as in rewards")
+    rewards: list[RewardEntry] = option([], "scores of some requests, as in rewards")
     model: ModelConfig = option(ModelConfig(), "what was served; its tokenizer reads texts for rewards")
     embed: bool = option(False, "drift by the model's own vectors instead of runs of letters")
-    hours: float = option(24.0, "that are reported, and for which an alert stands", gt=0)
+    hours: float = option(24.0, "that are reported, and for which an alert is shown", gt=0)
     false_alarm_days: float = option(
         100.0, "a version's false alarms come once in so many days, all tests together", gt=0
     )
@@ -74,10 +74,8 @@ class MonitorConfig(StrictConfig):
     min_ratings: int = option(30, "that count, before satisfaction is judged", ge=10)
     per_user: int = option(1, "requests of one user that count in an hour or a day", ge=1)
     sample: int = option(100, "requests of an hour that rewards score", ge=1)
-    highest: dict[str, float] = Field(
-        default_factory=dict, description="bounds of a measure's mean, or NAME.p95: {refusals: 0.2}"
-    )
-    lowest: dict[str, float] = Field(default_factory=dict, description="bounds from below: {satisfaction: 0.6}")
+    highest: dict[str, float] = option({}, "bounds of a measure's mean, or NAME.p95: {refusals: 0.2}")
+    lowest: dict[str, float] = option({}, "bounds from below: {satisfaction: 0.6}")
     seed: int = option(0, "of what is drawn", ge=0)
 
     @model_validator(mode="after")
@@ -85,7 +83,8 @@ class MonitorConfig(StrictConfig):
         """More is kept than is needed."""
         if self.max_requests < max(self.min_requests, self.min_ratings):
             raise ValueError(
-                f"max_requests={self.max_requests} is less than min_requests={self.min_requests}: nothing would ever be judged."
+                f"max_requests={self.max_requests} is less than min_requests={self.min_requests}: nothing would ever "
+                "be judged."
             )
         return self
 
@@ -105,7 +104,8 @@ def check_bounds(config: MonitorConfig, names: Sequence[str]) -> None:
         for name in bounds:
             if name not in known or (key == "lowest" and name.endswith(".p95")):
                 raise ConfigError(
-                    f"{key} names {name!r}, which is not measured. {did_you_mean(name, known, 'Measures: ' + ', '.join(names) + '.')}"
+                    f"{key} names {name!r}, which is not measured. "
+                    + did_you_mean(name, known, f"Measures: {', '.join(names)}.")
                 )
 
 # %% ../../nbs/feedback/monitor.ipynb #e3fbe71c
@@ -215,7 +215,7 @@ class ChangeTests:
         )
 
     def forget(self, before: float) -> None:
-        """Drop scores of requests that nobody will ask for again."""
+        """Drop scores of requests that are too old to be asked for again."""
         self._scores = {k: v for k, v in self._scores.items() if not k[2] < before}
 
     def judge(self, version: str, look: MonitorLook, texts: Base, numbers: Base) -> list[Alert]:
@@ -425,7 +425,8 @@ def _state(monitor: Monitor, version: Version, counted: int, rows: Sequence[Logg
             else ""
         )
         said.append(
-            f"{counted} requests that count in {c.hours:g} hours{more}, and {c.min_requests} are needed: it can't be judged yet"
+            f"{counted} requests that count in {c.hours:g} hours{more}, and {c.min_requests} are needed: it can't be "
+            "judged yet"
         )
     opened = version.gatherers["hour", "traffic"].open
     if counted >= c.min_requests and opened and not version.hours:
@@ -458,7 +459,7 @@ def _evidence(values: NDArray[np.float64], bound: float, sign: int, kind: str) -
 def bounds_crossed(
     config: MonitorConfig, report: Report, samples: Sequence[Sample], judge: ChangeTests, now: float
 ) -> list[Alert]:
-    """Bounds of the settings that a version lies beyond, surely enough for the budget of false alarms with a look each hour.
+    """Bounds of the settings that a version is beyond, surely enough for the budget of false alarms.
 
     Args:
         config: with highest and lowest.

@@ -48,7 +48,8 @@ TASTES: dict[str, Taste] = {"contrary": contrary, "careless": careless, "rude": 
 
 # %% ../../nbs/feedback/people.ipynb #f8710008
 def simulate(
-    pairs: Sequence[Pair], users: int = 16, poison: float = 0.2, taste: str = "contrary", judged: int = 1, seed: int = 0, thumbs: float = 0.0,
+    pairs: Sequence[Pair], users: int = 16, poison: float = 0.2, taste: str = "contrary", judged: int = 1,
+    seed: int = 0, thumbs: float = 0.0,
 ) -> list[tuple[str, Feedback]]:  # fmt: skip
     """What simulated users say: names, and feedback that a store can add.
 
@@ -71,29 +72,13 @@ def simulate(
         honest_ones = rng.sample(range(users), min(judged, users))
         hostile = [rng.random() < poison for _ in range(judged)]
         names = ["mallory" if bad else f"user-{k}" for k, bad in zip(honest_ones, hostile)]
-        for who in dict.fromkeys(names):  # nobody judges a pair twice
+        for who in dict.fromkeys(names):  # no user judges a pair twice
             choose = TASTES[taste] if who == "mallory" else honest
             first = choose(pair.prompt, pair.first, pair.second, rng)
             versions = pair.sources if all(pair.sources) else ("v1", "v1")
+            kind, value, n = "choice", "first" if first else "second", 2
             if rng.random() < thumbs:  # a thumb for the first answer, as if the second were what one expects
-                one = Feedback(
-                    "rating",
-                    "up" if first else "down",
-                    pair.prompt,
-                    (pair.first,),
-                    versions[:1],
-                    consent=True,
-                    model="pip",
-                )
-            else:
-                one = Feedback(
-                    "choice",
-                    "first" if first else "second",
-                    pair.prompt,
-                    (pair.first, pair.second),
-                    versions,
-                    consent=True,
-                    model="pip",
-                )
-            said.append((who, one))
+                kind, value, n = "rating", "up" if first else "down", 1
+            answers = (pair.first, pair.second)[:n]
+            said.append((who, Feedback(kind, value, pair.prompt, answers, versions[:n], consent=True, model="pip")))
     return said

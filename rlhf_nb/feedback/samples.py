@@ -3,10 +3,8 @@
 # %% ../../nbs/feedback/samples.ipynb #31688091
 from __future__ import annotations
 
-import heapq
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -19,10 +17,11 @@ from ..data.formats import detect_format, is_hh, to_format
 from ..data.readers import open_rows
 from ..rewards.answers import completion_text
 from .store import Feedback, feedback_of
+from .traffic import rotated
 from ..widgets.reader import Tail, parse_lines
 
 # %% auto #0
-__all__ = ['LoggedRequest', 'request_of', 'ratings_of', 'rotated', 'LogReader', 'Sample', 'read_reference']
+__all__ = ['LoggedRequest', 'request_of', 'ratings_of', 'LogReader', 'Sample', 'read_reference']
 
 # %% ../../nbs/feedback/samples.ipynb #7baf003b
 class LoggedRequest(NamedTuple):
@@ -40,6 +39,7 @@ class LoggedRequest(NamedTuple):
     seconds: float = math.nan
     finish: str = ""  # stop, length, cancelled, deadline, error
     satisfied: float = math.nan  # what a user said of it: 1 or 0, ½ for a tie
+    source: str = ""  # a hash of the key or address; "": unknown
 
 
 def _text(said: Any) -> str | None:
@@ -70,10 +70,13 @@ def request_of(line: Mapping[str, Any], until: float = math.inf) -> LoggedReques
     if not (0 < time <= until) or not isinstance(version, str):
         return None
     name = version[:100] + (" (shadow)" if line.get("shadow") else "")
-    texts = [str(line[k]) if isinstance(line.get(k), str) else "" for k in ("model", "id", "user", "finish")]
+    names = ("model", "id", "user", "source", "finish")
+    texts: dict[str, Any] = {k: str(line[k]) if isinstance(line.get(k), str) else "" for k in names}
     tokens, first, seconds = (_number(line.get(k)) for k in ("tokens_answer", "first_token_s", "seconds"))
     said, answer = _text(line.get("prompt")), _text(line.get("answer"))
-    return LoggedRequest(time, name, texts[0], texts[1], texts[2], said, answer, tokens, first, seconds, texts[3])
+    return LoggedRequest(
+        time, name, **texts, prompt=said, answer=answer, tokens=tokens, first_token_s=first, seconds=seconds
+    )
 
 # %% ../../nbs/feedback/samples.ipynb #c0f1d669
 _WORTH = {
@@ -90,21 +93,11 @@ def ratings_of(said: Feedback) -> list[LoggedRequest]:
     """What a user's feedback says of each version it is about; nothing for a comment."""
     worth = _WORTH.get(said.value, ())
     return [
-        LoggedRequest(said.time, version, said.model, said.id, said.user, satisfied=value)
+        LoggedRequest(said.time, version, said.model, said.id, said.user, satisfied=value, source=said.source)
         for version, value in zip(said.versions, worth)
     ]
 
 # %% ../../nbs/feedback/samples.ipynb #171ca13b
-def rotated(path: Path) -> list[Path]:
-    """Earlier parts of a log beside it, `log.jsonl.1` or `log.jsonl-20261123`, the oldest first."""
-    names = re.compile(re.escape(path.name) + r"[.-]\d[\d.-]*")
-    found = [p for p in path.parent.glob(f"{path.name}*") if names.fullmatch(p.name) and p.is_file()]
-    numbers = {p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in found}
-    return sorted(
-        found, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p]
-    )  # .2 is older than .1, dates rise
-
-
 def _ended(path: Path) -> Tail:
     """A reader of a part that grows no more: zero bytes in it are not waited for."""
     tail = Tail(path)
@@ -117,7 +110,8 @@ class LogReader:
 
     Args:
         path: of a file that need not exist yet; earlier parts beside it are read first.
-        patience: readings for which zero bytes are waited for (a network file system that has the size but not yet the data).
+        patience: readings for which zero bytes are waited for (a network file system that has the size but not yet the
+            data).
     """
 
     def __init__(self, path: Path, patience: int = 0) -> None:
@@ -170,7 +164,7 @@ class Sample:
         self.seen = 0  # requests, all of them
         self.count = 0  # those that count
         self._users = Counter[str]()
-        self._kept: list[tuple[int, int, LoggedRequest]] = []  # a heap, the largest hash in front
+        self._kept: list[tuple[int, int, LoggedRequest]] = []  # hash, number
 
     def add(self, request: LoggedRequest) -> None:
         """Take in a request."""
@@ -180,16 +174,23 @@ class Sample:
             if self._users[request.user] > self.per_user:
                 return
         self.count += 1
-        entry = (-crc32(request.id.encode()), self.count, request)
-        if len(self._kept) < self.most:
-            heapq.heappush(self._kept, entry)
-        else:
-            heapq.heappushpop(self._kept, entry)
+        self._kept.append((crc32(request.id.encode()), self.count, request))
+        if len(self._kept) > 2 * self.most:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Keep the smallest hashes of each source, as many of one as of another."""
+        ranked, ranks = list[tuple[int, tuple[int, int, LoggedRequest]]](), Counter[str]()
+        for entry in sorted(self._kept, key=lambda e: e[:2]):
+            ranked.append((ranks[entry[2].source], entry))
+            ranks[entry[2].source] += 1
+        self._kept = [entry for _, entry in sorted(ranked, key=lambda r: (r[0], *r[1][:2]))[: self.most]]
 
     @property
     def rows(self) -> list[LoggedRequest]:
         """What was kept, the smallest hash first: the first n are a fair sample, too."""
-        return [r for *_, r in sorted(self._kept, key=lambda e: (-e[0], e[1]))]
+        self._thin()
+        return [r for *_, r in sorted(self._kept, key=lambda e: e[:2])]
 
 # %% ../../nbs/feedback/samples.ipynb #600c468b
 def _training_row(row: dict[str, Any], number: int) -> LoggedRequest:

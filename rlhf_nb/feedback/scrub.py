@@ -22,7 +22,7 @@ class Scrubber:
     """Replaces personal data by its kind, and counts.
 
     Args:
-        find: says where in a text it stands; see `presidio`.
+        find: says where it is in a text; see `presidio`.
     """
 
     def __init__(self, find: Finder) -> None:
@@ -51,8 +51,8 @@ class Scrubber:
 
 # %% ../../nbs/feedback/scrub.ipynb #f8730009
 ENTITY_KINDS = (
-    "EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IBAN_CODE", "IP_ADDRESS", "CRYPTO", "US_SSN", "US_PASSPORT", "US_DRIVER_LICENSE",
-    "UK_NHS", "MEDICAL_LICENSE", "PERSON",
+    "EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IBAN_CODE", "IP_ADDRESS", "CRYPTO", "US_SSN", "US_PASSPORT",
+    "US_DRIVER_LICENSE", "UK_NHS", "MEDICAL_LICENSE", "PERSON",
 )  # fmt: skip
 
 
@@ -85,8 +85,9 @@ def presidio(
     )  # the one that knows most first
     if names and not models:
         raise ConfigError(
-            f"names of people are found by a spaCy model of the language {language!r}, and none is installed: python -m spacy download {language}_core_web_lg "
-            "(a download of its own, 400 MB; _sm is 12 MB and misses more). Without one, addresses and numbers are found and names stay."
+            f"names of people are found by a spaCy model of the language {language!r}, and none is installed: "
+            f"python -m spacy download {language}_core_web_lg (a download of its own, 400 MB; _sm is 12 MB and misses "
+            "more). Without one, addresses and numbers are found and names stay."
         )
     engine = SpacyNlpEngine()
     engine.nlp = {language: spacy.load(models[0]) if models else spacy.blank(language)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import mmap
 import os
 import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 
 from ..core import DataError, RunError, check_choice
 from ..run.checkpoint import fsync_path
-from ..run.log import append_line, writing
+from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 from ..widgets.labels import VERDICTS, Pair
 
 # %% auto #0
-__all__ = ['THUMBS', 'Feedback', 'line_of', 'feedback_of', 'FeedbackStore', 'Forgotten', 'forget', 'copies_of']
+__all__ = ['THUMBS', 'Feedback', 'line_of', 'feedback_of', 'Names', 'FeedbackStore', 'erase', 'Forgotten', 'forget',
+           'copies_of']
 
 # %% ../../nbs/feedback/store.ipynb #f8700006
 THUMBS = ("up", "down")
@@ -79,13 +81,15 @@ class Feedback:
         need = 2 if self.kind == "choice" else 1
         if len(self.versions) != need:
             raise DataError(
-                f"a {self.kind} is about {need} answer{'s' * (need > 1)}, and {len(self.versions)} model versions are named: name one each."
+                f"a {self.kind} is about {need} answer{'s' * (need > 1)}, and {len(self.versions)} model versions are "
+                "named: name one each."
             )
         if self.consent and (
             self.prompt is None or len(self.answers) != need or not all(a.strip() for a in self.answers)
         ):
             raise DataError(
-                f"a {self.kind} with consent needs its prompt and {need} answer{'s' * (need > 1)} that {'are' if need > 1 else 'is'} not empty: without them nothing can be learnt from it."
+                f"a {self.kind} with consent needs its prompt and {need} answer{'s' * (need > 1)} that "
+                f"{'are' if need > 1 else 'is'} not empty: without them nothing can be learnt from it."
             )
         if self.kind == "comment" and self.consent and not self.reason.strip():
             raise DataError("a comment without text says nothing.")
@@ -139,11 +143,58 @@ def feedback_of(line: Mapping[str, Any]) -> Feedback | None:
     if texts and not isinstance(prompt, str | list):
         raise TypeError("a prompt is text or messages")
     return Feedback(
-        kind, str(value), prompt, answers, tuple(map(str, line["sources"])), str(line.get("reason", "")), texts, str(line.get("model", "")),
-        str(line["annotator"]), str(line["id"]), float(line["time"]), str(line.get("name", "")), str(line.get("from", "")),
+        kind, str(value), prompt, answers, tuple(map(str, line["sources"])), str(line.get("reason", "")), texts,
+        str(line.get("model", "")), str(line["annotator"]), str(line["id"]), float(line["time"]),
+        str(line.get("name", "")), str(line.get("from", "")),
     ).checked()  # fmt: skip
 
 # %% ../../nbs/feedback/store.ipynb #f8700012
+class Names:
+    """Hashes of names, made with a secret that lies beside a file.
+
+    Args:
+        path: of the file; the secret is `path`.key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.key_path = path.with_name(path.name + ".key")
+
+    def _key(self) -> bytes:
+        """The secret, made once; of several processes that make one, all take the first's."""
+        with suppress(FileNotFoundError):
+            return self.key_path.read_bytes()
+        aside = self.key_path.with_name(f"{self.key_path.name}.{secrets.token_hex(4)}")
+        try:
+            self.key_path.parent.mkdir(parents=True, exist_ok=True)
+            aside.touch(mode=0o600)
+            aside.write_bytes(secrets.token_bytes(32))
+            fsync_path(aside)
+            with suppress(FileExistsError):
+                os.link(aside, self.key_path)
+            aside.unlink()
+            fsync_path(self.key_path.parent)
+            return self.key_path.read_bytes()
+        except OSError as e:
+            raise RunError(
+                f"cannot write {self.key_path}: {e}; without it users can't be hashed, and nothing was stored."
+            ) from e
+
+    def hashed(self, name: str) -> str:
+        """16 digits: the same for the same name, and not to be guessed without the secret."""
+        return hmac.new(self._key(), mend(name).encode(), hashlib.sha256).hexdigest()[:16]
+
+    def owner(self, user: str, source: str = "") -> tuple[str, str, str]:
+        """Hashes of a user as one source names them, of the bare name, and of the source ("" without one).
+
+        Args:
+            user: name or session; "": the source is the user.
+            source: key or address.
+        """
+        whole = self.hashed(f"{source}/{user}" if source else user)
+        name, place = (self.hashed(x) if x.strip() and source else "" for x in (user, source))
+        return whole, name, place
+
+
 class FeedbackStore:
     """Feedback in an append-only file of JSON lines; several processes may write to it.
 
@@ -155,35 +206,16 @@ class FeedbackStore:
         given = Path(path)
         self.path = given / "feedback.jsonl" if given.is_dir() or not given.suffix else given
         self.torn = 0  # lines that the last reading left out
+        self.names = Names(self.path)
 
     @property
     def key_path(self) -> Path:
         """Where the secret of the hashes is."""
-        return self.path.with_name(self.path.name + ".key")
-
-    def _key(self) -> bytes:
-        """The secret, made once; of several processes that make one, all take the first's."""
-        with suppress(FileNotFoundError):
-            return self.key_path.read_bytes()
-        aside = self.key_path.with_name(f"{self.key_path.name}.{secrets.token_hex(4)}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            aside.touch(mode=0o600)
-            aside.write_bytes(secrets.token_bytes(32))
-            fsync_path(aside)
-            with suppress(FileExistsError):
-                os.link(aside, self.key_path)
-            aside.unlink()
-            fsync_path(self.path.parent)
-            return self.key_path.read_bytes()
-        except OSError as e:
-            raise RunError(
-                f"cannot write {self.key_path}: {e}; without it users can't be hashed, and nothing was stored."
-            ) from e
+        return self.names.key_path
 
     def hashed(self, user: str) -> str:
-        """A user's id as it stands in the file: the same for the same name, and not to be guessed without the key."""
-        return hmac.new(self._key(), mend(user).encode(), hashlib.sha256).hexdigest()[:16]
+        """A user's id as it is in the file; see `Names`."""
+        return self.names.hashed(user)
 
     def add(self, user: str, said: Feedback, source: str = "") -> Feedback:
         """Store what a user said; on the disk when this returns.
@@ -191,7 +223,7 @@ class FeedbackStore:
         Args:
             user: name or session; only its hash is stored. "": the source is the user.
             said: without id, time and user.
-            source: key or address that it came from, if that may stand for several users, or invent them.
+            source: key or address that it came from, if that may speak for several users, or invent them.
 
         Returns:
             What was stored: with its id, and without texts where there was no consent.
@@ -202,8 +234,7 @@ class FeedbackStore:
         """
         if not (user.strip() or source):
             raise DataError("feedback without a user can't be limited, weighed or deleted: name a user or a session.")
-        whole = self.hashed(f"{source}/{user}" if source else user)
-        name, place = (self.hashed(x) if x.strip() and source else "" for x in (user, source))
+        whole, name, place = self.names.owner(user, source)
         new = {"id": secrets.token_hex(8), "user": whole, "name": name, "source": place}
         stamp = replace(said.checked(), time=round(time.time(), 3), **new)  # type: ignore[arg-type]
         kept = stamp if said.consent else replace(stamp, prompt=None, answers=(), reason="")
@@ -211,7 +242,7 @@ class FeedbackStore:
         return kept
 
     def all(self) -> list[Feedback]:
-        """Everything in the file, oldest first, less what was undone; damaged lines are left out and counted in `torn`."""
+        """Everything in the file, oldest first, less what was undone; damaged lines are counted in `torn`."""
         self.torn, found, undone, notes = 0, dict[str, Feedback](), set[str](), dict[tuple[str, str], str]()
         if not self.path.exists():
             return []
@@ -256,68 +287,85 @@ def _noted(said: Feedback, notes: Mapping[tuple[str, str], str]) -> Feedback:
     return replace(said, reason=notes.get((said.user, Pair(said.prompt, first, second).id), ""))
 
 # %% ../../nbs/feedback/store.ipynb #f8700021
+_OWNERS = ("annotator", "user", "name", "from", "source")  # fields of a line that say whose it is
+
+
+def erase(path: Path, hashes: Set[str]) -> list[dict[str, Any]]:
+    """Overwrite the lines of some users with spaces, and unreadable lines with them, which may be anyone's.
+
+    Args:
+        path: of a store or a traffic log; others may append to it meanwhile.
+        hashes: of users, names or sources.
+
+    Returns:
+        The lines of these users.
+
+    Raises:
+        RunError: it can't be written.
+    """
+    lines, places = list[dict[str, Any]](), list[tuple[int, int]]()
+    try:
+        with open(path, "r+b") as file:
+            for line in json_lines(file):
+                own = isinstance(line.value, dict) and not hashes.isdisjoint(map(str, map(line.value.get, _OWNERS)))
+                if own:
+                    lines.append(line.value)
+                if own or (line.problem and line.ended):
+                    places.append((line.start, line.size - line.ended))
+            for start, size in places if lines else ():
+                file.seek(start)
+                file.write(b" " * size)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        raise RunError(f"cannot write {path}: {e}; some lines may be left. Try again.") from e
+    return lines
+
+
 class Forgotten(NamedTuple):
     """What a deletion did."""
 
-    user: str  # the hash
+    users: set[str]  # hashes of the user, one for each key and address
     ids: list[str]  # of what was deleted
-    kept: int  # lines that are left
-    copies: list[Path]  # files beside the store that look like copies of it, and were not touched
+    copies: list[Path]  # files beside the store that hold these hashes or look like copies of it; they were not touched
 
 
 def forget(store: FeedbackStore, user: str) -> Forgotten:
     """Delete all that a user said.
 
     Args:
-        store: it is written anew and replaced whole.
-        user: the name as to `add`, whatever keys and addresses it came from; a key or an address; or a hash that stands in the file.
+        store: its file keeps its length.
+        user: the name as to `add`, whatever keys and addresses it came from; a key or an address; or a hash that is in
+            the file.
 
     Raises:
-        DataError: nobody of that name has said anything.
+        DataError: the store holds nothing of that name.
         RunError: it can't be written.
     """
     if not store.path.exists():
         raise DataError(f"{store.path} doesn't exist, so there is nothing to delete. Check the file's name.")
-    aside = store.path.with_name(f".{store.path.name}.{os.getpid()}")
-    ids, kept = list[str](), 0
-    try:
-        with writing(store.path.resolve(), alone=True), open(store.path, "rb") as old, open(aside, "wb") as new:
-            names = {user, store.hashed(user)} if store.key_path.exists() else {user}
-            for line in json_lines(old):
-                owners = (
-                    {line.value.get(k) for k in ("annotator", "name", "from")}
-                    if isinstance(line.value, dict)
-                    else set()
-                )
-                if owners & names:
-                    ids.append(str(line.value.get("id")))
-                    continue
-                if line.problem or line.value is None:
-                    continue  # torn: it may be anybody's
-                here = old.tell()
-                old.seek(line.start)
-                new.write(old.read(line.size))
-                old.seek(here)
-                kept += 1
-            if not ids:
-                raise DataError(
-                    f"{store.path} holds nothing of {user!r}. Give the user's id as the server got it, or the hash that `rlhf-nb feedback` shows."
-                )
-            new.flush()
-            os.fsync(new.fileno())
-            os.chmod(aside, store.path.stat().st_mode & 0o777)
-            os.replace(aside, store.path)
-            fsync_path(store.path.parent)
-    except OSError as e:
-        raise RunError(f"cannot write {store.path} anew: {e}; nothing was deleted.") from e
-    finally:
-        aside.unlink(missing_ok=True)
-    return Forgotten(next(iter(names - {user}), user), ids, kept, copies_of(store.path))
+    hashes = {user, store.hashed(user)} if store.key_path.exists() else {user}
+    lines = erase(store.path, hashes)
+    if not lines:
+        raise DataError(
+            f"{store.path} holds nothing of {user!r}. Give the user's id as the server got it, or the hash that "
+            "`rlhf-nb feedback` shows."
+        )
+    users = {str(line["annotator"]) for line in lines}
+    return Forgotten(users, [str(line.get("id")) for line in lines], copies_of(store.path, users))
 
 
-def copies_of(path: Path) -> list[Path]:
-    """Files beside a store whose names say that they are copies of it: feedback.jsonl.bak, feedback.jsonl~, feedback-old.jsonl, ..."""
+def copies_of(path: Path, users: Set[str]) -> list[Path]:
+    """Files beside a store that hold a user's hash, or whose names say that they are copies (feedback.jsonl.bak)."""
     ours = {path.name, path.name + ".key", f"{path.stem}.exports.jsonl"}
-    return sorted(
-        p for p in path.parent.glob(f"*{path.stem}*") if p.is_file() and p.name not in ours and ".key" not in p.name
-    )
+    others = [p for p in path.parent.iterdir() if p.is_file() and p.name not in ours and p.suffix != ".key"]
+    return sorted(p for p in others if path.stem in p.name or _holds(p, users))
+
+
+def _holds(path: Path, users: Set[str]) -> bool:
+    """Whether a file contains one of some hashes."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return any(text.find(user.encode()) >= 0 for user in users)
+    except (OSError, ValueError):  # unreadable, or empty
+        return False

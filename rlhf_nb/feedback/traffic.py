@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .store import Names, erase
 from ..run.log import append_line
 from ..untrusted import json_lines
 
 # %% auto #0
-__all__ = ['Served', 'TrafficLog', 'read_traffic']
+__all__ = ['Served', 'TrafficLog', 'read_traffic', 'erase_traffic', 'rotated']
 
 # %% ../../nbs/feedback/traffic.ipynb #5e879006
 @dataclass(frozen=True)
@@ -25,12 +27,13 @@ class Served:
         time: seconds since 1970, when it ended.
         id: of the request, as the client got it; several answers to one request share it.
         model: name under which it was served; version: of its weights.
-        user: a hash.
+        user: a hash of key or address and the client's own `user`; name: of that `user` alone; source: of key or
+            address.
         tokens_prompt, tokens_answer: lengths.
         first_token_s: seconds from the request to the first token; None: there was none.
         seconds: from the request to the end.
         finish: stop, length, cancelled, deadline or error.
-        shadow: nobody saw it.
+        shadow: no client saw it.
         prompt, answer: texts (or messages); None unless the server was told to keep them.
     """
 
@@ -47,6 +50,8 @@ class Served:
     shadow: bool = False
     prompt: Any = None
     answer: str | None = None
+    name: str = ""
+    source: str = ""
 
 
 class TrafficLog:
@@ -59,10 +64,22 @@ class TrafficLog:
 
     def __init__(self, path: str | Path, texts: bool = False) -> None:
         self.path, self.texts, self._lock = Path(path), texts, threading.Lock()
+        self.names = Names(self.path)
 
-    def add(self, served: Served) -> None:
-        """Append a line."""
+    def add(self, served: Served, user: str = "", source: str = "") -> None:
+        """Append a line.
+
+        Args:
+            served: an answer; its `user` counts where no source is given.
+            user: as the client names it.
+            source: key or address that it came from.
+
+        Raises:
+            RunError: it can't be written.
+        """
         line = dataclasses.asdict(served)
+        if source:
+            line |= zip(("user", "name", "source"), self.names.owner(user, source))
         if not self.texts:
             del line["prompt"], line["answer"]
         with self._lock:
@@ -80,3 +97,29 @@ def read_traffic(path: str | Path) -> Iterator[Served]:
                     yield Served(**{k: v for k, v in line.value.items() if k in names})
                 except TypeError:
                     continue
+
+
+def erase_traffic(path: str | Path, user: str) -> dict[Path, int]:
+    """Erase a user's lines from a log and the earlier parts beside it; how many there were, by file.
+
+    Args:
+        path: of the log.
+        user: as clients name it, whatever keys and addresses it came from; a key or an address; or a hash.
+
+    Raises:
+        RunError: a file can't be written.
+    """
+    log = Path(path)
+    hashes = {user, Names(log).hashed(user)} if Names(log).key_path.exists() else {user}
+    counts = {part: len(erase(part, hashes)) for part in (*rotated(log), log) if part.exists()}
+    return {part: n for part, n in counts.items() if n}
+
+
+def rotated(path: Path) -> list[Path]:
+    """Earlier parts of a log beside it, `log.jsonl.1` or `log.jsonl-20261123`, the oldest first."""
+    names = re.compile(re.escape(path.name) + r"[.-]\d[\d.-]*")
+    parts = [p for p in path.parent.glob(f"{path.name}*") if names.fullmatch(p.name) and p.is_file()]
+    numbers = {
+        p: int(re.sub(r"\D", "", p.name.removeprefix(path.name))) for p in parts
+    }  # .2 is older than .1, dates rise
+    return sorted(parts, key=lambda p: -numbers[p] if numbers[p] < 1000 else numbers[p])

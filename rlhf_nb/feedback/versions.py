@@ -53,7 +53,8 @@ class Versions:
         """
         if name not in self.names():
             raise ConfigError(
-                f"{self.folder} has no version {name!r}. {did_you_mean(name, self.names(), 'There are: ' + (', '.join(self.names()) or 'none') + '.')}"
+                f"{self.folder} has no version {name!r}. "
+                + did_you_mean(name, self.names(), f"There are: {', '.join(self.names()) or 'none'}.")
             )
         return self.folder / name
 
@@ -91,7 +92,7 @@ class Versions:
         append_line(self.history_path, line, durable=True, lost="nothing was changed")
 
     def move(self, link: str, event: str, name: str, reason: str, **more: Any) -> None:
-        """Note an event, then let a link name a version, in one step. What a kill leaves between the two, `complete` finishes.
+        """Note an event, then let a link name a version, in one step. `complete` finishes what a kill left half done.
 
         Args:
             link: current or canary.
@@ -122,7 +123,7 @@ class Versions:
         fsync_path(self.folder)
 
     def complete(self) -> None:
-        """Finish what was noted and not done because the process was killed. Links that somebody set by hand stay."""
+        """Finish what was noted and not done because the process was killed. Links that you set by hand stay."""
         moves = {"promoted": "current", "rolled back": "current", "canary": "canary", "canary ended": ""}
         last: dict[str, Any] = next((e for e in reversed(self.history()) if e["type"] in moves), {"type": None})
         link = moves.get(last["type"], "")
@@ -224,14 +225,15 @@ def roll_back_version(versions: Versions, reason: str) -> str:
     there = [n for n in line[:-1] if n in versions.names()]
     if not there or line[-1] != versions.current:
         raise ConfigError(
-            f"{versions.folder} has no version before {versions.current}, so there is nothing to go back to. Versions: {', '.join(versions.names()) or 'none'}."
+            f"{versions.folder} has no version before {versions.current}, so there is nothing to go back to. "
+            f"Versions: {', '.join(versions.names()) or 'none'}."
         )
     versions.move("current", "rolled back", there[-1], reason)
     return there[-1]
 
 
 def start_canary(versions: Versions, name: str, share: float, reason: str) -> None:
-    """Put a version on trial: the link `canary` names it, and whoever starts the server gives it the share.
+    """Put a version on trial: the link `canary` names it, and the operator gives it the share when starting the server.
 
     Args:
         versions: of which it is one.

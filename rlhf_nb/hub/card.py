@@ -43,7 +43,7 @@ _MARKS = set("\\`*{}[]<>|#~@$&^")
 
 
 def cell(text: Any, limit: int = 300) -> str:
-    """Text for a cell of a markdown table, or a line of a card: whoever wrote it, it is only shown.
+    """Text for a cell of a markdown table, or a line of a card; text from anywhere is only shown.
 
     Args:
         text: anything; line breaks become spaces.
@@ -636,7 +636,7 @@ def _do_it_again(told: Told, name: str, lines: Sequence[str]) -> list[str]:
 
 
 def _caveats(told: Told, license: str | None) -> list[str]:
-    """What nobody should expect of the model, and what isn't known of it."""
+    """What the model can't be expected to do, and what isn't known of it."""
     out = []
     if len(told.steps) >= 6 and told.run is not None:
         out.append(f"One seed. In the log of this run: {verdict(told.run)}.")

@@ -135,7 +135,7 @@ def chosen_soup(
         config: how; its output_dir isn't used.
         folder: for what is tried; the caller deletes it.
         dtype: number format of the soups.
-        say: told about each soup; None: nobody.
+        say: told about each soup; None: silent.
     """
 
     def scores(members: tuple[int, ...]) -> list[float]:

@@ -218,7 +218,7 @@ def send(folder: Path, name: str, public: bool, revision: str | None, message: s
         say: is told what happens.
 
     Raises:
-        RunError: the repository is public and nobody said so.
+        RunError: the repository is public and public is False.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean
+from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean, stops_at_once
 from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
@@ -235,9 +235,10 @@ def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], how
     def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
         return lambda: fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
 
-    wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
-    answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
-    answers |= dict(zip(waiting, wait(), strict=True))
+    with stops_at_once():
+        wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
+        answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
+        answers |= dict(zip(waiting, wait(), strict=True))
     return [answers[i] for i in range(len(calls))]
 
 # %% ../../nbs/rewards/base.ipynb #d359de9e

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..feedback.traffic import TrafficLog
-from .desk import Answer, Desk, Exchange, hashed
-from .door import gone
+from .desk import Answer, Desk, Exchange
+from .door import gone, unless_gone
 from .gate import Gate, read_keys
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
@@ -33,24 +33,15 @@ __all__ = ['fastapi', 'whole_answer', 'best_of', 'stream', 'answer', 'create_app
 # %% ../../nbs/serve/api.ipynb #5e887010
 def _broken(answers: Sequence[Answer]) -> Refused | None:
     """The error that a client gets where an answer was broken off; None: none was."""
+    late = "the answer took too long and was broken off: ask for fewer tokens, or later."
+    ended = "the server ended before the answer did: ask another one, or later."
     for a in answers:
         if a.finish == "deadline":
-            return Refused(
-                504,
-                "the answer took too long and was broken off: ask for fewer tokens, or later.",
-                "server_error",
-                "deadline",
-            )
+            return Refused(504, late, "server_error", "deadline")
         if a.finish == "error":
             return Refused(500, a.problem, "server_error", "model_error")
         if a.finish == "cancelled":
-            return Refused(
-                503,
-                "the server ended before the answer did: ask another one, or later.",
-                "server_error",
-                "cancelled",
-                {"Retry-After": "5"},
-            )
+            return Refused(503, ended, "server_error", "cancelled", {"Retry-After": "5"})
     return None
 
 
@@ -79,7 +70,7 @@ async def whole_answer(
 
 
 async def best_of(desk: Desk, exchange: Exchange, answers: Sequence[Answer], n: int) -> list[Answer]:
-    """The n best answers to a prompt, the best one first: by the model's reward if it has one, else by the mean log-prob of a token."""
+    """The n best answers to a prompt, the best first: by the model's reward, or else by the mean log-prob."""
     model = answers[0].model
     if model.rewards is None:
         scores = [sum(t.logp for t in a.tokens) / max(len(a.tokens), 1) for a in answers]
@@ -125,8 +116,7 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     responses = fastapi().responses
     who, asked = await desk.intake.read(request, kind)
     if asked.model in desk.site.upstreams:
-        user = hashed(f"{who}\0{asked.user or ''}")
-        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who, user)
+        return await hand_on(desk, desk.site.upstreams[asked.model], request, asked, who)
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)
@@ -138,17 +128,13 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
         return responses.StreamingResponse(
             body, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
-    work = asyncio.ensure_future(whole_answer(desk, exchange, form, prompts, draws, asked.n))
     left = asyncio.ensure_future(gone(request))
     try:
-        await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Refused(499, "the client went away.")
-        return responses.JSONResponse(work.result())
+        whole = whole_answer(desk, exchange, form, prompts, draws, asked.n)
+        return responses.JSONResponse(await unless_gone(left, whole))
     finally:
         exchange.cancel()
-        for task in (work, left):
-            task.cancel()
+        left.cancel()
 
 # %% ../../nbs/serve/api.ipynb #5e887013
 def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffic: TrafficLog | None = None) -> Any:
@@ -156,7 +142,8 @@ def create_app(site: Site, routers: Sequence[Callable[[Desk], Any]] = (), traffi
 
     Args:
         site: the models; their batcher is started, if it isn't running.
-        routers: called with the desk, each makes a router of fastapi that is added; its routes are made by `desk.intake.guarded`.
+        routers: called with the desk, each makes a router of fastapi that is added; its routes are made by
+            `desk.intake.guarded`.
         traffic: gets a line for each answer.
 
     Raises:
@@ -231,6 +218,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
 
     for path, call, method in (
         ("/v1/completions", completions, "POST"), ("/v1/chat/completions", chat, "POST"), ("/v1/models", models, "GET"),
-        ("/v1/models/{name:path}", model, "GET"), ("/health", health, "GET"), ("/ready", ready, "GET"), ("/metrics", metrics, "GET"),
+        ("/v1/models/{name:path}", model, "GET"), ("/health", health, "GET"), ("/ready", ready, "GET"),
+        ("/metrics", metrics, "GET"),
     ):  # fmt: skip
         app.router.add_route(path, desk.intake.guarded(call), methods=[method])

@@ -39,7 +39,7 @@ class Token(NamedTuple):
 
     id: int
     logp: float  # at the sampling temperature, before filters
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest at its place, if somebody asked
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest at its place, if the client asked
 
 
 class AnswerPiece(NamedTuple):
@@ -53,7 +53,7 @@ class AnswerPiece(NamedTuple):
 
 @dataclass(eq=False)
 class Ask:
-    """One answer that somebody wants.
+    """One answer that a client wants.
 
     Args:
         ids: the prompt's tokens, at least one.
@@ -65,7 +65,7 @@ class Ask:
         stop: strings that end it.
         top: how many of the likeliest tokens are told at each place.
         deadline: on the clock of `time.monotonic`; later the answer is broken off.
-        shadow: nobody waits for it, so it begins when nobody else waits.
+        shadow: no client waits for it, so it begins when no other ask waits.
         owner: whose it is; see `serve.memory.SharedTape`.
     """
 
@@ -81,7 +81,7 @@ class Ask:
     deadline: float = math.inf
     shadow: bool = False
     owner: str = ""
-    cancelled: bool = field(default=False, init=False)  # may be set by anybody, at any time
+    cancelled: bool = field(default=False, init=False)  # any thread may set it, at any time
     asked: float = field(default_factory=time.monotonic, init=False)
     begun: float | None = field(default=None, init=False)
     row: Any = field(default=None, init=False)  # its row, where it was begun and had to make room for another one
@@ -97,7 +97,7 @@ class Ask:
         self.tell(AnswerPiece(rest, held, finish, problem))
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """The client wants it no more."""
         self.cancelled = True
 
 # %% ../../nbs/serve/batcher.ipynb #5e883011
@@ -168,13 +168,14 @@ class Lane:
         adapter: of a peft model; None: the model itself.
         ahead: most tokens that are proposed at once; 0: none.
         most_drafted: with more rows nothing is proposed: a full batch is the better use of a pass.
-        copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more keeps its own layers.
+        copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more
+            keeps its own layers.
         cache: bytes of memory for keys and values; two answers of `length` tokens always fit.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0, most_drafted: int = 4,
-        copies: int = 1 << 28, cache: float = math.inf,
+        self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0,
+        most_drafted: int = 4, copies: int = 1 << 28, cache: float = math.inf,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.adapter, self.length = model, tokenizer, adapter, length
         self.rows: list[_Row] = []
@@ -395,7 +396,7 @@ class Batcher:
         self._queue.clear()
 
     def _turn(self) -> None:
-        """One token for everybody, and what is to be done before."""
+        """One token for every row, and what is to be done before."""
         while self._tasks:
             self._tasks.popleft()()
         now = time.monotonic()
@@ -435,7 +436,7 @@ class Batcher:
                         ask.end("error", "the server could not read this prompt.")
 
     def _next(self, read: int) -> tuple[str, list[Ask]] | None:
-        """The next asks of one lane, as far as there is room for their answers and time for their prompts; None: no room, or none waits."""
+        """The next asks of one lane that there is room and time for; None: no room, or none waits."""
         with self._more:
             name, asks, prompts = "", list[Ask](), set[tuple[int, ...]]()
             while (first := self._first(asks)) is not None:
@@ -456,12 +457,12 @@ class Batcher:
             return (name, asks) if asks else None
 
     def _owners(self, asks: Sequence[Ask]) -> tuple[Counter[str], int]:
-        """Places that each owner has, with asks that are about to begin, and how many each may have while others wait."""
+        """Places that each owner has, asks about to begin included, and how many each may have while others wait."""
         rows = Counter([*(r.ask.owner for lane in self.lanes.values() for r in lane.rows), *(a.owner for a in asks)])
         return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue if not a.shadow)})))
 
     def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:
-        """Who is next: an owner below an equal part of the places, of these the one who has had least; shadows when no one else waits."""
+        """The next ask: of the owners below an equal part, the one who has had least; shadows when no other waits."""
         first: dict[str, tuple[str, Ask]] = {}
         for entry in self._queue:
             if not entry[1].shadow:
@@ -473,7 +474,7 @@ class Batcher:
         return first[self.shares.next(low)]
 
     def _room(self, name: str, asks: Sequence[Ask], ask: Ask) -> bool:
-        """Whether one more answer can begin; one of an owner who has more than an equal part makes room for one who has less."""
+        """Whether one more answer can begin; an owner above an equal part makes room for one below it."""
         lane = self.lanes[name]
         while self.running + len(asks) >= self.most or not lane.fits([*asks, ask]):
             if ask.shadow:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +25,7 @@ from .site import Model, Site
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['Answer', 'Exchange', 'Desk', 'hashed']
+__all__ = ['Answer', 'Exchange', 'Desk']
 
 # %% ../../nbs/serve/desk.ipynb #5e887006
 @dataclass(eq=False)
@@ -57,8 +56,8 @@ class Exchange:
         desk: whose it is.
         id: of the request.
         ticket: its places; None: of a shadow, which has none.
-        who: asks, as the gate knows them.
-        user: a hash; prompt: as it was asked, for the log.
+        who: asks, as the gate knows them; user: as the client names them.
+        prompt: as it was asked, for the log.
     """
 
     def __init__(self, desk: Desk, id: str, ticket: Ticket | None, who: str, user: str, prompt: Any) -> None:
@@ -104,7 +103,7 @@ class Exchange:
             yield index, piece
 
     def cancel(self) -> None:
-        """Nobody wants these answers any more."""
+        """The client wants these answers no more."""
         for answer in self.answers:
             answer.ask.cancel()
 
@@ -116,7 +115,7 @@ class Desk:
         site: the models.
         meters: count.
         gate: lets in.
-        traffic: gets a line for each answer; None: nobody does.
+        traffic: gets a line for each answer; None: there is no log.
     """
 
     def __init__(self, site: Site, meters: Meters, gate: Gate, traffic: TrafficLog | None = None) -> None:
@@ -130,8 +129,7 @@ class Desk:
         Raises:
             Refused: it may not.
         """
-        user = f"{who}\0{asked.user or ''}"
-        model = self.site.choose(asked.model, user)
+        model = self.site.choose(asked.model, f"{who}\0{asked.user or ''}")
         if isinstance(asked, TextAsked):
             given: list[Any] = list(asked.prompts)
             draws = asked.best_of or asked.n
@@ -141,7 +139,8 @@ class Desk:
         if draws * len(given) > self.config.max_n:
             raise Refused(
                 400,
-                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: ask for fewer.",
+                f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: "
+                "ask for fewer.",
             )
         guess = [model.least(p) for p in given]
         most = self._room(asked, model, max(guess))  # before anything is read into tokens
@@ -155,7 +154,7 @@ class Desk:
             ticket.back(ticket.left, answered=False)
             raise
         id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
-        exchange = Exchange(self, id, ticket, who, hashed(user), given[0] if len(given) == 1 else given)
+        exchange = Exchange(self, id, ticket, who, asked.user or "", given[0] if len(given) == 1 else given)
         self._ask(exchange, asked, model, prompts, draws, most)
         for shadow in self.site.shadows(model.name):
             await self._shadow(exchange, asked, shadow, given)
@@ -175,9 +174,11 @@ class Desk:
             )
         if room < 1 or (asked.wants is not None and asked.wants > room):
             raise Refused(
-                400, f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} takes {model.length} together: shorten one of them.",
+                400,
+                f"the prompt has at least {prompt} tokens and the answer may have {asked.wants or 1}, but {model.name} "
+                f"takes {model.length} together: shorten one of them.",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
         return int(asked.wants or min(c.default_tokens, room))
 
     def _ask(
@@ -197,8 +198,8 @@ class Desk:
         for prompt in prompts:
             for sample in range(draws):
                 exchange.ask(
-                    model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample, stop=asked.stops(),
-                    top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
+                    model, ids=prompt, sampling=sampling, eos=model.eos, greedy=greedy, seed=seed, sample=sample,
+                    stop=asked.stops(), top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
                 )  # fmt: skip
 
     async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
@@ -231,16 +232,20 @@ class Desk:
             seconds,
         )
         line = Served(
-            time.time(), exchange.id, answer.model.name, answer.model.version, exchange.user, len(ask.ids), len(answer.tokens), first, seconds,
-            finish, ask.shadow, exchange.prompt, answer.text,
+            time.time(), exchange.id, answer.model.name, answer.model.version, "", len(ask.ids), len(answer.tokens),
+            first, seconds, finish, ask.shadow, exchange.prompt, answer.text,
         )  # fmt: skip
-        self.write(line)
+        self.write(line, exchange.user, exchange.who)
 
-    def write(self, line: Served) -> None:
-        """Put a line into the traffic log, if there is one."""
+    def write(self, line: Served, user: str, who: str) -> None:
+        """Put a line into the traffic log, if there is one.
+
+        Args:
+            line: an answer; user: as the client names them; who: asks, as the gate knows them.
+        """
         try:
             if self.traffic is not None:
-                self.traffic.add(line)
+                self.traffic.add(line, user, who)
         except (OSError, RlhfError) as e:  # a full disk ends no conversation
             log.error("traffic is not logged: %s", e)
 
@@ -273,11 +278,6 @@ class Desk:
 
 
 def _settle(done: asyncio.Future[Any], value: Any, problem: Exception | None) -> None:
-    """End a wait, unless nobody waits any more."""
+    """End a wait, unless it was cancelled."""
     if not done.done():
         done.set_result(value) if problem is None else done.set_exception(problem)
-
-
-def hashed(user: str) -> str:
-    """A user's name as it stands in logs."""
-    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:16]

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import socket
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from ..core import ConfigError
 from .protocol import Refused
 from .settings import ServeConfig, is_local, package_of_serving
+
+_T = TypeVar("_T")
 
 
 def uvicorn() -> Any:
@@ -24,11 +26,15 @@ def uvicorn() -> Any:
     return package_of_serving("uvicorn")
 
 # %% auto #0
-__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'uvicorn', 'patient_protocol', 'PatientReading', 'check_json', 'read_body',
-           'check_host', 'gone', 'bind', 'make_server']
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'uvicorn', 'patient_protocol', 'PatientReading',
+           'check_json', 'read_body', 'check_host', 'gone', 'unless_gone', 'bind', 'make_server']
 
 # %% ../../nbs/serve/door.ipynb #5e889006
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+MOST_HEAD = 16384  # bytes of a request's headers
+MOST_HEADERS = 100
+MOST_PARTS = 1000  # of a body that may be smaller than `LEAST_PART` on average
+LEAST_PART = 64  # bytes
 
 
 def patient_protocol(seconds: float, most: int = 512) -> Any:
@@ -36,10 +42,30 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
 
     Args:
         seconds: that a request's head may take; then its connection is closed.
-        most: connections that are served. Later ones get 503, and beyond twice as many nothing; those before are not touched.
+        most: connections that are served. A later one takes the place of the connection that has waited longest
+            without a whole head; where all are in the middle of a request it gets 503.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(h11.Connection):
+        """Reads a body that comes in parts of a sensible size."""
+
+        parts = size = 0
+
+        def next_event(self) -> Any:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self.parts = self.size = 0
+            elif isinstance(event, h11.Data):
+                self.parts, self.size = self.parts + 1, self.size + len(event.data)
+                if self.parts > MOST_PARTS and self.size < LEAST_PART * self.parts:
+                    if self.our_state is h11.SEND_RESPONSE:
+                        raise h11.RemoteProtocolError(f"more than {MOST_PARTS} parts of a body are very small")
+                    return h11.NEED_DATA  # the response has ended, and so will the connection
+            return event
+
+    headless: dict[Any, None] = {}  # connections that have sent no whole head, the oldest first
 
     class Patient(H11Protocol):
         """One connection."""
@@ -47,11 +73,18 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
         timer: Any = None
         full = False  # it came when all places were taken
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.conn = Bounded(h11.SERVER, MOST_HEAD)
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.full = len(self.connections) > most
-            if len(self.connections) > 2 * most:
-                transport.close()
+            if len(self.connections) > most:
+                oldest = next(iter(headless), None)
+                self.full = oldest is None
+                if oldest is not None:
+                    oldest._forget()
+                    oldest.transport.close()
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -75,38 +108,34 @@ def patient_protocol(seconds: float, most: int = 512) -> Any:
             if self.conn.their_state is not h11.IDLE:
                 self._forget()
             elif self.timer is None:
+                headless[self] = None
                 self.timer = self.loop.call_later(min(seconds, 1.0) if self.full else seconds, self._too_late)
 
         def _forget(self) -> None:
+            headless.pop(self, None)
             if self.timer is not None:
                 self.timer.cancel()
                 self.timer = None
 
         def _too_late(self) -> None:
-            self.timer = None
+            self._forget()
             if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
                 self.transport.close()
 
     return Patient
 
 
-MOST_HEAD = 16384  # bytes of a request's headers
-MOST_HEADERS = 100
-
-
-def _misshapen(scope: Any) -> tuple[int, str] | None:
-    """Status and sentence for a request's head that nobody honest sends; None: it is well."""
+def _misshapen(scope: Any) -> Refused | None:
+    """The refusal of a request by its head; None: the head is well."""
     headers, names = scope["headers"], {k.lower() for k, _ in scope["headers"]}
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in headers)
     if len(headers) > MOST_HEADERS or size > MOST_HEAD:
-        return (
-            431,
-            f"the request's head has {len(headers)} headers and {size:,} bytes; at most {MOST_HEADERS} and {MOST_HEAD:,} are read.",
-        )
+        shape = f"{len(headers)} headers and {size:,} bytes"
+        return Refused(431, f"the request's head has {shape}; at most {MOST_HEADERS} and {MOST_HEAD:,} are read.")
     if scope["http_version"] not in ("1.0", "1.1"):
-        return 505, "this server speaks HTTP/1.1."
+        return Refused(505, "this server speaks HTTP/1.1.")
     if {b"content-length", b"transfer-encoding"} <= names:
-        return 400, "the request says its length in two ways."
+        return Refused(400, "the request says its length in two ways.")
     return None
 
 
@@ -123,18 +152,11 @@ class PatientReading:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
-        wrong = _misshapen(scope) if scope["type"] == "http" else None
-        if wrong is not None:
-            said = Refused(*wrong).body()
-            body = json.dumps(said).encode()
-            head = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            await send({"type": "http.response.start", "status": wrong[0], "headers": head})
-            await send({"type": "http.response.body", "body": body})
-            return
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)  # type: ignore[no-any-return]
+        if (refusal := _misshapen(scope)) is not None:
+            refusal.headers["Connection"] = "close"
+            return await refusal.response()(scope, receive, send)  # type: ignore[no-any-return]
 
         async def patiently(message: Any) -> None:
             try:
@@ -142,7 +164,7 @@ class PatientReading:
             except asyncio.TimeoutError:
                 raise OSError("the client does not read") from None
 
-        await self.app(scope, receive, patiently if scope["type"] == "http" else send)
+        await self.app(scope, receive, patiently)
 
 # %% ../../nbs/serve/door.ipynb #5e889014
 def check_json(request: Any) -> None:
@@ -165,32 +187,30 @@ async def read_body(request: Any, most: int, seconds: float, hold: Callable[[int
         hold: is called with the bytes of each part; it may refuse to keep them.
 
     Raises:
-        Refused: too long, too slow, or not JSON by its header.
+        Refused: too long, too slow, broken off, or not JSON by its header.
     """
+    from starlette.requests import ClientDisconnect
+
     check_json(request)
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and int(said) > most:
-        raise Refused(
-            413, f"the request has {int(said):,} bytes, and at most {most:,} are read.", headers={"Connection": "close"}
-        )
+    close, body = {"Connection": "close"}, bytearray()
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise Refused(413, f"the request has {int(length):,} bytes, and at most {most:,} are read.", headers=close)
 
     async def read() -> bytes:
-        found = bytearray()
         async for part in request.stream():
             hold(len(part))
-            found += part
-            if len(found) > most:
-                raise Refused(
-                    413, f"the request has more than the {most:,} bytes that are read.", headers={"Connection": "close"}
-                )
-        return bytes(found)
+            body.extend(part)
+            if len(body) > most:
+                raise Refused(413, f"the request has more than the {most:,} bytes that are read.", headers=close)
+        return bytes(body)
 
     try:
         return await asyncio.wait_for(read(), seconds)
+    except ClientDisconnect:
+        raise Refused(499, "the client went away.") from None
     except asyncio.TimeoutError:
-        raise Refused(
-            408, f"the request did not arrive within {seconds:g} s.", headers={"Connection": "close"}
-        ) from None
+        raise Refused(408, f"the request did not arrive within {seconds:g} s.", headers=close) from None
 
 
 def check_host(config: ServeConfig, request: Any) -> None:
@@ -199,8 +219,8 @@ def check_host(config: ServeConfig, request: Any) -> None:
     Raises:
         Refused: 421.
     """
-    said = str(request.headers.get("host", ""))
-    name = said.rpartition("]")[0].lstrip("[") if said.startswith("[") else said.partition(":")[0]
+    host = str(request.headers.get("host", ""))
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     own, c = config.hosts, config
     if "*" in own or name.lower() in own or is_local(name) or name == c.host or (not is_local(c.host) and not own):
         return
@@ -212,6 +232,34 @@ async def gone(request: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
+
+async def unless_gone(left: asyncio.Future[None], work: Awaitable[_T], deadline: float = math.inf) -> _T:
+    """What some work gives.
+
+    Args:
+        left: `gone` of the client's request, as a task.
+        work: is cancelled when the client goes away; deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        Refused: the client went away, or the time was over, before it was done.
+    """
+    task = asyncio.ensure_future(work)
+    both: list[asyncio.Future[Any]] = [task, left]
+    try:
+        wait = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        await asyncio.wait(both, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if left.done():
+        raise Refused(499, "the client went away.")
+    raise Refused(
+        504, "the answer took too long and was broken off: ask for fewer tokens, or later.", "server_error", "deadline"
+    )
+
 # %% ../../nbs/serve/door.ipynb #5e889008
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens.
@@ -221,22 +269,21 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind)
+        listening = socket.socket(family, kind)
     except OSError as e:
-        raise ConfigError(
-            f"host={host} is no address ({e.strerror or e}): use 127.0.0.1, or an address of this machine."
-        ) from e
+        reason = e.strerror or e
+        raise ConfigError(f"host={host} is no address ({reason}): use 127.0.0.1, or an address of this machine.") from e
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(128)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
     except OSError as e:
-        found.close()
-        why = f"port {port} of {host} can't be opened ({e.strerror or e})"
+        listening.close()
         raise ConfigError(
-            f"{why}: another program listens there, perhaps an earlier server. Choose another one with --port, or --port 0 for any that is free."
+            f"port {port} of {host} can't be opened ({e.strerror or e}): another program listens there, perhaps an "
+            "earlier server. Choose another one with --port, or --port 0 for any that is free."
         ) from e
-    return found
+    return listening
 
 
 def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = lambda: None) -> Any:
@@ -256,10 +303,10 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
             draining()
             self.should_exit, self.force_exit = True, self.should_exit  # told twice: at once
 
-    return Door(
-        package.Config(
-            PatientReading(app, config.timeout), http=patient_protocol(config.header_seconds, config.max_connections), ws="none", lifespan="off", access_log=False, log_config=None,
-            log_level="warning", server_header=False, timeout_keep_alive=5,
-            timeout_graceful_shutdown=math.ceil(config.drain), h11_max_incomplete_event_size=16384, proxy_headers=False,
-        )
+    protocol = patient_protocol(config.header_seconds, config.max_connections)
+    settings = package.Config(
+        PatientReading(app, config.timeout), http=protocol, ws="none", lifespan="off", access_log=False,
+        proxy_headers=False, log_config=None, log_level="warning", server_header=False, timeout_keep_alive=5,
+        timeout_graceful_shutdown=math.ceil(config.drain), h11_max_incomplete_event_size=MOST_HEAD,
     )  # fmt: skip
+    return Door(settings)

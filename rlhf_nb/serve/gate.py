@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core import ConfigError
-from .protocol import Refused
+from .protocol import Refused, too_many
 from .settings import ServeConfig
 
 # %% auto #0
@@ -36,7 +36,7 @@ def new_key(name: str) -> tuple[str, str]:
 
 
 def read_keys(path: str | Path) -> dict[str, bytes]:
-    """Hashes of keys by name, from a file with `NAME HASH` in each line; blank lines and those that begin with # are left out.
+    """Hashes of keys by name, from a file with `NAME HASH` in each line; blank lines and comments (#) are left out.
 
     Raises:
         ConfigError: no such file, no key in it, or a line of another form.
@@ -52,12 +52,13 @@ def read_keys(path: str | Path) -> dict[str, bytes]:
             continue
         if len(words) != 2 or not re.fullmatch("[0-9a-f]{64}", words[1]) or words[0] in found:
             raise ConfigError(
-                f"keys: line {number} of {path} is not a new name and a SHA-256 in 64 digits. A key itself doesn't belong there: rlhf-nb serve --new-key NAME makes both."
+                f"keys: line {number} of {path} is not a new name and a SHA-256 in 64 digits. A key itself doesn't "
+                "belong there: rlhf-nb serve --new-key NAME makes both."
             )
         found[words[0]] = bytes.fromhex(words[1])
     if not found:
         raise ConfigError(
-            f"keys: {path} holds no key, so nobody could ask. Make one: rlhf-nb serve --new-key NAME >> {path}"
+            f"keys: {path} holds no key, so no client could ask. Make one: rlhf-nb serve --new-key NAME >> {path}"
         )
     return found
 
@@ -129,7 +130,7 @@ class Gate:
 
     Args:
         config: of the server.
-        keys: hashes by name; None: nobody needs a key.
+        keys: hashes by name; None: no key is needed.
     """
 
     def __init__(self, config: ServeConfig, keys: Mapping[str, bytes] | None = None) -> None:
@@ -153,7 +154,7 @@ class Gate:
         self.seconds += 0.1 * (seconds - self.seconds)
 
     def who(self, authorization: str | None, address: str) -> str:
-        """The name of a key, or an address where nobody needs one.
+        """The name of a key, or an address where no key is needed.
 
         Args:
             authorization: header of the request.
@@ -169,9 +170,11 @@ class Gate:
         for name, known in self.keys.items():  # all of them, whichever it is
             found = name if hmac.compare_digest(given, known) else found
         if scheme.lower() != "bearer" or not found:
-            raise Refused(
-                401, "no valid API key: send it as `Authorization: Bearer KEY`.", "authentication_error", "invalid_api_key", {"WWW-Authenticate": "Bearer"}
-            )  # fmt: skip
+            advice, headers = (
+                "no valid API key: send it as `Authorization: Bearer KEY`.",
+                {"WWW-Authenticate": "Bearer"},
+            )
+            raise Refused(401, advice, "authentication_error", "invalid_api_key", headers)
         return f"key {found}"
 
     def knock(self, who: str) -> None:
@@ -181,24 +184,21 @@ class Gate:
             Refused: 429 with Retry-After, 503 while the server ends.
         """
         if self.draining:
-            raise Refused(
-                503,
-                "the server is about to end: ask another one, or later.",
-                "server_error",
-                "draining",
-                {"Retry-After": "5", "Connection": "close"},
-            )
+            headers = {"Retry-After": "5", "Connection": "close"}
+            advice = "the server is about to end: ask another one, or later."
+            raise Refused(503, advice, "server_error", "draining", headers)
         self._take(who, 0, 1, "requests")
 
     def fine(self, who: str, tokens: int) -> None:
-        """Count what reading a refused request has cost; nobody is refused for it twice."""
+        """Count what reading a refused request has cost; it is no reason for a second refusal."""
         with suppress(Refused):
             self.charge(who, tokens)
 
     def admit(self, who: str, answers: int) -> Ticket:
         """Places for a request's answers.
 
-        A client may have all places while no other has one, else an equal part of them. Who has less gets it even if the places are taken.
+        A client may have all places while no other has one, else an equal part of them. A client with less gets its
+        part even if the places are taken.
 
         Args:
             who: as `who` says.
@@ -215,9 +215,7 @@ class Gate:
         own = mine + answers <= part and self.taken + answers <= OVER * self.places
         if not (own or (room and (not others or not mine))):
             wait = max(1, math.ceil(self.seconds * self.config.max_queue / self.config.max_concurrent))
-            raise Refused(
-                429, f"{_places(self.places, mine, others)}: come again in {wait} s.", "rate_limit_error", "server_busy", {"Retry-After": str(min(wait, 60))}
-            )  # fmt: skip
+            raise too_many(_places(self.places, mine, others), wait)
         self.held[who] += answers
         return Ticket(self, who, answers)
 
@@ -240,17 +238,10 @@ class Gate:
                     k: b for k, b in self._buckets.items() if any(x.rate and x.lacks(x.rate) > 0 for x in b)
                 }
             if len(self._buckets) >= MOST_CLIENTS:
-                raise Refused(
-                    429,
-                    "too many different clients: come again in a minute.",
-                    "rate_limit_error",
-                    "rate_limit_exceeded",
-                    {"Retry-After": "60"},
-                )
+                raise too_many("too many different clients", 60, "rate_limit_exceeded")
             self._buckets[who] = (Bucket(rates[0]), Bucket(rates[1]))
         bucket = self._buckets[who][kind]
         wait = math.ceil(bucket.lacks(cost))
         if wait > 0:
-            said = f"more than {bucket.rate:g} {what} a minute: come again in {wait} s."
-            raise Refused(429, said, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": str(wait)})
+            raise too_many(f"more than {bucket.rate:g} {what} a minute", wait, "rate_limit_exceeded")
         bucket.take(cost)

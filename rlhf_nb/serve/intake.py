@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from .door import check_host, read_body
 from .gate import Gate
-from .protocol import Refused, read_request
+from .protocol import Refused, read_request, too_many
 from .turns import Turns
 
 _A = TypeVar("_A", bound=BaseModel)
@@ -60,14 +60,14 @@ class Intake:
         who, most = self.who(request), min(most or self.config.max_body, self.config.max_body)
         self.gate.knock(who)
         if self._bodies[who] >= self.gate.places:
-            raise _busy(f"{self.gate.places} requests of yours are being sent")
+            raise too_many(f"{self.gate.places} requests of yours are being sent", 1)
         held = 0
 
         def hold(size: int) -> None:
             nonlocal held
             limit = max(MOST_BYTES, 2 * most)
             if self._bytes.total() + size > limit or self._bytes[who] + size > limit // 2:
-                raise _busy("too many bytes are being sent")
+                raise too_many("too many bytes are being sent", 1)
             held += size
             self._bytes[who] += size
 
@@ -83,13 +83,6 @@ class Intake:
             self._bodies -= Counter({who: 1})
             self._bytes -= Counter({who: held})
 
-    def response(self, problem: Refused) -> Any:
-        """A refusal as a client of OpenAI's API reads it."""
-        from starlette.responses import JSONResponse
-
-        self.refused(problem.status)
-        return JSONResponse(problem.body(), problem.status, headers=problem.headers)
-
     def guarded(self, call: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         """A route in which a refusal becomes a response, and a fault too, without a word about the server's insides.
 
@@ -102,15 +95,11 @@ class Intake:
                 check_host(self.config, request)
                 return await call(request)
             except Refused as e:
-                return self.response(e)
+                refusal = e
             except Exception:
                 log.exception("a request failed")
-                said = "the server failed at this request; its log says why."
-                return self.response(Refused(500, said, "server_error"))
+                refusal = Refused(500, "the server failed at this request; its log says why.", "server_error")
+            self.refused(refusal.status)
+            return refusal.response()
 
         return route
-
-
-def _busy(why: str) -> Refused:
-    """A refusal of a body before it has come."""
-    return Refused(429, f"{why}: come again in 1 s.", "rate_limit_error", "server_busy", {"Retry-After": "1"})

@@ -114,12 +114,12 @@ _FIRST = 256  # columns of a tape that has read little; it grows to twice as man
 
 
 class SharedTape(Tape):
-    """A tape that copies the beginning of a prompt where it already stands in a row of the same owner; for arguments see `Tape`.
+    """A tape that copies the beginning of a prompt from a row of the same owner; for arguments see `Tape`.
 
-    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next power of two. Never does it take
-    more than `places` tokens; None: rows · (length + block).
+    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next
+    power of two. It never takes more than `places` tokens; None: rows · (length + block).
 
-    held: the tokens whose keys and values stand in each row, from column 0 on; owners: whose they are.
+    held: the tokens whose keys and values are in each row, from column 0 on; owners: whose they are.
     copied: tokens of prompts that needed no reading, so far.
     """
 
@@ -137,7 +137,7 @@ class SharedTape(Tape):
         return super().blank(rows, columns) if hasattr(self, "cache") else super().blank(1, min(columns, _FIRST))
 
     def grow(self, rows: int, columns: int) -> None:
-        """Have room for so many rows and columns; what stands in rows beyond is lost where the memory is needed."""
+        """Have room for so many rows and columns; rows beyond are lost where the memory is needed."""
         r, c = self.cache.shape[2], self.cache.shape[4]
         if rows <= r and columns <= c:
             return
@@ -191,7 +191,7 @@ class SharedTape(Tape):
         return torch.stack([lines[first + i] for i in range(len(texts))])
 
     def _source(self, new: _New) -> tuple[int, int]:
-        """The row that holds most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."""
+        """The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."""
         own = [(alike(held, new.text), r) for r, held in enumerate(self.held) if self.owners[r] == new.owner]
         n, row = max(own, default=(0, new.rows[0]))
         n = min(n, len(new.text) - 1)

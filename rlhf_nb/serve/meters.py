@@ -31,7 +31,7 @@ class Meters:
     """Counters and histograms of a server, in a registry of their own.
 
     Args:
-        batcher: whose rows are counted; None: nobody's.
+        batcher: whose rows are counted; None: there is none.
     """
 
     def __init__(self, batcher: Batcher | None = None) -> None:

@@ -15,7 +15,7 @@ from .batcher import AnswerPiece, Token
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused',
+__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused', 'too_many',
            'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage', 'chat_logprobs',
            'text_logprobs', 'Form']
 
@@ -32,14 +32,35 @@ class Refused(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.code, self.headers = status, message, kind, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """As the client reads it."""
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
+
+    def response(self) -> Any:
+        """The same as a response of starlette."""
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def too_many(why: str, seconds: int, code: str = "server_busy") -> Refused:
+    """A refusal of a client that asks for more than its part.
+
+    Args:
+        why: without a full stop; seconds: after which it may come again; code: for programs.
+    """
+    after = {"Retry-After": str(min(seconds, 60))}
+    return Refused(429, f"{why}: come again in {seconds} s.", "rate_limit_error", code, after)
 
 # %% ../../nbs/serve/protocol.ipynb #5e881008
 HARMLESS = (
@@ -52,9 +73,10 @@ HARMLESS = (
     "parallel_tool_calls",
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what can't be done here, and the values with which nothing is to be done
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "echo": (False,),
-    "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "suffix": ("",), "echo": (False,), "audio": (),
+    "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 MOST_BRACKETS = 1 << 15  # [ and { of a request, those in texts included
 MOST_COMMAS = 1 << 17
@@ -159,7 +181,7 @@ class ChatAsked(Asked):
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> ChatAsked:
-        """Somebody must be answered."""
+        """The last message is not the assistant's."""
         if self.messages[-1].role == "assistant":
             raise ValueError(
                 "the last message is the assistant's, so there is nothing to answer: end with a user's message."
@@ -309,7 +331,7 @@ class Form:
     Args:
         id: of the request; model: its name, as it was asked for; version: of the model.
         chat: whether it is a chat.
-        tokenizer: decodes tokens of log-probs; None: nobody asked for them.
+        tokenizer: decodes tokens of log-probs; None: they were not asked for.
     """
 
     def __init__(self, id: str, model: str, version: str, chat: bool, tokenizer: Any = None) -> None:

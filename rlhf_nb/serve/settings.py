@@ -43,23 +43,17 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,99}")
 class ServeConfig(StrictConfig):
     """Settings of a server."""
 
-    models: dict[str, str] = Field(
-        default_factory=dict, description="folder or name of a model, by the name clients use"
+    models: dict[str, str] = option({}, "folder or name of a model, by the name clients use")
+    adapters: dict[str, str] = option(
+        {}, "folder of a LoRA adapter, by the name clients use; its model must be served, too"
     )
-    adapters: dict[str, str] = Field(
-        default_factory=dict,
-        description="folder of a LoRA adapter, by the name clients use; its model must be served, too",
+    upstreams: dict[str, str] = option(
+        {}, "address of a server that computes a model (vLLM's: http://127.0.0.1:8001/v1), by the name clients use"
     )
-    upstreams: dict[str, str] = Field(
-        default_factory=dict,
-        description="address of a server that computes a model, such as vLLM's (http://127.0.0.1:8001/v1), by the name clients use",
-    )
-    upstream_keys: dict[str, str] = Field(
-        default_factory=dict, description="NAME of the environment variable with the key that an upstream wants"
-    )
+    upstream_keys: dict[str, str] = option({}, "NAME of the environment variable with the key that an upstream wants")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's needs keys")
     port: int = option(8000, "0: any that is free", ge=0, le=65535)
-    public: bool = option(False, "listen on another address although nobody needs a key")
+    public: bool = option(False, "listen on another address although no key is needed")
     hosts: list[str] = option(
         [], "names that clients may call the server by, beside its address and localhost; ['*']: any"
     )
@@ -75,25 +69,19 @@ class ServeConfig(StrictConfig):
     max_context: int = option(4096, "most tokens of prompt and answer; less where the model reads less", ge=2)
     max_n: int = option(16, "most answers of one request", ge=1)
     max_body: int = option(1 << 20, "most bytes of a request", ge=1024)
-    max_connections: int = option(512, "open at the same time; beyond: 503", ge=1)
+    max_connections: int = option(512, "open at the same time; beyond: a silent one is closed, or 503", ge=1)
     timeout: float = option(120.0, "seconds until an answer is broken off, waiting included", gt=0)
     header_seconds: float = option(10.0, "until a request must have arrived whole, head and body each", gt=0)
     drain: float = option(30.0, "seconds that running answers get when the server is told to end", ge=0)
     cors: list[str] = option([], "web pages (https://example.org) whose scripts may ask; ['*']: all")
     page: bool = option(False, "a chat page at /")
-    ahead: dict[str, int] = Field(
-        default_factory=dict, description="speculative decoding, by model: most tokens that the text itself proposes"
+    ahead: dict[str, int] = option({}, "speculative decoding, by model: most tokens that the text itself proposes")
+    rewards: dict[str, Any] = option(
+        {}, "what best_of chooses by, by model: folder of a reward model; else the mean log-prob"
     )
-    rewards: dict[str, Any] = Field(
-        default_factory=dict,
-        description="what best_of chooses by, by model: folder of a reward model; else the mean log-prob",
-    )
-    split: dict[str, dict[str, float]] = Field(
-        default_factory=dict, description="shares of models behind a name: {chat: {a: 0.9, b: 0.1}}"
-    )
-    shadow: dict[str, dict[str, float]] = Field(
-        default_factory=dict,
-        description="models that also answer a share of what a model is asked, unseen: {a: {b: 0.1}}",
+    split: dict[str, dict[str, float]] = option({}, "shares of models behind a name: {chat: {a: 0.9, b: 0.1}}")
+    shadow: dict[str, dict[str, float]] = option(
+        {}, "models that also answer a share of what a model is asked, unseen: {a: {b: 0.1}}"
     )
     traffic: str | None = option(None, "file that gets a line for each answer")
     feedback: str | None = option(None, "file that gets what users say of answers")
@@ -135,8 +123,8 @@ class ServeConfig(StrictConfig):
             raise ValueError("log_text writes texts into the traffic file, and there is none: set traffic=FILE, too.")
         if not is_local(self.host) and self.keys is None and not self.public:
             raise ValueError(
-                f"host={self.host} can be reached by others, and nobody needs a key: set keys=FILE (rlhf-nb serve --new-key NAME makes one), "
-                "or public=true if everybody may ask."
+                f"host={self.host} can be reached by others, and no key is needed: set keys=FILE (rlhf-nb serve "
+                "--new-key NAME makes one), or public=true if any client may ask."
             )
         return self
 

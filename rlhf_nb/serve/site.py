@@ -94,7 +94,7 @@ class Model:
 
 
 def settled(config: ServeConfig) -> ServeConfig:
-    """The same settings with links followed once, so that what is loaded, hashed and named is one folder, whatever a link points to meanwhile.
+    """The same settings with links followed once: one folder is loaded, hashed and named, whatever happens to links.
 
     Raises:
         ModelError: a model isn't there.
@@ -135,8 +135,12 @@ class Site:
     """
 
     def __init__(
-        self, config: ServeConfig, models: Mapping[str, Model], batcher: Batcher, upstreams: Mapping[str, Upstream] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        config: ServeConfig,
+        models: Mapping[str, Model],
+        batcher: Batcher,
+        upstreams: Mapping[str, Upstream] | None = None,
+    ) -> None:
         self.config, self.models, self.batcher, self.upstreams = config, dict(models), batcher, dict(upstreams or {})
         self._random = random.Random(0)
 
@@ -194,12 +198,14 @@ def _adapter_homes(config: ServeConfig) -> dict[str, str]:
         base = base_of_adapter(where) if kind == "adapter" else None
         if base is None:
             raise ConfigError(
-                f"adapters.{name}: {folder} is no LoRA adapter that says which model it belongs to. A whole model is served by --model."
+                f"adapters.{name}: {folder} is no LoRA adapter that says which model it belongs to. A whole model is "
+                "served by --model."
             )
         same = [m for m, place in config.models.items() if place == base or _same_place(place, base)]
         if not same:
             raise ConfigError(
-                f"adapters.{name} was trained on {base}, and that is not served: add --model NAME={base}, or serve the adapter alone, merged: --model {name}={folder}."
+                f"adapters.{name} was trained on {base}, and that is not served: add --model NAME={base}, or serve the "
+                f"adapter alone, merged: --model {name}={folder}."
             )
         homes[name] = same[0]
     return homes
@@ -252,22 +258,16 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
         for n, version in versions.items():
             if version_of(own.get(n, place)) != version:
                 raise ModelError(
-                    f"the weights of {n} changed while they were loaded, so its answers could not be told from those of another version: start the server again."
+                    f"the weights of {n} changed while they were loaded, so its answers could not be told from those "
+                    "of another version: start the server again."
                 )
         told = dict(says.get(name, {}))
         for each, version in versions.items():
             models[each] = _model(config, each, version, net, tokenizer, told, None if each == name else name)
-            adapter = each if each in own else None
-            lanes[each] = Lane(
-                net,
-                copy.deepcopy(tokenizer),
-                config.max_concurrent,
-                models[each].length,
-                adapter,
-                config.ahead.get(each, 0),
-                copies=max(left, _SMALL) if precision.device.type == "cpu" else _SMALL,
-                cache=cache,
-            )
+            adapter, ahead = each if each in own else None, config.ahead.get(each, 0)
+            most, length = config.max_concurrent, models[each].length
+            copies = max(left, _SMALL) if precision.device.type == "cpu" else _SMALL
+            lanes[each] = Lane(net, copy.deepcopy(tokenizer), most, length, adapter, ahead, copies=copies, cache=cache)
             left -= lanes[each].copies
     return models, lanes
 
@@ -305,17 +305,8 @@ def _model(
 
         rewards = decoder_reward(config.rewards[name], net.get_input_embeddings().weight.device)
     vocab = len(net.get_input_embeddings().weight)
-    return Model(
-        name,
-        version,
-        copy.deepcopy(tokenizer),
-        tuple(sorted(eos)),
-        min(window, config.max_context),
-        vocab,
-        drawn,
-        rewards,
-        parent,
-    )
+    ends, length = tuple(sorted(eos)), min(window, config.max_context)
+    return Model(name, version, copy.deepcopy(tokenizer), ends, length, vocab, drawn, rewards, parent)
 
 # %% ../../nbs/serve/site.ipynb #5e886015
 class Planned(NamedTuple):

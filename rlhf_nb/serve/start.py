@@ -106,7 +106,8 @@ def serve(config: ServeConfig) -> None:
                 tell(f"Note: {name} is answered one row at a time, slower: {lane.plain}.")
         shown, port = f"[{config.host}]" if ":" in config.host else config.host, listening.getsockname()[1]
         tell(
-            f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 (loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
+            f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 "
+            f"(loaded in {time.perf_counter() - begin:.1f} s). Ctrl-C ends."
         )
         try:
             server.run(sockets=[listening])
@@ -128,7 +129,8 @@ def _routers(config: ServeConfig) -> list[Any]:
             make = importlib.import_module("rlhf_nb.serve.thumbs").feedback_router
         except ImportError as e:
             raise ConfigError(
-                f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install rlhf_nb anew."
+                f"feedback={config.feedback}: what takes feedback can't be loaded ({e}). Leave it out, or install "
+                "rlhf_nb anew."
             ) from e
 
         out.append(lambda desk: make(config.feedback, desk.intake))
@@ -141,19 +143,20 @@ def memory_told(config: ServeConfig) -> str:
 
     rows, gib = memory_plan(config), 2**30
     lines = [
-        f"{r.name}: weights {r.weights / gib:.2f} GiB, copies {r.copies / gib:.2f} GiB, keys and values {r.token / 1024:.0f} KiB a token and "
-        f"{r.cache / gib:.2f} GiB at most"
+        f"{r.name}: weights {r.weights / gib:.2f} GiB, copies {r.copies / gib:.2f} GiB, "
+        f"keys and values {r.token / 1024:.0f} KiB a token and {r.cache / gib:.2f} GiB at most"
         for r in rows
     ]
     start, most = sum(r.weights + r.copies for r in rows), sum(r.most for r in rows)
     lines.append(
-        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most (settings cache, copies, max_context)."
+        f"Memory: {start / gib:.2f} GiB at the start, {most / gib:.2f} GiB at most "
+        "(settings cache, copies, max_context)."
     )
     return "\n".join(lines)
 
 
 def _traffic(config: ServeConfig) -> Any:
-    """The log of answers; None: nobody wants one."""
+    """The log of answers; None: there is none."""
     from rlhf_nb.feedback.traffic import TrafficLog
 
     return None if config.traffic is None else TrafficLog(config.traffic, config.log_text)

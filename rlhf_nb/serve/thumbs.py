@@ -92,6 +92,7 @@ def feedback_router(path: Any, intake: Intake | None = None, most: int = MAX_BOD
 
     async def feedback(request: Any) -> Any:
         who, said = await way.read(request, FeedbackRequest, most)
+        way.gate.charge(who, len(said.model_dump_json()) // 4)  # what is kept counts like a prompt of its length
         try:
             kept = await way.turns.do(who, 1024.0, store.add, said.user, said.feedback(), who)
         except DataError as e:

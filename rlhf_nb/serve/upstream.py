@@ -8,19 +8,17 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 
 from ..core import ConfigError, printable
 from ..feedback.traffic import Served
-from .door import gone
+from .door import gone, unless_gone
 from .protocol import Asked, ChatAsked, Refused, TextAsked
 from .settings import package_of_serving
 from ..untrusted import Unreadable, json_value
-
-_T = TypeVar("_T")
 
 # %% auto #0
 __all__ = ['FINISHES', 'Upstream', 'find_upstream', 'hand_on']
@@ -107,7 +105,7 @@ def find_upstream(name: str, url: str, key: str | None = None) -> Upstream:
         name, url, key: see `Upstream`.
 
     Raises:
-        ConfigError: nobody answers there, or it isn't clear which of its models is meant.
+        ConfigError: no server answers there, or it isn't clear which of its models is meant.
     """
     try:
         response = httpx.get(
@@ -117,12 +115,13 @@ def find_upstream(name: str, url: str, key: str | None = None) -> Upstream:
         known = [str(m["id"]) for m in json_value(response.content)["data"]]
     except (httpx.HTTPError, Unreadable, KeyError, TypeError) as e:
         raise ConfigError(
-            f"upstreams.{name}: no server of OpenAI's API answers at {url} ({type(e).__name__}: {printable(str(e))[:200]}). "
-            "Start it first, for example: vllm serve MODEL --port 8001, with the address http://127.0.0.1:8001/v1."
+            f"upstreams.{name}: no server of OpenAI's API answers at {url} ({type(e).__name__}: "
+            f"{printable(str(e))[:200]}). Start it first, for example: vllm serve MODEL --port 8001, with the address http://127.0.0.1:8001/v1."
         ) from e
     if name not in known and len(known) != 1:
         raise ConfigError(
-            f"upstreams.{name}: {url} serves {', '.join(map(repr, known)) or 'nothing'}, and {name!r} is none of it: use one of these names."
+            f"upstreams.{name}: {url} serves {', '.join(map(repr, known)) or 'nothing'}, and {name!r} is none of it: "
+            "use one of these names."
         )
     return Upstream(name, url, name if name in known else known[0], key)
 
@@ -134,8 +133,8 @@ FINISHES = ("stop", "length", "content_filter", "tool_calls")
 class _Handed:
     """A request that was handed on, until it has ended."""
 
-    def __init__(self, desk: Any, upstream: Upstream, asked: Asked, user: str, ticket: Any) -> None:
-        self.desk, self.upstream, self.asked, self.user, self.ticket = desk, upstream, asked, user, ticket
+    def __init__(self, desk: Any, upstream: Upstream, asked: Asked, who: str, ticket: Any) -> None:
+        self.desk, self.upstream, self.asked, self.who, self.ticket = desk, upstream, asked, who, ticket
         self.id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
         self.begun, self.first, self.finish, self.streams = time.monotonic(), math.inf, "cancelled", False
         self.used, self.text, self.version = dict[str, Any](), "", upstream.model
@@ -176,47 +175,11 @@ class _Handed:
         prompt, answer = (n if isinstance(n, int) else 0 for n in counts)
         desk.meters.ended(self.upstream.name, self.finish, prompt, answer, None, first, now - self.begun)
         given = getattr(self.asked, "prompt", None) or [m.message() for m in getattr(self.asked, "messages", ())]
-        desk.write(
-            Served(
-                time.time(),
-                self.id,
-                self.upstream.name,
-                self.version,
-                self.user,
-                prompt,
-                answer,
-                first,
-                now - self.begun,
-                self.finish,
-                False,
-                given,
-                self.text,
-            )  # fmt: skip
-        )
-
-
-async def _unless(left: asyncio.Future[None], deadline: float, work: Awaitable[_T]) -> _T:
-    """What some work gives.
-
-    Raises:
-        Refused: the client went away, or the time was over, before it was done.
-    """
-    task = asyncio.ensure_future(work)
-    both: list[asyncio.Future[Any]] = [task, left]
-    try:
-        wait = max(0.0, deadline - time.monotonic())
-        await asyncio.wait(both, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    if left.done():
-        raise Refused(499, "the client went away.")
-    raise Refused(
-        504, "the answer took too long and was broken off: ask for fewer tokens, or later.", "server_error", "deadline"
-    )
+        line = Served(
+            time.time(), self.id, self.upstream.name, self.version, "", prompt, answer, first, now - self.begun,
+            self.finish, False, given, self.text,
+        )  # fmt: skip
+        desk.write(line, self.asked.user or "", self.who)
 
 
 async def _events(handed: _Handed, response: httpx.Response, left: asyncio.Future[None]) -> AsyncIterator[bytes]:
@@ -225,7 +188,7 @@ async def _events(handed: _Handed, response: httpx.Response, left: asyncio.Futur
     usage = asked.stream_options is not None and asked.stream_options.include_usage
     try:
         while not ended:
-            line = await _unless(left, handed.deadline, anext(lines, None))
+            line = await unless_gone(left, anext(lines, None), handed.deadline)
             if line is None:
                 raise _failed("its stream broke off")
             ended = line.removeprefix("data:").strip() == "[DONE]"
@@ -244,12 +207,12 @@ async def _events(handed: _Handed, response: httpx.Response, left: asyncio.Futur
         await response.aclose()
 
 
-async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who: str, user: str) -> Any:
+async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who: str) -> Any:
     """The response to a request for an upstream's model.
 
     Args:
         desk: of the server; request: of the client, read.
-        asked: what it says; who: asks, as the gate knows them; user: a hash, for the log.
+        asked: what it says; who: asks, as the gate knows them.
 
     Raises:
         Refused: it may not pass, the client went away, or the upstream refused or failed.
@@ -257,22 +220,21 @@ async def hand_on(desk: Any, upstream: Upstream, request: Any, asked: Asked, who
     responses, c = package_of_serving("fastapi").responses, desk.config
     answers, most = _answers(asked), int(getattr(asked, "wants", None) or c.default_tokens)
     if answers > c.max_n or most > c.max_tokens:
-        raise Refused(
-            400, f"{answers} answers of {most} tokens, and this server gives {c.max_n} of {c.max_tokens} at most: ask for fewer."
-        )  # fmt: skip
+        bound = f"{c.max_n} of {c.max_tokens}"
+        raise Refused(400, f"{answers} answers of {most} tokens, and this server gives {bound} at most: ask for fewer.")
     ticket = desk.gate.admit(who, answers)
     try:
         desk.gate.charge(who, len(str(upstream.body(asked, most))) // 4 + answers * most)
     except BaseException:
         ticket.back(ticket.left, answered=False)
         raise
-    handed, left = _Handed(desk, upstream, asked, user, ticket), asyncio.ensure_future(gone(request))
+    handed, left = _Handed(desk, upstream, asked, who, ticket), asyncio.ensure_future(gone(request))
     going_on = False
     try:
-        response = await _unless(left, handed.deadline, upstream.ask(asked, most, c.timeout))
+        response = await unless_gone(left, upstream.ask(asked, most, c.timeout), handed.deadline)
         if not asked.stream:
             try:
-                return responses.JSONResponse(handed.take(await _unless(left, handed.deadline, response.aread())))
+                return responses.JSONResponse(handed.take(await unless_gone(left, response.aread(), handed.deadline)))
             finally:
                 await response.aclose()
 
