@@ -34,9 +34,9 @@ _all_ = [
 # %% auto #0
 __all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments',
            'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state',
-           'evaluating', 't_share', 't_quantile', 'CheckpointError', 'ConfigError', 'DataError', 'Interval',
-           'ModelError', 'RewardError', 'RlhfError', 'RunError', 'check_choice', 'did_you_mean', 'mended', 'printable',
-           'read_interval', 'suggest']
+           'evaluating', 't_share', 't_quantile', 'Stopped', 'stoppable', 'safe_point', 'stops_at_once',
+           'stop_from_handler', 'CheckpointError', 'ConfigError', 'DataError', 'Interval', 'ModelError', 'RewardError',
+           'RlhfError', 'RunError', 'check_choice', 'did_you_mean', 'mended', 'printable', 'read_interval', 'suggest']
 
 # %% ../nbs/core.ipynb #ea410878
 class GPU(NamedTuple):
@@ -376,3 +376,52 @@ def t_quantile(level: float, df: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if t_share(middle, df) < level else (low, middle)
     return high
+
+# %% ../nbs/core.ipynb #7a0e0012
+class Stopped(KeyboardInterrupt):
+    """A stop was asked for, and work was left at a place where nothing is lost."""
+
+
+_reasons: list[Callable[[], str]] = []  # of those that may be stopped, the innermost last
+_at_once = [0]  # how many blocks are open in which a signal's handler itself may stop the work
+
+
+@contextmanager
+def stoppable(reason: Callable[[], str]) -> Iterator[None]:
+    """Inside, `safe_point` raises `Stopped` once there is a reason.
+
+    Args:
+        reason: why to stop; "" while there is none.
+    """
+    _reasons.append(reason)
+    try:
+        yield
+    finally:
+        _reasons.pop()
+
+
+def safe_point() -> None:
+    """A place where work may be left: between two tokens of a rollout, say.
+
+    Raises:
+        Stopped: a stop was asked for, inside `stoppable`.
+    """
+    if _reasons and (reason := _reasons[-1]()):
+        raise Stopped(reason)
+
+
+@contextmanager
+def stops_at_once() -> Iterator[None]:
+    """Around code of others, which knows no safe points: inside `stoppable`, a signal's handler stops it where it is."""
+    safe_point()
+    _at_once[0] += 1
+    try:
+        yield
+    finally:
+        _at_once[0] -= 1
+
+
+def stop_from_handler() -> None:
+    """What a signal's handler calls when it has noted its reason."""
+    if _at_once[0]:
+        safe_point()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core import safe_point
 from .blocks import Blocks
 from .linear import Projection, rotary_table
 from .attention import row_attention
@@ -287,6 +288,7 @@ def run(
                     slots.narrow()
         if slots.column + 1 == slots.cache.shape[4]:
             slots.slide(0 if slots.shared is not None else len(queue.prompts[-1]))
+        safe_point()
         slots.column += 1
         used.append(slots.count)
         if replay is not None:

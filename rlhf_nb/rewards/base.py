@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean
+from ..core import ConfigError, ModelError, RewardError, check_choice, did_you_mean, stops_at_once
 from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
@@ -186,7 +186,7 @@ def _within(limit: float | None) -> Iterator[None]:
 
     def ring() -> None:
         late.set()
-        signal.pthread_kill(me, signal.SIGURG)  # wakes sleep and sockets; where nobody listens any more, it is ignored
+        signal.pthread_kill(me, signal.SIGURG)  # wakes sleep and sockets; where no handler is left, it is ignored
 
     def handle(number: int, frame: Any) -> None:
         if late.is_set():
@@ -235,9 +235,10 @@ def _attempt_all(calls: Sequence[tuple[Any, Rollout, dict[str, list[Any]]]], how
     def later(fn: Any, rollout: Rollout, columns: dict[str, list[Any]]) -> Callable[[], Awaitable[Any]]:
         return lambda: fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
 
-    wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
-    answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
-    answers |= dict(zip(waiting, wait(), strict=True))
+    with stops_at_once():
+        wait = _together([later(*calls[i]) for i in waiting], [how[i] for i in waiting]) if waiting else list
+        answers = {i: _attempt(*call, how[i]) for i, call in enumerate(calls) if i not in waiting}
+        answers |= dict(zip(waiting, wait(), strict=True))
     return [answers[i] for i in range(len(calls))]
 
 # %% ../../nbs/rewards/base.ipynb #d359de9e
@@ -353,12 +354,12 @@ def check_reader(model: Any, tokenizer: Any) -> None:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
                 f"{tokenizer.eos_token!r} that ends an answer; its template ends an "
-                f"answer by {end!r}, and whoever trains on the template's text (transformers, TRL) reads it at the "
+                f"answer by {end!r}, and trainers that use the template's text (transformers, TRL) read it at the "
                 f"last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
-
+# %% ../../nbs/rewards/base.ipynb #95cf55a7
 class Rewards:
     """Several reward functions with weights, as one.
 
@@ -430,7 +431,8 @@ class Rewards:
             ends of steps, if anything does.
 
         Raises:
-            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a
+            RewardError: a function failed or returned something that is not a number per completion, or no function
+                scored a
                 row.
         """
         self.stats, self.steps = {}, None

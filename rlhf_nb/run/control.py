@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ..core import RunError, suggest
+from ..core import RunError, stop_from_handler, suggest
 from .callbacks import Flags
 from .log import REQUESTS, ControlRequests
 
@@ -51,7 +51,8 @@ class GracefulStop:
         self.requested = f"interrupted ({signal.Signals(number).name})"
         if self.say:
             with suppress(RuntimeError, OSError):  # a handler may interrupt another print; the terminal may be gone
-                print("stopping after this step; once more to stop at once", flush=True)
+                print("stopping after this step, or inside its rollout; once more to stop at once", flush=True)
+        stop_from_handler()
 
 # %% ../../nbs/run/control.ipynb #c5450008
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +22,12 @@ from rlhf_nb.core import (
     ConfigError,
     RewardError,
     RunError,
+    Stopped,
     decide_precision,
     derive_seed,
     rng_state,
     set_rng_state,
+    stoppable,
 )
 from .callbacks import Callback, Callbacks, Flags, Progress, SampleLog, Trackers
 from .checkpoint import AsyncWriter
@@ -236,25 +238,50 @@ class StepStart:
     def __init__(self, run: Trainer) -> None:
         self.run = run
         self.source: dict[str, Any] | None = None  # the source's state before this step's rows
+        self.rng: dict[str, Tensor] = {}
+        self.signals: GracefulStop | None = None  # while all steps are made
 
     def remember(self) -> None:
-        """Before a step takes its rows: where the source is, for a method whose step the outside can end."""
-        self.source = self.run.source.state_dict() if self.run.method.asks_outside else None
+        """Before a step takes its rows: where the source is, for a method whose step can end inside `collect`."""
+        collects = type(self.run.method).collect is not BaseMethod.collect
+        alone = self.run.engine.world_size == 1
+        self.source = self.run.source.state_dict() if collects and alone else None
+        self.rng = rng_state() if self.source is not None else {}
+
+    @contextmanager
+    def may_stop(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C is obeyed at a safe point; ranks would wait for each other, so one process only."""
+        signals = self.signals
+        if signals is None or self.run.engine.world_size > 1:
+            yield
+            return
+        with stoppable(lambda: signals.requested):
+            yield
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Around what asks the outside: a stop in there is no fault of the run's, so nothing of it is lost."""
         try:
-            yield
+            with self.may_stop() if self.source is not None else nullcontext():
+                yield
+        except Stopped:
+            self._go_back()
+            raise
         except RewardError as error:
             raise RewardError(f"{error}{self._save()}") from error
         except KeyboardInterrupt as error:  # pressed twice: out of the step, perhaps out of a reward that hangs
             raise KeyboardInterrupt(f"{error}{self._save()}".strip()) from error
 
+    def _go_back(self) -> None:
+        """The run as it was before this step took its rows."""
+        if self.source is not None:
+            self.run.source.load_state_dict(self.source)
+            set_rng_state(self.rng)
+
     def _save(self) -> str:
         """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
         run = self.run
-        if self.source is None or run.engine.world_size > 1 or not run.started:
+        if self.source is None or not run.method.asks_outside or not run.started:
             return ""
         run.source.load_state_dict(self.source)
         try:
@@ -303,8 +330,12 @@ class Boundary:
         """Evaluate, then save, as asked; what observers of the evaluation ask for is added."""
         run = self.run
         if asked.evaluate:
-            with run.meter.time("eval"):
-                metrics = run.evaluate()
+            metrics: dict[str, Any] = {}
+            try:
+                with run.meter.time("eval"), run.step_start.may_stop():
+                    metrics = run.evaluate()
+            except Stopped as stopped:
+                asked = asked | Flags(stop=True, reason=str(stopped))
             self._warn(run.saves.take("eval", metrics))
             if metrics:
                 wishes = run.observers.call("on_eval", run, metrics)
@@ -352,8 +383,13 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
     run.ending.clear()
     try:
         with GracefulStop(run.config.console and run.engine.is_main) as stop:
+            run.step_start.signals = stop
             run.step_start.remember()
-            yield stop
+            try:
+                yield stop
+            except Stopped as stopped:  # inside `collect`: the step was given up, and the run is where it began
+                run.history.stopped = str(stopped)
+                run.boundary.evaluate_and_save(Flags(stop=True))
             run.writer.close()
     except BaseException as error:
         run.history.stopped = f"{type(error).__name__}: {error}"
@@ -365,6 +401,7 @@ def all_steps(run: Trainer) -> Iterator[GracefulStop]:
             run.writer.wait()
         raise
     finally:
+        run.step_start.signals = None
         if not run.lock.lost:  # else the log is another run's
             with suppress(RunError):  # a full disk has been reported already
                 run.event("end", reason=run.history.stopped, updates=run.updates)
@@ -537,10 +574,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
-        state = rng_state()
-        with self.engine.inference():
+        with _same_numbers_after(), self.engine.inference():
             found = self.method.evaluate(self.held_out)
-        set_rng_state(state)
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
@@ -636,6 +671,16 @@ def _position(source: Source) -> dict[str, Any]:
 def _written(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float | None]]:
     """Each question's scores as JSON holds them."""
     return {k: [x if math.isfinite(x) else None for x in v] for k, v in scores.items()}
+
+
+@contextmanager
+def _same_numbers_after() -> Iterator[None]:
+    """What is drawn inside changes no random number that is drawn afterwards."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def _due(step: int, every: int | None) -> bool:
