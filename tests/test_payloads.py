@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -304,13 +305,12 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
         return said
 
     def notes(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-        said: list[str] = []
-        monkeypatch.setattr(cli.typer, "echo", lambda text, err=False: said.append(text))
-        with cli.told():
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), cli.told():
             warnings.simplefilter("always")
             for w in words:
                 warnings.warn(w, stacklevel=1)
-        return "\n".join(said)
+        return said.getvalue()
 
     def board(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
         out: list[str] = []
