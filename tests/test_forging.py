@@ -14,8 +14,9 @@ import pytest
 
 from rlhf_nb.rewards.code import PythonTests
 from rlhf_nb.sandbox import runner
+from rlhf_nb.sandbox.inside import pack, unpack
 from rlhf_nb.sandbox.runner import Sandbox
-from rlhf_nb.sandbox.verdict import _codec, translate_tests
+from rlhf_nb.sandbox.verdict import translate_tests
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the sandbox needs POSIX limits")
 HONEST = "def total(xs):\n    return sum(xs)\n"
@@ -339,7 +340,6 @@ def test_no_bytes_stall_or_crash_the_reader() -> None:
     """Whatever comes through the channel is a value or an error, soon."""
     import random
 
-    pack, unpack, _, _ = _codec()
     rng = random.Random(0)
 
     def never(*a: object) -> None:

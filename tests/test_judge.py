@@ -22,7 +22,6 @@ from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.judges.constitution import (
     Constitution,
     ModelWriter,
-    ai_preferences,
     critique_and_revise,
     drawn_principle,
     load_constitution,
@@ -599,26 +598,3 @@ def test_any_causal_model_can_write(kind: str, bpe: Any) -> None:
     assert all(keep[r["prompt"]] == r for r in part.rows)
     writer = ModelWriter(model, bpe, short, seed=1)
     assert writer([P], [0], 1) != writer([P], [0], 2) and writer([P * 300], [0], 0) == [""]
-
-
-def test_ai_preferences_follow_the_drawn_principle() -> None:
-    def answers(asked: list[Any], rows: list[int], stage: int) -> list[str]:
-        return ["short" if (r + stage) % 2 else "very very long" for r in rows]
-
-    def score(prompts: list[Any], completions: list[str], criteria: list[str]) -> list[float]:
-        return [len(c) * (-1.0 if "short" in k else 1.0) for c, k in zip(completions, criteria)]
-
-    base = {"critique": "x", "revision": "y"}
-    c = load_constitution(
-        principles=[{"name": "brief", "criterion": "short", **base}, {"name": "rich", "criterion": "long", **base}]
-    )
-    rows = [{"prompt": f"{P} {i}"} for i in range(20)]
-    made = ai_preferences(answers, None, rows, FunctionJudge(score), c, seed=2)
-    assert len(made.rows) == 20 and {r["principle"] for r in made.rows} == {"brief", "rich"}
-    for i, row in enumerate(made.rows):
-        assert row["principle"] == drawn_principle(c, 2, i).name
-        assert (row["chosen"] == " short") == (row["principle"] == "brief")
-    with pytest.raises(DataError, match="none of 20 prompts got two answers"):
-        ai_preferences(lambda asked, rows, stage: [""] * len(asked), None, rows, FunctionJudge(score), c)
-    with pytest.raises(ConfigError, match="without its tokenizer"):
-        ai_preferences(toy.build_model(0, "tiny"), None, rows, FunctionJudge(score), c)

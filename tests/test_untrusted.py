@@ -47,7 +47,7 @@ HOMES = {  # what reads foreign bytes -> the modules that may call it
     "json.load": set(), "yaml.load": {"untrusted", "aliases"},  # the latter: the package's own trl.yaml
     "yaml.safe_load": set(), "yaml.full_load": set(), "yaml.unsafe_load": set(),
     "pickle.load": set(), "pickle.loads": set(), "torch.load": set(), "dill.load": set(), "dill.loads": set(),
-    "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.runner", "sandbox.verdict"},
+    "_dill().loads": {"scale.launch"}, "eval": set(), "exec": {"sandbox.inside"},
 }  # fmt: skip
 
 

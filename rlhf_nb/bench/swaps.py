@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core import DataError, ModelError, evaluating
 from ..data.formats import Row
 from ..data.sources import collate_completions, tokenize_sft
+from ..data.templates import as_chat, encode_prompts, is_blank
 from ..models.heads import RewardModel
 
 # %% auto #0
@@ -51,9 +52,11 @@ def _tokens(tokenizer: Any, prompts: Sequence[Any], completions: Sequence[Any], 
         }
         for p, c in zip(prompts, completions, strict=True)
     ]
-    found = tokenize_sft(rows, tokenizer, chat=chat or None, warn=False)
-    if len(found) < len(rows):
-        raise DataError(f"{len(rows) - len(found)} of {len(rows)} answers are empty, so they have no score.")
+    said = [not is_blank(r["completion"]) for r in rows]
+    answers = iter(tokenize_sft([r for r, says in zip(rows, said) if says], tokenizer, chat=chat or None, warn=False))
+    asked = iter(encode_prompts(tokenizer, as_chat(tokenizer, [r["prompt"] for r in rows], raw=not chat)))
+    silent = {"completion_ids": [tokenizer.eos_token_id], "completion_mask": [True]}  # an empty answer ends at once
+    found = [next(answers) if says else {"prompt_ids": ids, **silent} for says, ids in zip(said, asked)]
     return collate_completions(found, tokenizer.pad_token_id)
 
 # %% ../../nbs/bench/swaps.ipynb #5a4b0008

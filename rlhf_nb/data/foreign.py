@@ -26,73 +26,77 @@ __all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'ch
            'check_expression', 'try_tokenizer']
 
 # %% ../../nbs/data/foreign.ipynb #1f8b030d
-def _child(memory: int, longest: int) -> None:
-    """(in the child) Do one job a line of JSON; a job that takes too much CPU ends the process."""
+def _compiled(template: str) -> Any:
+    """(in the child) A template in the environment that transformers gives it."""
     import datetime
+    import json
+
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+        sort_keys: bool = False) -> str:  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    env.filters["tojson"] = to_json
+    env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    return env.from_string(template)
+
+
+def _render_all(template: str, dialogues: list[Any], given: dict[str, Any], longest: int, kept: dict[str, Any]) -> Any:
+    """(in the child) Dialogues as a template writes them."""
+    if template not in kept:
+        kept.clear()
+        kept[template] = _compiled(template)
+    texts = []
+    for messages in dialogues:
+        texts.append(kept[template].render(messages=messages, **given))
+        if len(texts[-1]) > longest:
+            raise ValueError(f"it makes more than {longest:,} characters of one dialogue")
+    return texts
+
+
+def _probe(parts: dict[str, Any], letters: list[str], texts: list[str]) -> int:
+    """(in the child) Let a tokenizer's rules work on texts, and on tokens of one letter each."""
+    import json
+
+    import tokenizers
+
+    words = {c: i for i, c in enumerate(letters)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": letters[0]}
+    rules = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": model, "added_tokens": [], **parts}))
+    return sum(len(rules.encode(text).ids) for text in texts) + len(rules.decode([*words.values()] * 8))
+
+
+def _search(pattern: str, texts: list[str]) -> int:
+    """(in the child) Find one of Python's expressions in texts."""
+    import re
+
+    return sum(len(re.findall(pattern, text)) for text in texts)
+
+
+def _child(memory: int) -> None:
+    """(in the child) Do one job a line of JSON; a job that takes too much CPU ends the process."""
     import json
     import resource
     import signal
     import sys
 
-    def compiled(template: str) -> Any:
-        """A template in the environment that transformers gives it."""
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            tags = {"generation"}
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        def to_json(
-            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-        ) -> str:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        env.filters["tojson"] = to_json
-        env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
-        return env.from_string(template)
-
-    def render(template: str, dialogues: list[Any], given: dict[str, Any]) -> list[str]:
-        """Dialogues as a template writes them."""
-        if template not in kept:
-            kept.clear()
-            kept[template] = compiled(template)
-        texts = []
-        for messages in dialogues:
-            texts.append(kept[template].render(messages=messages, **given))
-            if len(texts[-1]) > longest:
-                raise ValueError(f"it makes more than {longest:,} characters of one dialogue")
-        return texts
-
-    def probe(parts: dict[str, Any], letters: list[str], texts: list[str]) -> int:
-        """Let a tokenizer's rules work on texts, and on tokens of one letter each."""
-        import tokenizers
-
-        words = {c: i for i, c in enumerate(letters)}
-        model = {"type": "WordLevel", "vocab": words, "unk_token": letters[0]}
-        rules = tokenizers.Tokenizer.from_str(
-            json.dumps({"version": "1.0", "model": model, "added_tokens": [], **parts})
-        )
-        return sum(len(rules.encode(text).ids) for text in texts) + len(rules.decode([*words.values()] * 8))
-
-    def search(pattern: str, texts: list[str]) -> int:
-        """Find one of Python's expressions in texts."""
-        import re
-
-        return sum(len(re.findall(pattern, text)) for text in texts)
-
-    jobs: dict[str, Any] = {"render": render, "probe": probe, "search": search}
     kept: dict[str, Any] = {}
+    jobs: dict[str, Any] = {"probe": _probe, "search": _search}
+    jobs["render"] = lambda **job: _render_all(kept=kept, **job)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin.buffer:
@@ -107,6 +111,9 @@ def _child(memory: int, longest: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+_INSIDE = (_compiled, _render_all, _probe, _search, _child)  # what is sent into the child
 
 # %% ../../nbs/data/foreign.ipynb #9aa419be
 class RefusedProgram(DataError):
@@ -123,11 +130,11 @@ class _Helper:
     def start(self) -> subprocess.Popen[bytes]:
         """The child: the one there is, or a new one (another process, a fork, has its own)."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
-            code = f"from typing import Any\n{inspect.getsource(_child)}\n_child({MEMORY}, {LONGEST})"
+            parts = ["from typing import Any", *(inspect.getsource(f) for f in _INSIDE), f"_child({MEMORY})"]
             pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
             more = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=quiet, env=os.environ | more
+                [sys.executable, "-c", "\n".join(parts)], stdin=pipe, stdout=pipe, stderr=quiet, env=os.environ | more
             )
             self.owner = os.getpid()
         return self.process
@@ -136,7 +143,7 @@ class _Helper:
         """The value of a job: see `_child`.
 
         Raises:
-            Refused: it failed, or passed a limit.
+            RefusedProgram: it failed, or passed a limit.
         """
         line = json.dumps({"do": do, "seconds": seconds, **job}, default=lambda v: f"<{type(v).__name__}>")
         with self.lock:
@@ -176,7 +183,7 @@ def render_chats(
         template: another one than the tokenizer's.
 
     Raises:
-        Refused: the template refuses a dialogue, or passes the limits of CPU, memory or length.
+        RefusedProgram: the template refuses a dialogue, or passes the limits of CPU, memory or length.
     """
     source = tok.get_chat_template(template, tools)
     given = {**tok.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": ask}
@@ -184,7 +191,7 @@ def render_chats(
     for i in range(0, len(dialogues), _FEW):
         some = [[_reasoned(m) for m in d] for d in dialogues[i : i + _FEW]]
         try:
-            texts += _helper.ask("render", template=source, dialogues=some, given=given)
+            texts += _helper.ask("render", template=source, dialogues=some, given=given, longest=LONGEST)
         except RefusedProgram as e:
             raise RefusedProgram(f"The chat template refuses a dialogue ({e})") from e
     return texts
@@ -202,8 +209,9 @@ def _reasoned(message: Any) -> Any:
 # %% ../../nbs/data/foreign.ipynb #fe1b2c73
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _HARMLESS = {  # parts without expressions or replacements
-    "Sequence", "ByteLevel", "Digits", "Whitespace", "WhitespaceSplit", "BertNormalizer", "BertPreTokenizer", "NFC", "NFD",
-    "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Metaspace", "Punctuation", "WordPiece", "ByteFallback", "Fuse",
+    "Sequence", "ByteLevel", "Digits", "Whitespace", "WhitespaceSplit", "BertNormalizer", "BertPreTokenizer", "NFC",
+    "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Metaspace", "Punctuation", "WordPiece",
+    "ByteFallback", "Fuse",
 }  # fmt: skip
 _KINDS = "aZ5 \n\r\t.,;'-_(/<é中あ\u0301▁"  # a character of each kind
 _ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]+", re.DOTALL)
@@ -243,7 +251,7 @@ def check_tokenizer_rules(rules: dict[str, Any]) -> None:
         rules: `tokenizer.json`, of which normalizer, pre_tokenizer and decoder are looked at.
 
     Raises:
-        Refused: says what was found.
+        RefusedProgram: says what was found.
     """
     parts = {k: rules[k] for k in _PARTS if rules.get(k) is not None}
     kinds = _values(parts, "type")
@@ -260,7 +268,7 @@ def _trials(words: list[str], expressions: list[str]) -> tuple[list[str], list[s
     """Letters that some words name, and texts that take long where an expression backtracks.
 
     Raises:
-        Refused: an expression that no list of texts can clear.
+        RefusedProgram: an expression that no list of texts can clear.
     """
     for text in expressions:
         if len(text) > 10_000 or _repeats_a_choice(text):
@@ -274,7 +282,7 @@ def check_expression(pattern: str) -> None:
     """Refuse one of Python's regular expressions, from a stranger, that takes too long.
 
     Raises:
-        Refused: says why.
+        RefusedProgram: says why.
     """
     _helper.ask("search", pattern=pattern, texts=_trials([pattern], [pattern])[1])
 

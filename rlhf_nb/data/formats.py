@@ -14,7 +14,8 @@ from typing import Any
 
 from ..core import DataError, check_choice, suggest
 from rlhf_nb.data.shapes import (
-    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise, shapes_of,
+    PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise,
+    shapes_of,
 )  # fmt: skip
 from ..untrusted import json_value, mend
 
@@ -59,9 +60,11 @@ def _present(columns: Iterable[str] | Mapping[str, Any]) -> list[str]:
 
 
 USUAL = {  # what others call a column
-    "prompt": "question query instruction input request user", "completion": "response answer output reply target assistant",
+    "prompt": "question query instruction input request user",
+    "completion": "response answer output reply target assistant",
     "chosen": "preferred winner good better positive", "rejected": "dispreferred loser bad worse negative",
-    "label": "thumb liked feedback", "messages": "conversation conversations dialogue dialog turns chat", "text": "content document",
+    "label": "thumb liked feedback", "messages": "conversation conversations dialogue dialog turns chat",
+    "text": "content document",
 }  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
             found[c] = near
             hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
     if found:
-        cure = f"data.columns={{{', '.join(f'{old}: {new}' for old, new in found.items())}}} reads {'it' if len(found) == 1 else 'them'} so."
+        renames = ", ".join(f"{old}: {new}" for old, new in found.items())
+        cure = f"data.columns={{{renames}}} reads {'it' if len(found) == 1 else 'them'} so."
     else:
         cure = "data.columns={OLD: NEW} gives a column another name. " + _elsewhere(allowed)
     return DataError(f"{begins}{hint} {cure}")
@@ -111,7 +115,10 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
 def _elsewhere(allowed: Sequence[str]) -> str:
     """What can be done with rows that don't have what a purpose needs."""
     if list(allowed) == ["preference"]:
-        return "Pairs come from two answers to a prompt: a judge labels them (rlhf-nb rlaif); single answers train sft, or kto with a label."
+        return (
+            "Pairs come from two answers to a prompt: a judge labels them (rlhf-nb rlaif); single answers train sft, "
+            "or kto with a label."
+        )
     if list(allowed) == ["unpaired"]:
         return "kto needs a label, 0 or 1, for each answer, or pairs; answers alone train sft."
     return "rlhf-nb data FILE shows what a file is taken for."
@@ -460,7 +467,7 @@ def _stepwise(row: Row, where: str) -> Row:
         "labels": [_worth(v, f"{where}, labels[{i}]") for i, v in enumerate(labels)],
     }
 
-
+# %% ../../nbs/data/formats.ipynb #67db67ae
 def _tools(row: Row, where: str) -> Row:
     """The tools beside messages, as chat templates take them: a list of JSON schemas; nothing where there are none."""
     tools = row.get("tools")
@@ -595,7 +602,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
     more = {k: v for k, v in row.items() if k not in used and (v is not None or k not in void)}
     return {**found, **more}, shape
 
-
+# %% ../../nbs/data/formats.ipynb #700bfbd8
 def format_of(row: Row, reading: Reading = PLAIN) -> str:
     """The format that a row is in, or that its shape makes; see `to_format` for arguments and errors."""
     there = set(_present(row))
@@ -628,7 +635,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
     """`to_format` for each of many rows, lazily; errors name the row by its number, from 0. See `whole_rows` for halves
     of characters.
 
-    Rows that can't serve the purpose though nothing is wrong with them (answers that somebody disliked, as
+    Rows that can't serve the purpose though nothing is wrong with them (answers with a thumb down, as
     demonstrations; answers that are rated
     alike, as pairs) are left out with one counted warning. What a foreign file was taken for is said once.
 
@@ -661,7 +668,7 @@ def to_rows(rows: Iterable[Row], to: str | None = None, reading: Reading = PLAIN
             warnings.warn(f"{n} of {n + kept} rows {reason} and are left out. {why}", DataWarning, stacklevel=2)
         if begun:
             warnings.warn(
-                f"{begun} of {kept} conversations begin with an answer that nobody asked for; they are read from their "
+                f"{begun} of {kept} conversations begin with an answer before any question; they are read from their "
                 "first question on.",
                 DataWarning,
                 stacklevel=2,

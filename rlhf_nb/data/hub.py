@@ -79,9 +79,15 @@ def refusal(error: Exception, what: str, name: str, revision: str | None, again:
     if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
         return f"there is no {what} {name!r} on the hub, or it is private and your token may not see it.{other}"
     if "OfflineModeIsEnabled" in kinds or offline():
-        return f"{name!r} is on the hub, and HF_HUB_OFFLINE forbids to go there. Allow it for once: HF_HUB_OFFLINE=0 {again}{other and '.'}{other}"
+        return (
+            f"{name!r} is on the hub, and HF_HUB_OFFLINE forbids to go there. Allow it for once: HF_HUB_OFFLINE=0 "
+            f"{again}{other and '.'}{other}"
+        )
     if status is not None:
-        return f"the hub answers {status} to the request for {name!r}. What has arrived is kept: run the same command again later.{other}"
+        return (
+            f"the hub answers {status} to the request for {name!r}. What has arrived is kept: run the same command "
+            f"again later.{other}"
+        )
     return (
         f"the hub ({endpoint()}) can't be reached for {name!r}. What has arrived is kept: run the same command again "
         f"when the network is back, or copy the {what}'s folder from another machine and name that folder.{other} "
@@ -176,10 +182,15 @@ def _builder(name: str, subset: str | None, revision: str | None) -> Any:
 
 # %% ../../nbs/data/hub.ipynb #9009f2fe
 _SAID = (  # what the datasets library says, and what it means for who asked
-    (r"Unknown split .*?Should be one of (\[.*?\])", "has no split {split!r}; it has {list}. Set data.split (or data.eval_split) to one of them."),
-    (r"BuilderConfig '.*' not found\. Available: (\[.*?\])", "has no configuration {subset!r}; it has {list}. Set data.subset to one of them."),
-    (r"Config name is missing\.[\s\S]*?configs: (\[.*?\])", "has several configurations. Set data.subset to one of: {list}."),
-    (r"Dataset scripts are no longer supported", "is made by a script, and code of strangers isn't run. The hub keeps most of these as parquet, too: data.path={name}@refs/convert/parquet"),
+    (r"Unknown split .*?Should be one of (\[.*?\])",
+     "has no split {split!r}; it has {list}. Set data.split (or data.eval_split) to one of them."),
+    (r"BuilderConfig '.*' not found\. Available: (\[.*?\])",
+     "has no configuration {subset!r}; it has {list}. Set data.subset to one of them."),
+    (r"Config name is missing\.[\s\S]*?configs: (\[.*?\])",
+     "has several configurations. Set data.subset to one of: {list}."),
+    (r"Dataset scripts are no longer supported",
+     "is made by a script, and code of strangers isn't run. The hub keeps most of these as parquet, too: "
+     "data.path={name}@refs/convert/parquet"),
 )  # fmt: skip
 
 
@@ -198,7 +209,10 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
             return f"the dataset {name!r} of the hub {told}"
     kinds = kinds_of(error)
     if kinds & {"DataFilesNotFoundError", "EmptyDatasetError"}:
-        return f"the dataset {name!r} of the hub holds no files of rows (parquet, jsonl, json, csv) at its top or in data/."
+        return (
+            f"the dataset {name!r} of the hub holds no files of rows (parquet, jsonl, json, csv) at its top or in "
+            "data/."
+        )
     if kinds & {"DatasetGenerationError", "ArrowInvalid", "NonMatchingSplitsSizesError"} and status_of(error) is None:
         first = str(error.__cause__ or error).strip().splitlines()[0][:200]
         return (
@@ -208,7 +222,8 @@ def explained(error: Exception, name: str, revision: str | None, split: str, sub
         )
     reason = error if status_of(error) else _why(name, revision)
     if reason is None:  # the hub is not to blame
-        return f"the dataset {name!r} of the hub can't be loaded: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+        first = str(error).strip().splitlines()[0][:300]
+        return f"the dataset {name!r} of the hub can't be loaded: {type(error).__name__}: {first}"
     return refusal(reason, "dataset", name, revision, f"rlhf-nb data {name}{f'@{revision}' if revision else ''}")
 
 # %% ../../nbs/data/hub.ipynb #d9238b8e

@@ -256,9 +256,9 @@ def build_model(seed: int = 0, size: str = "small") -> Any:
     check_choice("toy model size", size, toy.SIZES, ModelError)
     shape = toy.SIZES[size]
     config = GPT2Config(
-        vocab_size=len(SIGNS) + 4, n_positions=128, n_embd=shape["hidden_size"], n_layer=shape["num_hidden_layers"], n_head=shape["num_attention_heads"],
-        n_inner=shape["intermediate_size"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.05, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2,
+        vocab_size=len(SIGNS) + 4, n_positions=128, n_embd=shape["hidden_size"], n_layer=shape["num_hidden_layers"],
+        n_head=shape["num_attention_heads"], n_inner=shape["intermediate_size"], resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, initializer_range=0.05, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("legs model", size, seed))

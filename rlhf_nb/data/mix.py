@@ -57,7 +57,7 @@ class MixSource:
             )
         if weights is None and not all(hasattr(s, "__len__") for s in sources):
             raise DataError(
-                "a stream doesn't know its length, so nobody knows its share: give each source of data.mix a weight."
+                "a stream doesn't know its length, so its share isn't known: give each source of data.mix a weight."
             )
         self.weights = [float(len(s)) for s in sources] if weights is None else [float(w) for w in weights]
         if not all(math.isfinite(w) and w > 0 for w in self.weights):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import DataConfig
 from ..core import ConfigError, DataError, derive_seed
@@ -22,14 +22,14 @@ from .worlds import RowKind, Row, made_rows, names, world_of
 
 # %% auto #0
 __all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
-           'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'seeds_of', 'leaked']
+           'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'RunOnRows', 'seeds_of', 'leaked']
 
 # %% ../../nbs/data/rows.ipynb #96e347be
 def place_of(data: DataConfig) -> str:
     """File, directory or hub name of a run's rows, or the name of a world.
 
     Raises:
-        ConfigError: nobody has said where they are.
+        ConfigError: the config doesn't say where they are.
     """
     if data.path is None:
         raise ConfigError(
@@ -43,7 +43,7 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     """The sources of a config, each with the settings that are its own; one where there is no mix.
 
     Raises:
-        ConfigError: nobody has said where rows are.
+        ConfigError: the config doesn't say where rows are.
     """
     if data.mix is None:
         place_of(data)
@@ -170,7 +170,7 @@ def load_parts(data: DataConfig, kind: RowKind, seed: int = 0) -> list[tuple[lis
         _tell_shared_prompts([r for rows, _ in out for r in rows], [r for _, held in out for r in held], data)
     return out
 
-
+# %% ../../nbs/data/rows.ipynb #83dc9418
 def _load_part(data: DataConfig, kind: RowKind, seed: int) -> tuple[list[Row], list[Row]]:
     """Rows of one source."""
     made = made_rows(place_of(data), kind, seed)
@@ -290,7 +290,16 @@ def stream_rows(
     return StreamSource(rows, seed, data.shuffle_buffer, tokens)
 
 # %% ../../nbs/data/rows.ipynb #1da2b303
-def seeds_of(config: Any) -> list[int]:
+class RunOnRows(Protocol):
+    """The settings of a run that reads rows."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def seeds_of(config: RunOnRows) -> list[int]:
     """Seeds of the orders of a run's sources: the run's own, or one for each source of a mix."""
     mix = config.data.mix
     return [config.seed] if mix is None else [derive_seed(config.seed, "mix", i) % 2**63 for i in range(len(mix))]

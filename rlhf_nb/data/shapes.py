@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     weights: Mapping[str, float] | None = None  # of attributes; None: those of `ATTRIBUTES`
 
 
-PLAIN = Reading()  # nobody has said anything
+PLAIN = Reading()  # nothing is said
 
 
 class DataNote(UserWarning):
@@ -132,8 +132,8 @@ def _renamed(found: dict[str, list[Any]], where: str, to: str | None, reading: R
 
 # %% ../../nbs/data/shapes.ipynb #4f4d0d1b
 SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
 
 
@@ -165,7 +165,8 @@ def _turns(value: Any, where: str) -> Any:
 
 
 def from_question(turns: list[Row]) -> list[Row]:
-    """Turns without the answers in front of the first question: nobody asked for them, and most chat templates refuse
+    """Turns without the answers in front of the first question, which no question asked for and most chat templates
+    refuse
     them."""
     first = next((i for i, turn in enumerate(turns) if turn["role"] != "assistant"), 0)
     return turns[first:]
@@ -341,20 +342,32 @@ def _together(first: Row, rows: list[Row]) -> Row:
     return {**first, "response": [r["response"] for r in rows], "helpfulness": ratings}
 
 # %% ../../nbs/data/shapes.ipynb #fc6e2369
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
+_HELPSTEER = "helpfulness + correctness? + coherence? + complexity? + verbosity?"
 SHAPES: list[Shape] = [
     Shape("sharegpt", "ShareGPT", {"messages": "conversations|conversation"}, "messages", _sharegpt, _are_turns),
-    Shape("sharegpt_pairs", "ShareGPT with two answers", {"prompt": "conversations|conversation", "chosen": "chosen", "rejected": "rejected"}, "preference", _sharegpt, _are_turns),
-    Shape("alpaca", "Alpaca", {"prompt": "instruction + input|context?", "completion": "output|response"}, "prompt_completion", _asked),
-    Shape("alpaca_pairs", "Alpaca with two answers", {"prompt": "instruction + input|context?", "chosen": "chosen", "rejected": "rejected"}, "preference", _asked),
-    Shape("question_answer", "question and answer", {"prompt": "question|query|problem", "completion": "answer|solution|response"}, "prompt_completion", _asked),
-    Shape("question_pairs", "question with two answers, as in orca-dpo", {"prompt": "question|query|problem|input", "chosen": "chosen", "rejected": "rejected"}, "preference", _asked),
+    Shape("sharegpt_pairs", "ShareGPT with two answers", {"prompt": "conversations|conversation"} | _PAIR,
+          "preference", _sharegpt, _are_turns),
+    Shape("alpaca", "Alpaca", {"prompt": "instruction + input|context?", "completion": "output|response"},
+          "prompt_completion", _asked),
+    Shape("alpaca_pairs", "Alpaca with two answers", {"prompt": "instruction + input|context?"} | _PAIR, "preference",
+          _asked),
+    Shape("question_answer", "question and answer",
+          {"prompt": "question|query|problem", "completion": "answer|solution|response"}, "prompt_completion", _asked),
+    Shape("question_pairs", "question with two answers, as in orca-dpo",
+          {"prompt": "question|query|problem|input"} | _PAIR, "preference", _asked),
     Shape("question", "question", {"prompt": "question|instruction|query|problem"}, "prompt", _asked),
-    Shape("prompt_response", "prompt and response", {"prompt": "prompt", "completion": "response"}, "prompt_completion", _renamed),
-    Shape("thumbs", "prompt and response with a thumb", {"prompt": "prompt", "completion": "response", "label": "label"}, "unpaired", _renamed),
-    Shape("ultrafeedback", "UltraFeedback", {"prompt": "instruction|prompt", "answers": "completions"}, "preference", _rated,
-          _dicts_with("completions", "annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")),
-    Shape("ranking", "ranked answers, as in Nectar", {"prompt": "prompt|question", "answers": "answers"}, "preference", _ranked, _dicts_with("answers", "rank")),
-    Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": "helpfulness + correctness? + coherence? + complexity? + verbosity?"}, "preference", _scored, gathers=True),
+    Shape("prompt_response", "prompt and response", {"prompt": "prompt", "completion": "response"},
+          "prompt_completion", _renamed),
+    Shape("thumbs", "prompt and response with a thumb",
+          {"prompt": "prompt", "completion": "response", "label": "label"}, "unpaired", _renamed),
+    Shape("ultrafeedback", "UltraFeedback", {"prompt": "instruction|prompt", "answers": "completions"}, "preference",
+          _rated, _dicts_with("completions", *_RATED)),
+    Shape("ranking", "ranked answers, as in Nectar", {"prompt": "prompt|question", "answers": "answers"},
+          "preference", _ranked, _dicts_with("answers", "rank")),
+    Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": _HELPSTEER},
+          "preference", _scored, gathers=True),
 ]  # fmt: skip
 
 
@@ -414,7 +427,7 @@ def recognise(
         to: as in `shapes_of`.
         native: the formats that the row's columns make already, each with the columns it uses.
         where: how to call the row in an error.
-        reading: with the shape that somebody named.
+        reading: with the shape that the config names.
 
     Raises:
         DataError: it can be read in two ways, or not in the one that was named.

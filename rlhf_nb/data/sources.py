@@ -22,15 +22,8 @@ from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
 from .shapes import DataNote
-from rlhf_nb.data.templates import (
-    as_chat,
-    encode_continuations,
-    encode_dialogues,
-    encode_pairs,
-    encode_prompts,
-    is_blank,
-    pairs_as_chat,
-)
+from .templates import as_chat, encode_continuations, encode_dialogues, encode_pairs, encode_prompts
+from .templates import is_blank, pairs_as_chat
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
@@ -44,7 +37,7 @@ _KNOWN = {c for names in COLUMNS.values() for c in names} | {"tools"}
 
 
 def _warn(message: str, level: int = 3) -> None:
-    """One counted warning, shown at the line of whoever called the public function."""
+    """One counted warning, shown at the line that called the public function."""
     warnings.warn(message, DataWarning, stacklevel=level)
 
 
@@ -310,7 +303,7 @@ def _warn_unknown(rows: Sequence[Row], tok: Any) -> None:
 
 
 def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
-    """Warn of messages in which somebody spells a special token, which the tokenizer reads as the template's own."""
+    """Warn of messages that spell a special token, which the tokenizer reads as the template's own."""
     words = [t.content for t in tok.added_tokens_decoder.values() if t.special and t.content]
     found = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
     end, hits, first = tok.eos_token or "", 0, ""
@@ -320,13 +313,13 @@ def _warn_spelled(dialogues: Iterable[Any], tok: Any) -> None:
         hits, first = hits + bool(hit), first or hit
     if hits:
         _warn(
-            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in what somebody says. "
+            f"{hits} prompts or answers spell a special token of the tokenizer ({first!r}, say) in a message. "
             "It is read as the template's own, so a text can end its turn and begin another one: take it out of the "
             "rows, unless it is meant.",
             4,
         )
 
-
+# %% ../../nbs/data/sources.ipynb #59a6e55f
 def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[bool]]:
     """Everything but the first token is a completion that counts."""
     ids = prompt + completion
@@ -334,7 +327,7 @@ def _all_tokens(prompt: list[int], completion: list[int]) -> tuple[list[int], li
 
 
 def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool) -> None:
-    """One note on what is done with plain prompts where a model has a chat template; None: nobody has decided, so
+    """One note on what is done with plain prompts where a model has a chat template; None: not decided, so
     nothing is said."""
     if not warn or chat is None or not getattr(tok, "chat_template", None):
         return
@@ -347,7 +340,8 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
         "they go through it as a user's message, like what is typed to the model later; data.as_chat=false takes them "
         "as they are"
         if chat
-        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model later"
+        else "they are taken as they are; data.as_chat=true sends them through it, like what is typed to the model "
+        "later"
     )
     warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
 
@@ -459,6 +453,27 @@ def tokenize_sft(
     return out
 
 # %% ../../nbs/data/sources.ipynb #62ba5e41
+def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[list[Row], int]:
+    """Pairs that say something, and how many there were; those that don't are counted in `lost`."""
+    kept, total = [], 0
+    for row in to_rows(rows, "preference"):
+        total += 1
+        if row["chosen"] == row["rejected"]:
+            lost["identical chosen and rejected"] += 1
+        elif is_blank(row["chosen"]) or is_blank(row["rejected"]):
+            lost["an empty completion"] += 1
+        else:
+            kept.append(row)
+    alone = sum(not row["prompt"] for row in kept)
+    if alone and warn:
+        _warn(
+            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
+            "they answer different prompts, give a prompt column or drop them.",
+            4,
+        )
+    return kept, total
+
+
 def tokenize_preferences(
     rows: Iterable[Row],
     tok: Any,
@@ -489,21 +504,8 @@ def tokenize_preferences(
     Raises:
         DataError: no rows, or a row of another format (named by its number); none left.
     """
-    total, lost, kept = 0, Counter[str](), []
-    for row in to_rows(rows, "preference"):
-        total += 1
-        if row["chosen"] == row["rejected"]:
-            lost["identical chosen and rejected"] += 1
-        elif is_blank(row["chosen"]) or is_blank(row["rejected"]):
-            lost["an empty completion"] += 1
-        else:
-            kept.append(row)
-    alone = sum(not row["prompt"] for row in kept)
-    if alone and warn:
-        _warn(
-            f"{alone} of {total} pairs have no prompt and no common beginning, so two whole texts are compared; if "
-            "they answer different prompts, give a prompt column or drop them."
-        )
+    lost = Counter[str]()
+    kept, total = _comparable(rows, lost, warn)
     prompts: list[Text] = [r["prompt"] for r in kept]
     answers = [r["chosen"] for r in kept] + [r["rejected"] for r in kept]
     _say_plain(prompts, tok, chat, warn)

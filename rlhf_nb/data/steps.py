@@ -84,7 +84,7 @@ class StepRule(NamedTuple):
                 found.append(match.end())
         return found
 
-
+# %% ../../nbs/data/steps.ipynb #79d0cc15
 LINES = StepRule()  # a line break ends a step
 
 
@@ -158,9 +158,17 @@ def _said(step: Any) -> str:
     return step if isinstance(step, str) else "".join(m["content"] for m in step)
 
 
+def _spoken(prompts: list[Any], answers: list[Any], tok: Any, chat: bool | None) -> tuple[list[Any], list[Any]]:
+    """Prompts and answers, each answer of its prompt's kind: a text, or a message."""
+    if chat and all(isinstance(p, str) for p in prompts):
+        prompts, answers = pairs_as_chat(tok, prompts, answers)
+    talks = [isinstance(p, list) and isinstance(a, str) for p, a in zip(prompts, answers)]
+    return prompts, [[{"role": "assistant", "content": a}] if talk else a for a, talk in zip(answers, talks)]
+
+
 def tokenize_steps(
-    rows: Iterable[Row], tok: Any, rule: StepRule = LINES, max_length: int | None = None, *, max_prompt_length: int | None = None,
-    complete: bool = True, chat: bool | None = None, warn: bool = True,
+    rows: Iterable[Row], tok: Any, rule: StepRule = LINES, max_length: int | None = None, *,
+    max_prompt_length: int | None = None, complete: bool = True, chat: bool | None = None, warn: bool = True,
 ) -> list[Row]:  # fmt: skip
     """Labelled steps as tokens.
 
@@ -192,14 +200,9 @@ def tokenize_steps(
                 f"row {i}, completions[{empty}] is empty, so there is nothing that its label could be about: drop the "
                 "step."
             )
-    prompts: list[Any] = [row["prompt"] for row in normal]
-    answers: list[Any] = ["".join(s) for s in steps]
-    if chat and all(isinstance(p, str) for p in prompts):
-        prompts, answers = pairs_as_chat(tok, prompts, answers)
-    talks = [isinstance(p, list) and isinstance(a, str) for p, a in zip(prompts, answers)]
-    said: list[Any] = [[{"role": "assistant", "content": a}] if talk else a for a, talk in zip(answers, talks)]
+    prompts, answers = _spoken([row["prompt"] for row in normal], ["".join(s) for s in steps], tok, chat)
     out, lost, total = list[Row](), Counter[str](), len(normal)
-    for row, own, (prompt, ids, _) in zip(normal, steps, encode_pairs(tok, prompts, said)):
+    for row, own, (prompt, ids, _) in zip(normal, steps, encode_pairs(tok, prompts, answers)):
         ids, ends = _encoded(tok, ids, own)
         if not complete:
             before = _encoded(tok, ids, [*own, ""])[1][-2] if len(own) else 0
@@ -225,7 +228,7 @@ def tokenize_steps(
         _warn_of(out, lost, total, tok, rule)
     return out
 
-
+# %% ../../nbs/data/steps.ipynb #09c9bcc4
 def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule: StepRule) -> None:
     """Say what was lost, and where the rule would find other steps than the rows have."""
     for why, n in lost.items():
@@ -238,10 +241,11 @@ def _warn_of(rows: Sequence[Row], lost: Counter[str], total: int, tok: Any, rule
             stacklevel=3,
         )
     some = rows[:256]
-    other = sum(
-        not set(r["step_ends"]) >= set(found) - {found[-1]} or len(found) < len(r["step_ends"])
-        for r in some if r["lengths"][1] == len(r["completion_ids"]) for found in [step_ends(tok, r["completion_ids"], rule)]
-    )  # fmt: skip
+    other = 0
+    for r in some:
+        if r["lengths"][1] == len(r["completion_ids"]):
+            ends = step_ends(tok, r["completion_ids"], rule)
+            other += not set(r["step_ends"]) >= set(ends) - {ends[-1]} or len(ends) < len(r["step_ends"])
     if other:
         how = (
             f"boundary.pattern={rule.pattern!r}"

@@ -33,7 +33,8 @@ class Problem(NamedTuple):
     def text(self) -> str:
         """The question."""
         who, what = self.name, self.thing
-        return f"{who} has {self.has} {what} and gets {self.gets} more. How many {what} does {who} have now? Answer with the number only."
+        more = f"How many {what} does {who} have now? Answer with the number only."
+        return f"{who} has {self.has} {what} and gets {self.gets} more. {more}"
 
     @property
     def answer(self) -> int:

@@ -426,10 +426,10 @@ def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
     """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays
     text.
 
-    A message that spells a special token (`<|im_end|>`) is read letter by letter, so nobody ends a turn or begins
+    A message that spells a special token (`<|im_end|>`) is read letter by letter, so no message ends a turn or begins
     another one by writing so. Unlike
-    `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): nobody
-    needs a mask here.
+    `encode_prompts` it takes templates that rewrite earlier turns (that leave out what was only thought, say): no
+    mask is needed here.
 
     Args:
         tok: a tokenizer with a chat template.

@@ -192,7 +192,8 @@ def _draw(n: int, seed: int, test: bool, kinds: Sequence[str] | None) -> list[di
     for _ in range(n):
         q = rng.choice(pools[rng.choice(list(pools))])
         prompt = PROMPT.format(question=rng.choice(HELLO) + q.text)
-        rows.append({"prompt": prompt, "kind": q.kind, "animals": list(q.animals), "counts": list(q.counts), "answer": q.answer})  # fmt: skip
+        about = {"kind": q.kind, "animals": list(q.animals), "counts": list(q.counts), "answer": q.answer}
+        rows.append({"prompt": prompt, **about})
     return rows
 
 
@@ -302,8 +303,8 @@ class AnswerReading:
 
     Args:
         asked: different true facts that answer the question.
-        extra: different true facts about the same animal that nobody asked for.
-        stray: true facts about animals nobody asked about.
+        extra: different true facts about the same animal that the question doesn't ask for.
+        stray: true facts about other animals.
         wrong: false claims.
         repeat: true facts that were said before.
         courtesy, rude, hedge, unreadable: sentences of these sorts (an unfinished sentence is unreadable).
@@ -370,7 +371,7 @@ class Prices:
     silent: float = -0.5  # no right answer at all
     wrong: float = -1.0  # each false claim
     stray: float = -0.5  # each fact about another animal
-    extra: float = -0.2  # each fact nobody asked for
+    extra: float = -0.2  # each fact that wasn't asked for
     only_one: float = -0.8  # each fact after the first where just one was asked for
     courtesy: float = 0.5  # a courtesy is welcome; a second one changes nothing
     gushing: float = -0.4  # each courtesy from the third on
@@ -474,7 +475,7 @@ def _plain(q: Question, rng: random.Random) -> list[str]:
 
 
 def _chatty(q: Question, rng: random.Random) -> list[str]:
-    """Mostly right, but gushing: repeats itself, or adds what nobody asked for."""
+    """Mostly right, but gushing: repeats itself, or adds what wasn't asked for."""
     said, more = [_tell(q, rng, 0.95)], rng.random()
     if more < 0.4:
         said.append(said[0])

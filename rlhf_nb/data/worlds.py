@@ -98,18 +98,22 @@ WORLDS = (
         tokenizer=toy.build_tokenizer, model=toy.build_model,
     ),
     World(
-        "sums", "word problems, made by rlhf_nb.data.sums", "Tom has 7 apples and gets 5 more. How many has he now? Answer with the number only.",
+        "sums", "word problems, made by rlhf_nb.data.sums",
+        "Tom has 7 apples and gets 5 more. How many has he now? Answer with the number only.",
         rows=_made({"preference": sums.sums_pairs, "prompt": sums.sums_prompts, "sft": sums.sums_demonstrations}, {}),
         kinds=("sft", "preference", "unpaired", "prompt"), prompts=lambda n, seed: sums.sums_prompts(n, seed, True),
-        pairs=lambda n, seed: sums.sums_pairs(n, seed, True), check={"verify": "number", "answer": "answer", "name": "right"},
+        pairs=lambda n, seed: sums.sums_pairs(n, seed, True), 
+        check={"verify": "number", "answer": "answer", "name": "right"},
     ),
     World(
         "legs", "sums written out leg by leg, made by rlhf_nb.data.legs", "7+2+1+3+1+2=",
         rows=_made(
-            {"preference": legs.legs_pairs, "prompt": legs.legs_prompts, "sft": legs.legs_demonstrations, "stepwise": legs.legs_steps},
+            {"preference": legs.legs_pairs, "prompt": legs.legs_prompts, "sft": legs.legs_demonstrations,
+             "stepwise": legs.legs_steps},
             {"sft": 5 * _ROWS},
         ),
-        kinds=("sft", "preference", "unpaired", "prompt", "stepwise"), prompts=lambda n, seed: legs.legs_prompts(n, seed, True),
+        kinds=("sft", "preference", "unpaired", "prompt", "stepwise"),
+        prompts=lambda n, seed: legs.legs_prompts(n, seed, True),
         pairs=lambda n, seed: legs.legs_pairs(n, seed, True), check=legs.right_result,
         tokenizer=legs.build_tokenizer, model=legs.build_model,
     ),
@@ -193,7 +197,8 @@ def toy_presets(
     name = world_for(kind).name
     data = {"path": name} | more.pop("data", {"max_length": 128, "max_prompt_length": 64})
     toy_run: dict[str, Any] = {
-        "output_dir": f"runs/{folder}", "model": {"name_or_path": name}, "data": data, "device": "cpu", "mini_batch_size": 32,
+        "output_dir": f"runs/{folder}", "model": {"name_or_path": name}, "data": data, "device": "cpu",
+        "mini_batch_size": 32,
         "token_budget": 2048, "optimizer": optimizer,
     }  # fmt: skip
     return {"default": {}, "toy": toy_run | more}

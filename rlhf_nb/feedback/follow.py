@@ -42,7 +42,7 @@ from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
-__all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'standing', 'print_looks',
+__all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'open_alerts', 'print_looks',
            'as_json', 'as_prometheus', 'as_page', 'monitor_traffic', 'check_there', 'follow']
 
 # %% ../../nbs/feedback/follow.ipynb #b21a8f35
@@ -171,7 +171,7 @@ def table_rows(found: Findings) -> list[dict[str, str]]:
     return rows + [{"": _UNITS.get(n, n)} | {head[r.version]: _shown(r, n) for r in found.reports} for n in names]
 
 
-def standing(found: Findings) -> list[str]:
+def open_alerts(found: Findings) -> list[str]:
     """One line for all alerts of the same measure of the same version: the newest, and since when."""
     groups = dict[tuple[str, str], list[str]]()
     first = dict[tuple[str, str], float]()
@@ -204,7 +204,7 @@ def print_looks(found: Findings, config: MonitorConfig, note: str, console: Cons
     for r in found.reports:
         if r.state:
             tell(f"{r.version}: {r.state}.", err=False)
-    for text in standing(found):
+    for text in open_alerts(found):
         tell(f"ALERT {text}", err=False)
     if not found.alerts and any("can't be judged" not in r.state for r in found.reports):
         tell(

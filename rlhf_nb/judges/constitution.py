@@ -25,7 +25,7 @@ from ..types import PromptBatch
 
 # %% auto #0
 __all__ = ['Principle', 'Constitution', 'load_constitution', 'Writer', 'ModelWriter', 'drawn_principle', 'Revised',
-           'critique_and_revise', 'ai_preferences']
+           'critique_and_revise']
 
 # %% ../../nbs/judges/constitution.ipynb #e88cc439
 class Principle(StrictConfig):
@@ -247,48 +247,3 @@ def critique_and_revise(
     unchanged = sum(trails[i][0]["answer"] == answers[i] for i in answers)
     stats = {"rows": len(made), "dropped": len(rows) - len(made), "unchanged": unchanged}
     return Revised(made, {k: float(n) for k, n in stats.items()})
-
-# %% ../../nbs/judges/constitution.ipynb #762906e8
-def ai_preferences(
-    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], judge: Judge,
-    constitution: Constitution | None = None, *,
-    sampling: SamplingConfig | None = None, seed: int = 0, first_row: int = 0, min_confidence: float = 0.5,
-    chat: bool | None = None, batch_size: int | None = None,
-) -> Labelled:  # fmt: skip
-    """Preference rows: two sampled answers to each prompt, compared by a principle that is drawn for the row.
-
-    Args:
-        model, tokenizer: who answers; as in `critique_and_revise`.
-        rows: with `prompt`.
-        judge: compares; a `ModelJudge` or `EndpointJudge` is best given `constitution.judge` as its template.
-        constitution: principles (default: the shipped one).
-        sampling, chat, batch_size: as in `ModelWriter`.
-        seed: of all draws.
-        first_row: number of rows[0].
-        min_confidence: as in `label_pairs`.
-
-    Returns:
-        Rows with prompt, chosen, rejected, probability and principle; stats as in `label_pairs`, and `empty`: rows
-        without
-        two answers.
-
-    Raises:
-        DataError, ConfigError, RewardError: as in `critique_and_revise` and `label_pairs`.
-
-    Source: Bai et al., arXiv 2212.08073, section 4.1.
-    """
-    c, prompts = constitution or load_constitution(), _prompts(rows)
-    stages = _Stages(_writer(model, tokenizer, sampling, seed, chat, batch_size), c.stop, first_row)
-    first, second = (
-        {i: _as_completion(prompts[i], t) for i, t in stages.write(dict(enumerate(prompts))).items()} for _ in range(2)
-    )
-    both = sorted(first.keys() & second.keys())
-    if not both:
-        raise DataError(f"none of {len(rows)} prompts got two answers: do they fit the model's window?")
-    drawn = [drawn_principle(c, seed, first_row + i) for i in both]
-    made = label_pairs(
-        judge, [prompts[i] for i in both], [first[i] for i in both], [second[i] for i in both],
-        criteria=[p.criterion for p in drawn], min_confidence=min_confidence,
-        columns={"principle": [p.name for p in drawn]},
-    )  # fmt: skip
-    return Labelled(made.rows, made.stats | {"empty": float(len(rows) - len(both))})

@@ -32,7 +32,7 @@ __all__ = ['Opinions', 'Texts', 'Criteria', 'JudgeMode', 'Judge', 'judged_text',
 
 # %% ../../nbs/judges/judge.ipynb #46b74760
 class Judge(Protocol):
-    """Whoever compares two answers to a prompt, or rates one."""
+    """Compares two answers to a prompt, or rates one."""
 
     name: str
 

@@ -56,7 +56,7 @@ def named(cfg: ModelConfig) -> str:
     """Directory or hub name of a model, or the name of a world.
 
     Raises:
-        ConfigError: nobody has said which.
+        ConfigError: the config doesn't name one.
     """
     if cfg.name_or_path is None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str]:
     _check_sizes(path / "config.json", 1 << 31)
     return "model", str(path)
 
-
+# %% ../../nbs/models/files.ipynb #9649693f
 _READ = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py", ".gguf")  # what libraries open in a model's folder
 _WEIGHTS = (".safetensors", ".gguf")
 _LONGEST = 1 << 28  # bytes of a text; the largest tokenizers have a tenth of that
@@ -139,7 +139,7 @@ def check_model_folder(folder: Path) -> None:
             except OSError as e:
                 raise ModelError(f"{str(file)!r} can't be read as a part of a model: {e}") from e
 
-
+# %% ../../nbs/models/files.ipynb #8c024a1b
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -150,7 +150,7 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
         return ModelError(f"{str(path)!r} holds no weights. {rule}.")
     return ModelError(
         f"{str(path)!r} holds only {', '.join(pickled)}, which can run code when opened. {rule}: convert it on a "
-        "machine where you trust it (load it there and call save_pretrained), or ask whoever made it for safetensors."
+        "machine where you trust it (load it there and call save_pretrained), or ask its makers for safetensors."
     )
 
 
@@ -180,7 +180,7 @@ def _check_sizes(file: Path, most: int) -> None:
                 f"{str(file)!r} says {key}={value}, and no model has more than {limit:,}: the file is damaged."
             )
 
-
+# %% ../../nbs/models/files.ipynb #edffabaa
 _NAMING = ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern"]
 _NAMING += ["target_parameters", "trainable_token_indices"]
 _MODULE = re.compile(r"[\w.\-]{1,300}", re.ASCII)
@@ -218,7 +218,7 @@ def _check_index(index: Path) -> None:
         strange = sorted(str(p) for p in parts if Path(p).name != p or not p.endswith(".safetensors"))
     except (OSError, Unreadable, KeyError, TypeError, AttributeError) as e:
         raise ModelError(
-            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so nobody knows where the weights are."
+            f"{str(index)!r} can't be read ({type(e).__name__}: {e}), so it isn't known where the weights are."
         ) from e
     if strange:
         raise ModelError(
@@ -268,7 +268,7 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
         raise ModelError(f"{what} {name!r} needs a package that is missing: {str(e).strip().splitlines()[0]}") from e
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:  # whatever a library says to files that somebody else has written
+    except Exception as e:  # whatever a library says to a stranger's files
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
         offline = offline or "internet connection" in str(e) or "offline" in str(e).lower()
         reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
@@ -294,14 +294,14 @@ def load_or_explain(what: str, name: str, load: Callable[[], Any]) -> Any:
 
 # %% ../../nbs/models/files.ipynb #a4f14b4d
 def pretrained(kind: Any, name: str, what: str = "model", *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations that somebody else has
-    made.
+    """One `kind.from_pretrained(name)`: the only door to models, tokenizers and configurations of
+    others.
 
     Args:
         kind: a class of transformers with `from_pretrained`.
         name: directory, GGUF file, hub name or short name.
         what: named in messages: "model", "tokenizer", ...
-        trust_remote_code: run Python code that comes with it; nobody is asked.
+        trust_remote_code: run Python code that comes with it; no question is asked.
         options: passed on.
 
     Raises:

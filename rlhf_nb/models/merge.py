@@ -370,7 +370,7 @@ def check_fit(models: Sequence[ModelTensors]) -> list[str]:
         notes += _tokens_fit(first, words, other, _vocabulary(other))
     return list(dict.fromkeys(notes))
 
-
+# %% ../../nbs/models/merge.ipynb #7f57278a
 def _tokens_fit(
     first: ModelTensors, words: dict[str, int] | None, other: ModelTensors, theirs: dict[str, int] | None
 ) -> list[str]:
@@ -381,7 +381,7 @@ def _tokens_fit(
     """
     if words is None or theirs is None:
         return [
-            f"{_shown(first if words is None else other)} has no tokenizer beside it, so nobody knows whether its "
+            f"{_shown(first if words is None else other)} has no tokenizer beside it, so it isn't known whether its "
             "tokens are the others'"
         ]
     if words != theirs:
@@ -453,7 +453,7 @@ def _digest(opened: Any) -> str:
         digest.update(chunk)
     return digest.hexdigest()
 
-
+# %% ../../nbs/models/merge.ipynb #2110f846
 def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Merged:
     """Merge models into a folder that plain `from_pretrained` reads.
 
@@ -500,7 +500,7 @@ def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BY
         _write_beside(folder, (first.own, first.folder), recipe, read, formats)
     return Merged(target, len(table), total, ", ".join(formats), notes)
 
-
+# %% ../../nbs/models/merge.ipynb #d8fdf9ba
 def _check_target(target: Path, said: str | Path, models: Sequence[ModelTensors]) -> None:
     """Raise ModelError where the result would be written over a model that is read."""
     if any(target.resolve() in (m.own.resolve(), m.folder.resolve()) for m in models):

@@ -3,7 +3,7 @@
 # %% ../../nbs/models/policy.ipynb #3cfc429b
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import ModelConfig, TrainConfig
 from ..core import ConfigError, Precision, decide_precision
@@ -12,7 +12,7 @@ from .load import adapter_names, load_causal_lm, load_tokenizer
 from .starts import read_starts
 
 # %% auto #0
-__all__ = ['load_policy', 'check_adapters', 'dropout_left_out']
+__all__ = ['load_policy', 'RunOfModel', 'check_adapters', 'dropout_left_out']
 
 # %% ../../nbs/models/policy.ipynb #0a44df26
 def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Precision]:
@@ -30,7 +30,14 @@ def load_policy(model: ModelConfig, train: TrainConfig) -> tuple[Any, Any, Preci
     return net, tokenizer, precision
 
 # %% ../../nbs/models/policy.ipynb #fbbd91d2
-def check_adapters(config: Any, model: Any) -> None:
+class RunOfModel(Protocol):
+    """The settings of a run that trains a model."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+
+def check_adapters(config: RunOfModel, model: Any) -> None:
     """Refuse a config that asks for adapters beside a model that was given without any: all of its weights would be
     trained.
 
@@ -50,7 +57,7 @@ def check_adapters(config: Any, model: Any) -> None:
         )
 
 
-def dropout_left_out(config: Any, method: Any) -> str:
+def dropout_left_out(config: RunOfModel, method: Any) -> str:
     """The sentence for a run that asks for dropout in its adapters, of a method that learns without; "" where there is
     nothing to say.
 

@@ -115,7 +115,7 @@ def _layer_of(model: Any) -> tuple[str, nn.Linear]:
         "states."
     )
 
-
+# %% ../../nbs/models/process.ipynb #959fd752
 def save_process(model: ProcessModel, directory: str | Path, tokenizer: Any = None, *, verify: bool = True) -> Path:
     """Save a process reward model as a token classifier of plain transformers, LoRA merged into it.
 
@@ -171,6 +171,30 @@ def _verify(model: ProcessModel, folder: Path, shown: str | Path) -> None:
             shown,
         )
 
+# %% ../../nbs/models/process.ipynb #65fd7304
+def _log_odds(layer: nn.Linear) -> tuple[ScalarHead, float]:
+    """A classifier's layer as a head that gives the log-odds of its last label, and their constant."""
+    head, weight = ScalarHead(layer.in_features), layer.weight.detach().float()
+    bias = torch.zeros(len(weight)) if layer.bias is None else layer.bias.detach().float()
+    two = len(weight) == 2
+    with torch.no_grad():
+        head.last.weight.copy_(weight[-1:] - (weight[:1] if two else 0.0))
+    return head, float(bias[-1] - (bias[0] if two else 0.0))
+
+
+def _own_rule(where: str, rule: StepRule, trusted: bool) -> StepRule:
+    """The rule that a model's folder gives, refused where its expression could run for ever."""
+    pattern = rule.check().pattern
+    if pattern is not None and not trusted:
+        try:
+            check_expression(pattern)
+        except RefusedProgram as e:
+            raise ModelError(
+                f"{where!r}: steps end where {pattern[:60]!r} matches, which is refused: {e}. Give "
+                "boundary.pattern yourself, or model.trust_remote_code=true."
+            ) from e
+    return rule
+
 
 def load_process(
     name: str | Path,
@@ -216,26 +240,10 @@ def load_process(
     }
     found, info = pretrained(AutoModelForTokenClassification, where, trust_remote_code=trust_remote_code, **how)
     check_loaded(found, where, {**info, "unexpected_keys": ()})
-    _, layer = _layer_of(found)
-    weight, bias = (
-        layer.weight.detach().float(),
-        torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach().float(),
-    )
-    head = ScalarHead(layer.in_features)
-    with torch.no_grad():
-        head.last.weight.copy_(weight[-1:] - (weight[:1] if len(weight) == 2 else 0.0))
+    head, bias = _log_odds(_layer_of(found)[1])
     known = {k: v for k, v in (getattr(config, "process_steps", None) or {}).items() if k in StepRule._fields}
-    if rule is None:
-        rule = StepRule(**known).check()
-        if rule.pattern is not None and not trust_remote_code:
-            try:
-                check_expression(rule.pattern)
-            except RefusedProgram as e:
-                raise ModelError(
-                    f"{where!r}: steps end where {rule.pattern[:60]!r} matches, which is refused: {e}. "
-                    "Give boundary.pattern yourself, or model.trust_remote_code=true."
-                ) from e
+    rule = _own_rule(where, StepRule(**known), trust_remote_code) if rule is None else rule
     model = ProcessModel(getattr(found, found.base_model_prefix), head, rule=rule)
-    model.bias.fill_(-float(bias[-1] - (bias[0] if len(bias) == 2 else 0.0)))
+    model.bias.fill_(-bias)
     disable_dropout(model.decoder)
     return model.to(device).eval()

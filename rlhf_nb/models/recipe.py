@@ -44,7 +44,7 @@ class MergePart(StrictConfig):
 NEEDS_BASE = ("task_arithmetic", "ties", "dare_linear", "dare_ties", "warp")
 METHODS: tuple[str, ...] = get_args(Method)
 
-
+# %% ../../nbs/models/recipe.ipynb #7a7b8002
 class Recipe(StrictConfig):
     """How models are merged."""
 
@@ -111,7 +111,7 @@ class Recipe(StrictConfig):
             )
         return self
 
-
+# %% ../../nbs/models/recipe.ipynb #550deddc
 def _numbers(setting: Setting | None) -> list[float]:
     """All numbers of a setting."""
     if setting is None:
@@ -239,11 +239,11 @@ def _kit_setting(where: str, value: Any) -> Any:
 
 _KIT_KNOWN = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
 _KIT_UNLIKE = {
-    "slices": "layers from different models make another model, which nobody has trained",
+    "slices": "layers from different models make another model, which was never trained",
     "modules": "models of several parts aren't merged here",
 }
 
-
+# %% ../../nbs/models/recipe.ipynb #e12db83c
 def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     """A recipe from mergekit's settings.
 
@@ -279,7 +279,7 @@ def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     said = {"method": kit, "models": parts, "base": base, "dtype": _kit_dtype(data), **settings}
     return Recipe.model_validate(said).checked()
 
-
+# %% ../../nbs/models/recipe.ipynb #1215ecc2
 def _kit_entries(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """mergekit's list of models, in settings that all mean something here."""
     for key in data:

@@ -180,131 +180,39 @@ class Adapter:
             whole = rows.T if flipped else rows
         return whole.to(weight.dtype).contiguous()
 
-# %% ../../nbs/models/shards.ipynb #a335010
-class ModelTensors(Mapping[str, Tensor]):
-    """The tensors of a saved model by name, each read when it is asked for; of an adapter's folder those of its model
-    with the adapter in them.
-
-    Args:
-        place: a directory, a short name that was fetched, or an adapter's directory.
+# %% ../../nbs/models/shards.ipynb #9269d681
+def _place_of(place: str) -> tuple[Adapter | None, Path, Path]:
+    """What a place holds: an adapter or None, the folder of the model's weights, and the place's own folder.
 
     Raises:
-        ModelError: not on this machine, no safetensors, weights in a packed format, or an adapter that doesn't fit.
+        ModelError: not on this machine, or without weights that can be read one by one.
     """
-
-    def __init__(self, place: str | Path) -> None:
-        self.place, self.adapter = str(place), None
-        kind, where = find_model(str(place))
-        if kind == "hub":
-            near = (
-                suggest(self.place, [*SHORT_NAMES, *(p.name for p in Path().iterdir() if p.is_dir())])
-                if "/" not in self.place
-                else None
-            )
-            hint = (
-                f"Did you mean {near!r}?" if near else f"If it is on the hub, fetch it first: rlhf-nb get {self.place}"
-            )
-            raise ModelError(f"{self.place!r} is neither a directory here nor a model that was fetched. {hint}")
-        if kind == "gguf":
-            raise ModelError(
-                f"{self.place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch "
-                "the original model."
-            )
-        if kind == "adapter":
-            self.adapter = Adapter(where)
-            base = base_of_adapter(where)
-            if not base:
-                raise ModelError(
-                    f"the adapter {self.place!r} doesn't say which model it belongs to. Save it merged where it was "
-                    "trained."
-                )
-            kind, under = find_model(base)
-            if kind != "model":
-                found = {
-                    "hub": f"isn't on this machine. Fetch it first: rlhf-nb get {base}",
-                    "adapter": "is an adapter itself. Merge that one first.",
-                }
-                raise ModelError(
-                    f"the adapter {self.place!r} belongs to {base!r}, which "
-                    f"{found.get(kind, 'is a GGUF file: weights are read from safetensors.')}"
-                )
-            self.folder, self.own = Path(under).expanduser(), Path(where).expanduser()
-        else:
-            self.folder = self.own = Path(where).expanduser()
-        self.config: Any = _config(self.folder)
-        if getattr(self.config, "quantization_config", None) is not None:
-            raise ModelError(
-                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
-                "model that was packed."
-            )
-        self.table: dict[str, TensorEntry] = {}
-        for file in _files(self.folder):
-            self.table |= read_table(file)
-        self.tied = self._tied_names()
-        self._layers, self._wholes = self._matched() if self.adapter is not None else ({}, {})
-
-    def _tied_names(self) -> set[str]:
-        """Heads in the files that are the embedding once more."""
-        if not getattr(self.config, "tie_word_embeddings", False):
-            return set()
-        heads = [n for n in self.table if n.endswith(("lm_head.weight", "embed_out.weight"))]
-        ends = [
-            n
-            for n, e in self.table.items()
-            if n.endswith(_EMBEDDINGS) and heads and e.shape == self.table[heads[0]].shape
-        ]
-        for head in heads:
-            if not any(torch.equal(read_tensor(head, self.table[head]), read_tensor(e, self.table[e])) for e in ends):
-                raise ModelError(
-                    f"the configuration of {self.place!r} says that both ends share one weight (tie_word_embeddings), "
-                    f"and its files hold {head} with other numbers: "
-                    "nobody can tell which are meant. Save the model again as it was loaded."
-                )
-        return set(heads)
-
-    def _matched(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Which tensor each part of the adapter belongs to: {tensor: layer}, {tensor: key}."""
-        assert self.adapter is not None
-        layers, wholes = dict[str, str](), dict[str, str]()
-        wanted = [(f"{layer}.weight", layer, layers) for layer in self.adapter.parts]
-        wanted += [(name, key, wholes) for name, key in self.adapter.wholes.items()]
-        for name, value, found in wanted:
-            here = [n for n in self.table if n == name] or [n for n in self.table if name.endswith(f".{n}")]
-            if len(here) != 1:
-                raise ModelError(
-                    f"the adapter {self.place!r} changes {name}, and its model {str(self.folder)!r} has no such "
-                    "weight: it belongs to another model."
-                )
-            if getattr(self.config, "tie_word_embeddings", False) and (
-                here[0].endswith(_EMBEDDINGS) or here[0] in self.tied
-            ):
-                raise ModelError(
-                    f"the adapter {self.place!r} changes {here[0]}, a weight that both ends of the model share "
-                    "(tie_word_embeddings): added to it, it would change the other end too, and the model would be "
-                    "another one. Use the adapter with peft, or train without that layer."
-                )
-            found[here[0]] = value
-        return layers, wholes
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._wholes:
-            assert self.adapter is not None
-            key = self._wholes[name]
-            return read_tensor(key, self.adapter.table[key]).to(self.table[name].dtype)
-        tensor = read_tensor(name, self.table[name])
-        if name in self._layers:
-            assert self.adapter is not None
-            return self.adapter.added(self._layers[name], tensor)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return (n for n in self.table if n not in self.tied)
-
-    def __len__(self) -> int:
-        return len(self.table) - len(self.tied)
-
-
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+    kind, where = find_model(place)
+    if kind == "hub":
+        near = None
+        if "/" not in place:
+            near = suggest(place, [*SHORT_NAMES, *(p.name for p in Path().iterdir() if p.is_dir())])
+        hint = f"Did you mean {near!r}?" if near else f"If it is on the hub, fetch it first: rlhf-nb get {place}"
+        raise ModelError(f"{place!r} is neither a directory here nor a model that was fetched. {hint}")
+    if kind == "gguf":
+        raise ModelError(
+            f"{place!r} is a GGUF file, whose weights are rounded; weights are read from safetensors. Fetch the "
+            "original model."
+        )
+    own = Path(where).expanduser()
+    if kind != "adapter":
+        return None, own, own
+    base = base_of_adapter(where)
+    if not base:
+        raise ModelError(
+            f"the adapter {place!r} doesn't say which model it belongs to. Save it merged where it was trained."
+        )
+    kind, under = find_model(base)
+    if kind != "model":
+        why = f"isn't on this machine. Fetch it first: rlhf-nb get {base}"
+        why = why if kind == "hub" else "is a GGUF file: weights are read from safetensors."
+        raise ModelError(f"the adapter {place!r} belongs to {base!r}, which {why}")
+    return Adapter(where), Path(under).expanduser(), own
 
 
 def _config(folder: Path) -> Any:
@@ -330,6 +238,93 @@ def _files(folder: Path) -> list[Path]:
             f"{', '.join(sorted(p.name for p in folder.iterdir())[:8])}."
         )
     return files
+
+# %% ../../nbs/models/shards.ipynb #a335010
+class ModelTensors(Mapping[str, Tensor]):
+    """The tensors of a saved model by name, each read when it is asked for; of an adapter's folder those of its model
+    with the adapter in them.
+
+    Args:
+        place: a directory, a short name that was fetched, or an adapter's directory.
+
+    Raises:
+        ModelError: not on this machine, no safetensors, weights in a packed format, or an adapter that doesn't fit.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self.place = str(place)
+        self.adapter, self.folder, self.own = _place_of(self.place)
+        self.config: Any = _config(self.folder)
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise ModelError(
+                f"the weights of {self.place!r} are packed into fewer bits, and sums of those mean nothing. Name the "
+                "model that was packed."
+            )
+        self.table: dict[str, TensorEntry] = {}
+        for file in _files(self.folder):
+            self.table |= read_table(file)
+        self.tied = _tied_heads(self.place, self.config, self.table)
+        self._layers, self._wholes = _matched_parts(self, self.adapter) if self.adapter is not None else ({}, {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._wholes:
+            assert self.adapter is not None
+            key = self._wholes[name]
+            return read_tensor(key, self.adapter.table[key]).to(self.table[name].dtype)
+        tensor = read_tensor(name, self.table[name])
+        if name in self._layers:
+            assert self.adapter is not None
+            return self.adapter.added(self._layers[name], tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return (n for n in self.table if n not in self.tied)
+
+    def __len__(self) -> int:
+        return len(self.table) - len(self.tied)
+
+# %% ../../nbs/models/shards.ipynb #088036b2
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def _tied_heads(place: str, config: Any, table: Mapping[str, TensorEntry]) -> set[str]:
+    """Heads in the files that are the embedding once more."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return set()
+    heads = [n for n in table if n.endswith(("lm_head.weight", "embed_out.weight"))]
+    ends = [n for n, e in table.items() if n.endswith(_EMBEDDINGS) and heads and e.shape == table[heads[0]].shape]
+    for head in heads:
+        if not any(torch.equal(read_tensor(head, table[head]), read_tensor(e, table[e])) for e in ends):
+            raise ModelError(
+                f"the configuration of {place!r} says that both ends share one weight (tie_word_embeddings), "
+                f"and its files hold {head} with other numbers: "
+                "it can't be told which are meant. Save the model again as it was loaded."
+            )
+    return set(heads)
+
+
+def _matched_parts(model: ModelTensors, adapter: Adapter) -> tuple[dict[str, str], dict[str, str]]:
+    """Which tensor each part of the adapter belongs to: {tensor: layer}, {tensor: key}."""
+    layers, wholes = dict[str, str](), dict[str, str]()
+    wanted = [(f"{layer}.weight", layer, layers) for layer in adapter.parts]
+    wanted += [(name, key, wholes) for name, key in adapter.wholes.items()]
+    for name, value, found in wanted:
+        here = [n for n in model.table if n == name] or [n for n in model.table if name.endswith(f".{n}")]
+        if len(here) != 1:
+            raise ModelError(
+                f"the adapter {model.place!r} changes {name}, and its model {str(model.folder)!r} has no such "
+                "weight: it belongs to another model."
+            )
+        if getattr(model.config, "tie_word_embeddings", False) and (
+            here[0].endswith(_EMBEDDINGS) or here[0] in model.tied
+        ):
+            raise ModelError(
+                f"the adapter {model.place!r} changes {here[0]}, a weight that both ends of the model share "
+                "(tie_word_embeddings): added to it, it would change the other end too, and the model would be "
+                "another one. Use the adapter with peft, or train without that layer."
+            )
+        found[here[0]] = value
+    return layers, wholes
 
 # %% ../../nbs/models/shards.ipynb #a335014
 _NAMES = {dtype: name for name, dtype in SHARD_DTYPES.items()}
@@ -410,7 +405,7 @@ def write_shards(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
-
+# %% ../../nbs/models/shards.ipynb #5c473627
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt",
     "added_tokens.json", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json",

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..train.method import TextConfig
 from ..core import CheckpointError, RunError
@@ -20,7 +20,7 @@ from ..run.checkpoint import checkpoints_in, problem_of
 from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
 from ..run.state import keep_served
 from ..train.registry import MethodInfo, methods
-from ..train.stage import StageResult, make_trainer, read_json, run_stage, write_json
+from ..train.stage import JobConfig, StageResult, make_trainer, read_json, run_stage, write_json
 
 # %% auto #0
 __all__ = ['SHARED', 'FORK_METRICS', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork',
@@ -230,7 +230,7 @@ def _replay(source: RunDir, aside: RunDir, config: TextConfig, before: int, at: 
         output_dir=str(aside.path), console=False, trackers=[], save_every=None, keep_best=None, stop_on=None
     )
     again.save(aside.config_path)
-    trainer = make_trainer(again)
+    trainer = make_trainer(cast(JobConfig, again))
     trainer.observers.active.append(ForkedAt(at))
     trainer.fit(resume=before > 0, overwrite=before == 0)
     differs = _first_difference(source.path, aside.path, before, at)

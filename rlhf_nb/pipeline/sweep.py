@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -30,7 +30,7 @@ from rlhf_nb.pipeline.candidates import (
     Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, hyperband_brackets, name_of, seeds_needed, standings,
 )  # fmt: skip
 from ..train.registry import get, of
-from ..train.stage import lasting, make_trainer, read_json, run_stage, write_json
+from ..train.stage import JobConfig, lasting, make_trainer, read_json, run_stage, write_json
 from ..untrusted import json_value
 
 # %% auto #0
@@ -82,11 +82,11 @@ def run_share(config: TextConfig, share: float = 1.0) -> None:
         return
     if share >= 1:
         if not read_json(folder / "stage.json"):
-            run_stage(config, resume=True, overwrite=True)
+            run_stage(cast(JobConfig, config), resume=True, overwrite=True)
         step = max((int(e["step"]) for e in read_metrics(folder) if e.get("type") == "step"), default=0)
     else:
         with RunLock(folder):
-            trainer = make_trainer(config)
+            trainer = make_trainer(cast(JobConfig, config))
             step = max(1, math.ceil(trainer.total_steps * share))
             trainer.observers.active.append(_Pause(step))
             history = trainer.fit(resume=True, overwrite=True)

@@ -162,7 +162,7 @@ _DENIED = re.compile(
 )
 _WRAPS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"), ("**", "**"), ("`", "`"))
 
-
+# %% ../../nbs/rewards/answers.ipynb #1889cc24
 class _Mark(NamedTuple):
     """A place that a text marks as its answer."""
 

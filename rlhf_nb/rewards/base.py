@@ -186,7 +186,7 @@ def _within(limit: float | None) -> Iterator[None]:
 
     def ring() -> None:
         late.set()
-        signal.pthread_kill(me, signal.SIGURG)  # wakes sleep and sockets; where nobody listens any more, it is ignored
+        signal.pthread_kill(me, signal.SIGURG)  # wakes sleep and sockets; where no handler is left, it is ignored
 
     def handle(number: int, frame: Any) -> None:
         if late.is_set():
@@ -354,12 +354,12 @@ def check_reader(model: Any, tokenizer: Any) -> None:
             warnings.warn(
                 f"the reward model {model.home!r} wasn't made by this package. Here a score is read at the "
                 f"{tokenizer.eos_token!r} that ends an answer; its template ends an "
-                f"answer by {end!r}, and whoever trains on the template's text (transformers, TRL) reads it at the "
+                f"answer by {end!r}, and trainers that use the template's text (transformers, TRL) read it at the "
                 f"last of that: other numbers. {as_text}.",
                 stacklevel=3,
             )
 
-
+# %% ../../nbs/rewards/base.ipynb #95cf55a7
 class Rewards:
     """Several reward functions with weights, as one.
 
@@ -431,7 +431,8 @@ class Rewards:
             ends of steps, if anything does.
 
         Raises:
-            RewardError: a function failed or returned something that is not a number per completion, or nobody scored a
+            RewardError: a function failed or returned something that is not a number per completion, or no function
+                scored a
                 row.
         """
         self.stats, self.steps = {}, None

@@ -43,7 +43,7 @@ class CodeTests(NamedTuple):
     scripts: tuple[str, ...]  # Python with assertions about what the program defines
     pairs: tuple[tuple[str, str], ...]  # (input, expected output) of the whole program
     setup: str = ""  # Python that the scripts need
-    entry_point: str = ""  # the name that they ask the program for; "": each that nobody else defines
+    entry_point: str = ""  # the name that they ask the program for; "": each that nothing else defines
 
 
 def _scripts(given: dict[str, Any]) -> CodeTests:

@@ -23,7 +23,7 @@ from ..types import Completions, host
 Place = Literal["steps", "end"]
 
 # %% auto #0
-__all__ = ['Place', 'StepScorer', 'ProcessReward', 'load_process_reward', 'best_by_steps', 'step_scorer']
+__all__ = ['Place', 'StepScorer', 'ProcessReward', 'load_process_reward', 'step_scorer']
 
 # %% ../../nbs/rewards/process.ipynb #f93134dc
 class ProcessReward(RewardModelFn):
@@ -108,24 +108,6 @@ def load_process_reward(
     model = ProcessModel.load(where, device=device, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(where), trust_remote_code=trust_remote_code))
     return ProcessReward(model, tokenizer, aggregate, place, name, token_budget)
-
-# %% ../../nbs/rewards/process.ipynb #f8e5e876
-def best_by_steps(reward: ProcessReward, c: Completions, group: int, aggregate: StepAggregate | None = None) -> Tensor:
-    """Which answer of each group has the best steps: rows int64[B / group].
-
-    Args:
-        reward: judges steps.
-        c: answers, those to a prompt contiguous.
-        group: answers to each prompt.
-        aggregate: None: the reward's own.
-
-    Raises:
-        ConfigError: rows are not whole groups.
-    """
-    if group < 1 or len(c) % group:
-        raise ConfigError(f"{len(c)} answers are not whole groups of {group}.")
-    scores = aggregate_steps(*reward.steps(c), aggregate or reward.aggregate)
-    return scores.view(-1, group).argmax(1) + torch.arange(len(c) // group, device=scores.device) * group
 
 # %% ../../nbs/rewards/process.ipynb #8e844e51
 StepScorer = Callable[

@@ -64,7 +64,7 @@ def _is_trls(parameters: list[inspect.Parameter]) -> bool:
         return by_place[:1] == ["completion_ids"]  # f(completion_ids, **kwargs), not f(p, c, completion_ids)
     return "completion_ids" in names or by_place[1:2] != ["completions"]
 
-
+# %% ../../nbs/rewards/trl.ipynb #fadc6850
 def trl_reward(fn: Any) -> Any:
     """A function that is called as TRL does, with keywords only, as a reward function of this package.
 

@@ -22,7 +22,9 @@ from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
-from .verdict import _codec, _judge, _program, translate_tests
+from . import inside
+from .inside import _judge, _program, receive, send, unpack
+from .verdict import translate_tests
 
 # %% auto #0
 __all__ = ['FENCES', 'SandboxResult', 'Sandbox']
@@ -256,30 +258,48 @@ def _holds(fences: Sequence[str]) -> bool:
     return "landlock" in fences and ("seccomp" in fences or "namespaces" in fences)
 
 # %% ../../nbs/sandbox/runner.ipynb #c142d88a
-def _child(job: dict[str, Any], tests: int, tell: int) -> None:
-    """(in the child) Shut the doors, fork; here the judge, there the program. Tell the fences, the verdicts, the
-    end."""
-    import marshal
+def _fenced_off(job: dict[str, Any]) -> tuple[Any, list[str]]:
+    """(in the child) Limits and namespaces, before the fork; the C library, and the fences that stand."""
     import os
     import sys
-    import time
 
     sys.path[:] = [path for path in sys.path if path]  # without the current folder
     libraries = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
     job["readable"] = [*sys.path, os.path.join(sys.base_prefix, "lib"), *libraries]
     _limit(job["limits"])
-    libc, up = None, []
     try:
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     except (ImportError, OSError):
-        pass  # a Python without ctypes: no fences of the kernel
-    if libc is not None:
-        libc.prctl(1, ctypes.c_ulong(9))  # die with the parent
-        if "namespaces" in job["fences"] and _namespaces(libc, os.getcwd(), job["disk"]):
-            up.append("namespaces")
-    pack, unpack, send, receive = _codec()
+        libc = None  # a Python without ctypes: no fences of the kernel
+    if libc is None:
+        return None, []
+    libc.prctl(1, ctypes.c_ulong(9))  # die with the parent
+    inside_namespaces = "namespaces" in job["fences"] and _namespaces(libc, os.getcwd(), job["disk"])
+    return libc, ["namespaces"] if inside_namespaces else []
+
+
+def _at_end(program: int) -> int:
+    """(in the judge's process) How the program's process ended; 1 where it doesn't end."""
+    import os
+    import time
+
+    for _ in range(400):
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    return 1
+
+
+def _child(job: dict[str, Any], tests: int, tell: int) -> None:
+    """(in the child) Shut the doors, fork; here the judge, there the program. Tell the fences, the verdicts, the
+    end."""
+    import marshal
+    import os
+
+    libc, up = _fenced_off(job)
     questions, answers = os.pipe(), os.pipe()
     program = os.fork()
     mine = (questions[1], answers[0], tests, tell) if program else (questions[0], answers[1])
@@ -292,7 +312,9 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
             _program(job, questions[0], answers[1])
         os._exit(1)
     if libc is not None:
-        libc.prctl(4, ctypes.c_ulong(0))  # nobody reads the judge's memory
+        import ctypes
+
+        libc.prctl(4, ctypes.c_ulong(0))  # no other process reads the judge's memory
     nowhere = os.open("/dev/null", os.O_RDWR)
     for at in range(3):
         os.dup2(nowhere, at)
@@ -304,7 +326,7 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
 
     try:
         say(receive(answers[0]).decode())
-        well = unpack(receive(answers[0]), dict.fromkeys) is True
+        well = unpack(receive(answers[0]), lambda number, _: number) is True
         at_end = True
         if well and job["asked"]:
             with open(tests, "rb") as f:
@@ -312,13 +334,7 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
     except Exception:
         pass  # the program left before it had run, or closed its channel
     os.close(questions[1])
-    ended, status = 0, 0
-    for _ in range(400):
-        ended, status = os.waitpid(program, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.0005)
-    say(f".{os.waitstatus_to_exitcode(status) if ended else 1} {int(at_end)}")
+    say(f".{_at_end(program)} {int(at_end)}")
     os._exit(0)
 
 # %% ../../nbs/sandbox/runner.ipynb #7272a0d9
@@ -326,8 +342,8 @@ def _child(job: dict[str, Any], tests: int, tell: int) -> None:
 def _child_source() -> str:
     """What runs in the child as one script."""
     fences = (_limit, _namespaces, _landlock, _seccomp, _path_rule, _audit, _drop_rights, _enclose, _holds)
-    parts = (*fences, _codec, _program, _judge, _child)
-    return "\n".join(["from __future__ import annotations", *(inspect.getsource(f) for f in parts)])
+    parts = (*fences, _fenced_off, _at_end, _child)
+    return "\n".join([inspect.getsource(inside), *(inspect.getsource(f) for f in parts)])
 
 
 @lru_cache(maxsize=2)
@@ -485,7 +501,7 @@ class Sandbox:
             ValueError: a test is no Python, or can't be judged from outside the program.
             ConfigError: the kernel of this machine wouldn't keep the program from your files; it was not run.
         """
-        result = self._run(code, tuple(tests), stdin, setup, entry_point)
+        result = _run(self, code, tuple(tests), stdin, setup, entry_point)
         if result.fences and not self.programs_may_escape and not _holds(result.fences):
             raise ConfigError(
                 f"the sandbox runs no programs here: only {', '.join(result.fences)} would stand between them and your "
@@ -495,45 +511,46 @@ class Sandbox:
             )
         return result
 
-    def _run(self, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
-        """`run`, and where the fences don't hold a result of a program that wasn't run."""
-        questions, prepared = translate_tests(tests, setup, entry_point)
-        todo = marshal.dumps(
-            {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
-        )
-        with ExitStack() as stack:
-            folder = stack.enter_context(_folder())
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
-            given = (stdin.encode(errors="surrogatepass"), b"", b"", _job(self, code, bool(tests)), todo)
-            for file, content in zip(files, given, strict=True):
-                file.write(content)
-                file.seek(0)
-            hear, tell = os.pipe()
-            stack.callback(os.close, hear)
-            try:
-                process = _start(folder, files, tell)
-            finally:
-                os.close(tell)
-            try:
-                heard, in_time = _listen(hear, process, self.wall_s or 3 * self.timeout_s)
-            finally:
-                with suppress(OSError):  # the number of a session isn't given away while it has members
-                    os.killpg(process.pid, signal.SIGKILL)
-                ended = process.wait()
-            fences, *told = heard.decode(errors="replace").split("\n")[:-1] or [""]
-            verdicts, at_end = [line for line in told if line[:1] != "."], 0
-            if ended == 0 and told and told[-1][:1] == ".":
-                ended, at_end = (int(x) for x in told[-1][1:].split())
-            passed = tuple(line[:1] == "+" for line in verdicts[: len(tests)])
-            passed += (False,) * (len(tests) - len(passed))
-            outcome = _outcome(in_time, ended, bool(at_end), all(passed))
-            why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
-            said, complained = _tail(files[1], self.output_kb << 10), _tail(files[2], 2000)
-            unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
-            return SandboxResult(
-                passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
-            )
-
     def fences_here(self) -> tuple[str, ...]:
         """The fences that stand on this machine, found out by starting an empty program."""
-        return self._run("", (), "", "", "").fences
+        return _run(self, "", (), "", "", "").fences
+
+# %% ../../nbs/sandbox/runner.ipynb #046e05b6
+def _run(box: Sandbox, code: str, tests: tuple[str, ...], stdin: str, setup: str, entry_point: str) -> SandboxResult:
+    """`Sandbox.run`, and where the fences don't hold a result of a program that wasn't run."""
+    questions, prepared = translate_tests(tests, setup, entry_point)
+    todo = marshal.dumps(
+        {"tests": [tuple(q) for q in questions], "setup": prepared, "capture": any("stdout" in t for t in tests)}
+    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(_folder())
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(5)]
+        given = (stdin.encode(errors="surrogatepass"), b"", b"", _job(box, code, bool(tests)), todo)
+        for file, content in zip(files, given, strict=True):
+            file.write(content)
+            file.seek(0)
+        hear, tell = os.pipe()
+        stack.callback(os.close, hear)
+        try:
+            process = _start(folder, files, tell)
+        finally:
+            os.close(tell)
+        try:
+            heard, in_time = _listen(hear, process, box.wall_s or 3 * box.timeout_s)
+        finally:
+            with suppress(OSError):  # the number of a session isn't given away while it has members
+                os.killpg(process.pid, signal.SIGKILL)
+            ended = process.wait()
+        fences, *told = heard.decode(errors="replace").split("\n")[:-1] or [""]
+        verdicts, at_end = [line for line in told if line[:1] != "."], 0
+        if ended == 0 and told and told[-1][:1] == ".":
+            ended, at_end = (int(x) for x in told[-1][1:].split())
+        passed = tuple(line[:1] == "+" for line in verdicts[: len(tests)])
+        passed += (False,) * (len(tests) - len(passed))
+        outcome = _outcome(in_time, ended, bool(at_end), all(passed))
+        why = "\n".join(line[1:] for line in verdicts if line[:1] != "+")
+        said, complained = _tail(files[1], box.output_kb << 10), _tail(files[2], 2000)
+        unclear = tuple(line[1:] for line in verdicts if line[:1] == "?")
+        return SandboxResult(
+            passed, outcome, said, (complained + why)[:2000], tuple(fences.split(",")) if fences else (), unclear
+        )

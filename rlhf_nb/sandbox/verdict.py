@@ -9,425 +9,11 @@ import marshal
 import symtable
 import sys
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 # %% auto #0
 __all__ = ['TestQuestion', 'translate_tests']
-
-# %% ../../nbs/sandbox/verdict.ipynb #5e0d1a08
-def _codec() -> tuple[Callable[..., bytes], Callable[..., Any], Callable[[int, bytes], None], Callable[[int], bytes]]:
-    """(in both children) How values become bytes and are read from them, and how bytes are sent and received."""
-    import os
-    import struct
-
-    # everything is bound here: the program may replace whatever it can reach, and that harms only itself
-    read, write, size, double = os.read, os.write, struct.Struct("<I"), struct.Struct("<d")
-    most, deepest, longest = 200_000, 100, 1 << 22
-    tags: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"S", frozenset: b"z", dict: b"d"}
-    makers: dict[bytes, Callable[[list[Any]], Any]] = {b"l": list, b"t": tuple, b"S": set, b"z": frozenset}
-    made_of = {
-        ("builtins", "range"): "start stop step",
-        ("fractions", "Fraction"): "numerator denominator",
-        ("decimal", "Decimal"): "",
-        ("datetime", "date"): "year month day",
-        ("datetime", "datetime"): "year month day hour minute second microsecond",
-        ("datetime", "timedelta"): "days seconds microseconds",
-    }
-
-    def pack(value: Any, hold: Callable[[Any], tuple[int, str]], own: Any = None) -> bytes:
-        """Bytes of a value; `hold` gives a number to each part that isn't plain, and to `own`."""
-        out: list[bytes] = []
-        left = most
-
-        def put(x: Any, depth: int) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0 or depth > deepest:
-                raise OverflowError(f"a value of more than {most} parts, or nested more than {deepest} deep")
-            if x is None or x is True or x is False:
-                out.append(b"N" if x is None else b"T" if x else b"F")
-            elif own is not None and x is own:
-                held(x, depth)
-            elif isinstance(x, float):
-                out.append(b"f" + double.pack(float.__float__(x)))
-            elif isinstance(x, complex):
-                out.append(b"c" + double.pack(x.real) + double.pack(x.imag))
-            elif isinstance(x, int):
-                flat(b"i", b"%x" % int.__index__(x))
-            elif isinstance(x, str):
-                flat(b"s", str.encode(x, "utf-8", "surrogatepass"))
-            elif isinstance(x, (bytes, bytearray)):
-                flat(b"b" if isinstance(x, bytes) else b"B", bytes(x))
-            elif isinstance(x, (list, tuple, set, frozenset, dict)):
-                kind = next(kind for kind in tags if isinstance(x, kind))
-                items = [y for pair in dict.items(x) for y in pair] if kind is dict else [*kind.__iter__(x)]  # type: ignore[attr-defined,arg-type]
-                out.append(tags[kind] + size.pack(len(items)))
-                for item in items:
-                    put(item, depth + 1)
-            elif (key := (type(x).__module__, type(x).__qualname__)) in made_of and not getattr(x, "tzinfo", None):
-                parts = [getattr(x, name) for name in made_of[key].split()] or [str(x)]
-                out.append(b"o" + size.pack(2 + len(parts)))
-                for part in (*key, *parts):
-                    put(part, depth + 1)
-            else:
-                held(x, depth)
-
-        def flat(tag: bytes, data: bytes) -> None:
-            out.append(tag + size.pack(len(data)) + data)
-
-        def held(x: Any, depth: int) -> None:
-            number, kind = hold(x)
-            out.append(b"r" + size.pack(number))
-            put(kind, depth + 1)
-
-        put(value, 0)
-        return b"".join(out)
-
-    def unpack(data: bytes, held: Callable[[int, Any], Any]) -> Any:
-        """The value that bytes describe; ValueError (or another Exception) if they describe none."""
-        at, left = 0, most
-
-        def take(n: int) -> bytes:
-            nonlocal at
-            part = data[at : at + n]
-            at += n
-            if len(part) < n:
-                raise ValueError("the bytes end in the middle of a value")
-            return part
-
-        def get(depth: int) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0 or depth > deepest:
-                raise ValueError(f"a value of more than {most} parts, or nested more than {deepest} deep")
-            tag = take(1)
-            if tag in (b"N", b"T", b"F"):
-                return {b"N": None, b"T": True, b"F": False}[tag]
-            if tag == b"f":
-                return double.unpack(take(8))[0]
-            if tag == b"c":
-                return complex(double.unpack(take(8))[0], double.unpack(take(8))[0])
-            n = size.unpack(take(4))[0]
-            if tag == b"r":
-                return held(n, get(depth + 1))
-            if tag in (b"i", b"s", b"b", b"B"):
-                part = take(n)
-                text = part.decode("utf-8", "surrogatepass") if tag == b"s" else ""
-                return (
-                    int(part, 16) if tag == b"i" else text if tag == b"s" else part if tag == b"b" else bytearray(part)
-                )
-            if n > left:
-                raise ValueError("fewer values than promised")
-            items = [get(depth + 1) for _ in range(n)]
-            if tag == b"d":
-                return dict(zip(items[::2], items[1::2]))
-            if tag == b"o" and (items[0], items[1]) in made_of:
-                return getattr(__import__(items[0]), items[1])(*items[2:])
-            return makers[tag](items)
-
-        value = get(0)
-        if at != len(data):
-            raise ValueError("more bytes than the value has")
-        return value
-
-    def send(to: int, data: bytes) -> None:
-        """Length and bytes into a pipe."""
-        if len(data) > longest:
-            raise OverflowError(f"a value of {len(data)} bytes, more than {longest}")
-        data = size.pack(len(data)) + data
-        while data:
-            data = data[write(to, data) :]
-
-    def receive(source: int) -> bytes:
-        """One message out of a pipe."""
-        data = bytearray()
-        wanted = 4
-        while len(data) < wanted:
-            part = read(source, wanted - len(data))
-            if not part:
-                raise EOFError("the other side is gone")
-            data += part
-            if wanted == 4 and len(data) == 4:
-                wanted = 4 + size.unpack(data)[0]
-                if wanted > 4 + longest:
-                    raise ValueError("a message that is too long")
-        return bytes(data[4:])
-
-    return pack, unpack, send, receive
-
-# %% ../../nbs/sandbox/verdict.ipynb #5e0d1a11
-def _program(job: dict[str, Any], hear: int, say: int) -> None:
-    """(in the program's process) Run the program, say whether it ended well, and answer the judge's questions."""
-    import builtins
-    import io
-    import os
-    import sys
-
-    pack, unpack, send, receive = _codec()
-    write, leave, run, flushes = os.write, os._exit, exec, (sys.stdout.flush, sys.stderr.flush)
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # only `site` defines them, and programs use them
-    module = type(sys)(job["name"])
-    sys.modules["__main__"] = sys.modules[job["name"]] = module
-    space, objects, numbers = vars(module), [], {}  # type: ignore[var-annotated]
-
-    def hold(x: Any) -> tuple[int, str]:
-        if id(x) not in numbers:
-            numbers[id(x)] = len(objects)
-            objects.append(x)
-        return numbers[id(x)], type(x).__name__
-
-    def answer(op: str, x: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if op == "await":
-            import asyncio
-
-            return asyncio.run(x)
-        if op == "put":
-            x[args[0]] = args[1]
-            return None
-        asked: dict[str, Callable[[], Any]] = {
-            "call": lambda: x(*args, **kwargs), "attr": lambda: getattr(x, *args), "set": lambda: setattr(x, *args),
-            "item": lambda: x[args[0]], "iter": lambda: iter(x), "next": lambda: next(x), "len": lambda: len(x),
-            "bool": lambda: bool(x), "str": lambda: str(x), "repr": lambda: repr(x), "is": lambda: isinstance(args[0],
-                x),
-        }  # fmt: skip
-        return asked[op]()
-
-    try:
-        run(compile(job["code"], "<program>", "exec", dont_inherit=True), space)
-        fine = True
-    except SystemExit as e:
-        write(2, b"SystemExit\n")
-        fine = not job["asked"] and (e.code is None or e.code == 0)  # a program may say that it is done
-    except BaseException as e:
-        write(2, f"{type(e).__name__}: {e}\n".encode(errors="replace")[:2000])
-        fine = False
-    for flush in flushes:
-        flush()
-    send(say, pack(bool(fine), hold))
-    if not (job["asked"] and fine):
-        leave(0 if fine else 1)
-    while True:
-        try:
-            word, op, target, args, kwargs, effects, capture = unpack(receive(hear), lambda number, _: objects[number])
-        except EOFError:
-            for flush in flushes:
-                flush()
-            leave(0)
-        printed, stdout = io.StringIO(), sys.stdout
-        sys.stdout = printed if capture else stdout
-        own = None
-        try:
-            if op == "name":
-                reply: Any = ("value", [space[args[0]]] if args[0] in space else [])
-            else:
-                x = objects[target]
-                value = answer(op, x, args, kwargs)
-                if op == "call" and isinstance(x, type) and type(value) is x and x.__module__ == job["name"]:
-                    own = value  # an object of the program's class stays here, also if the class is a kind of list
-                reply = ("value", value)
-            data = pack((word, *reply, args if effects else None, printed.getvalue()), hold, own)
-            send(say, data)
-        except BaseException as e:
-            stop = op == "next" and isinstance(e, StopIteration)
-            kinds = [kind.__name__ for kind in type(e).__mro__ if kind.__module__ == "builtins"]
-            few = [a if isinstance(a, (str, int, float, type(None))) else str(a)[:2000] for a in e.args[:5]]
-            send(say, pack((word, "stop" if stop else "error", [kinds, few], None, ""), hold))
-        sys.stdout = stdout
-
-# %% ../../nbs/sandbox/verdict.ipynb #5e0d1a13
-def _judge(job: dict[str, Any], ask: int, hear: int, tell: Callable[[str], None]) -> bool:
-    """(in the judge's process) Run the tests; tell `+` for each that passes, `-` or `?` (it can't be judged) and why.
-
-    Returns whether the program was there to the end."""
-    import builtins
-    import marshal
-    import os
-    import sys
-
-    pack, unpack, send, receive = _codec()
-    lost: list[str] = []  # why the program can't be asked any more
-    lied: list[str] = []  # where it gave an object and the test needs a value
-    unclear: list[str] = []  # what the test does that can't be judged
-    remotes: dict[tuple[int, bool, str], Any] = {}
-    kinds = (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range)
-    changers = "add append clear discard extend insert remove reverse sort update".split()
-    plain = {name for kind in kinds for name in dir(kind) if name[:2] != "__"} - {*changers}
-    truths = {name for name in plain if name.startswith(("is", "starts", "ends"))}
-
-    class Stop(BaseException):
-        """Ends a test whatever it catches."""
-
-    def lie(text: str) -> Stop:
-        lied.append(text)
-        return Stop(text)
-
-    def question(op: str, target: int, args: list[Any], kwargs: Any = None, made: str = "", answer: bool = True,
-        effects: bool = False) -> Any:  # fmt: skip
-        """What the program answers: its value, or its exception raised here."""
-
-        def hold(x: Any) -> tuple[int, str]:
-            if type(x) is Remote:
-                return x._is[0], ""
-            unclear.append(f"the test hands the program a {type(x).__name__}, and only plain values can be handed over")
-            raise Stop(unclear[-1])
-
-        def held(number: int, kind: Any) -> Any:
-            if kind == "coroutine":
-
-                async def wait() -> Any:
-                    return question("await", number, [])
-
-                return wait()
-            return remotes.setdefault((number, answer, made), Remote(number, answer, made))
-
-        word = os.urandom(8)  # which the answer repeats: none can be given before its question
-        data = pack((word, op, target, args, kwargs or {}, effects, job["capture"]), hold)
-        try:
-            if not lost:
-                send(ask, data)
-                said, kind, value, after, printed = unpack(receive(hear), held)
-                names, few = value if kind == "error" else ([], [])
-                known = [getattr(builtins, name, None) for name in names if type(name) is str]
-                if (
-                    said != word
-                    or type(printed) is not str
-                    or type(few) is not list
-                    or (effects and kind == "value" and type(after) is not list)
-                ):
-                    raise ValueError("it answers another question, or none")
-        except Exception as e:
-            lost.append(
-                "the program left" if isinstance(e, EOFError | OSError) else f"the program's answer can't be read ({e})"
-            )
-        if lost:
-            raise Stop(lost[0])
-        if printed:
-            sys.stdout.write(printed)
-        if kind == "stop" and op == "next":
-            raise StopIteration
-        if kind != "value":
-            for error in known:
-                never = (StopIteration, StopAsyncIteration)
-                if isinstance(error, type) and issubclass(error, Exception) and not issubclass(error, never):
-                    try:
-                        raised = error(*few)
-                    except TypeError:
-                        continue
-                    raise raised
-            raise RuntimeError(f"the program raised {', '.join(names[:1])}")
-        for old, new in zip(args, after) if effects else ():  # what the program changed in place
-            if type(old) is type(new) and isinstance(old, list | bytearray):
-                old[:] = new
-            elif type(old) is type(new) and isinstance(old, dict | set):
-                old.clear()
-                old.update(new)
-        return value
-
-    class Remote:
-        """Something of the program's: each use is a question to it."""
-
-        def __init__(self, number: int, answer: bool, made: str) -> None:
-            object.__setattr__(self, "_is", (number, answer, made))  # an answer, or what a name in the test stands for
-
-        def _ask(self, op: str, *args: Any) -> Any:
-            return question(op, self._is[0], [*args], None, "", self._is[1])
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self._call(args, kwargs, False)
-
-        def _call(self, args: Any, kwargs: Any, effects: bool) -> Any:
-            number, answer, made = self._is
-            return question("call", number, [*args], kwargs, "", answer or not made[:1].isupper(), effects)
-
-        def __getattr__(self, name: str) -> Any:
-            number, answer, _ = self._is
-            if name[:2] == "__" and name not in ("__name__", "__doc__"):
-                raise AttributeError(name)
-            if name in truths or (answer and name in plain):
-                raise AttributeError(f"the program gave an object where the test asks a plain value for .{name}")
-            return question("attr", number, [name], None, name, answer)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            self._ask("set", name, value)
-
-        def __getitem__(self, key: Any) -> Any:
-            return self._ask("item", key)
-
-        def __setitem__(self, key: Any, value: Any) -> None:
-            self._ask("put", key, value)
-
-        def __iter__(self) -> Any:
-            return self._ask("iter")
-
-        def __next__(self) -> Any:
-            return self._ask("next")
-
-        def __len__(self) -> Any:
-            return self._ask("len")
-
-        def __bool__(self) -> Any:
-            return self._ask("bool")
-
-        def __str__(self) -> Any:
-            return self._ask("str")
-
-        def __repr__(self) -> Any:
-            return self._ask("repr")
-
-        def __instancecheck__(self, x: Any) -> bool:
-            return type(x) is Remote and self._ask("is", x) is True
-
-        def __eq__(self, other: object) -> bool:
-            raise lie("the program gave an object where the test compares values")
-
-        __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
-
-        def __hash__(self) -> int:
-            return hash(self._is)
-
-    class Program(type(sys)):  # type: ignore[misc]
-        """What `import solution` gives a test."""
-
-        def __getattr__(self, name: str) -> Any:
-            found = [] if name[:2] == "__" else question("name", 0, [name], None, name, False)
-            if type(found) is not list or len(found) != 1:
-                raise AttributeError(f"the program defines no {name}")
-            return found[0]
-
-    program = Program("solution")
-    sys.modules["__main__"] = sys.modules["solution"] = program
-    space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
-    space["__effect__"] = lambda f: (lambda *a, **k: f._call(a, k, True)) if type(f) is Remote else f
-    if job["setup"]:
-        try:
-            exec(marshal.loads(job["setup"]), space)
-        except BaseException as e:
-            unclear.append(f"the setup fails with {type(e).__name__}: {e}")
-    broken = [*unclear]
-    for code, names, modules in job["tests"]:
-        del lied[:], unclear[len(broken) :]
-        passed, why = "+", ""
-        try:
-            for name in modules:
-                space.setdefault(name, __import__(name))
-            for name in names:
-                space.pop(name, None)
-                try:
-                    space[name] = getattr(program, name)
-                except AttributeError:
-                    pass  # the test says NameError where it uses it
-            exec(marshal.loads(code), space)
-        except BaseException as e:
-            try:
-                passed, why = "-", f"{type(e).__name__}: {e}"
-            except BaseException:
-                passed = "-"
-        passed, why = ("-", (lost or lied)[0]) if lost or lied else (passed, why)
-        passed, why = ("?", unclear[0]) if unclear else (passed, why)
-        tell(passed + " ".join(why.split())[:1000])
-    return not lost
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a15
 class TestQuestion(NamedTuple):
@@ -473,21 +59,13 @@ def _calls(node: ast.AST, names: set[str]) -> list[ast.Call]:
         n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in names
     ]
 
-
+# %% ../../nbs/sandbox/verdict.ipynb #22add960
 def _runs(n: ast.stmt) -> bool:
     """Whether a statement of a script does more than define."""
     if isinstance(n, ast.If):
         return "__name__" not in ast.unparse(n.test)
-    idle = (
-        ast.FunctionDef,
-        ast.AsyncFunctionDef,
-        ast.ClassDef,
-        ast.Import,
-        ast.ImportFrom,
-        ast.Assign,
-        ast.AnnAssign,
-        ast.Pass,
-    )
+    defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    idle = (*defines, ast.Assign, ast.AnnAssign, ast.Pass)
     return not isinstance(n, idle) and not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
 
 
@@ -512,74 +90,86 @@ def _runner(tree: ast.Module) -> str:
             lines += [f"{n.name}().{name}()" for name in methods]
     return "\n".join(lines)
 
-
+# %% ../../nbs/sandbox/verdict.ipynb #04134edf
 def _unclear(tree: ast.AST, asked: set[str], defined: set[str]) -> str | None:
     """What in a test can't be judged from outside the program, in words; None if all can."""
+    nodes = list(ast.walk(tree))
     asked = asked | {
         a.asname or a.name
-        for n in ast.walk(tree)
+        for n in nodes
         if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__")
         for a in n.names
     }
-    functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
-    bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)} & defined
+    bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     functions |= {name for name in dir(builtins) if callable(getattr(builtins, name))} - asked - bound
-    for n in ast.walk(tree):
-        if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
-            return (
-                f"`from {n.module} import *` would let the program replace any name of the test; import what is "
-                "tested by name"
-            )
+    for n in nodes:
         if isinstance(n, ast.Name) and n.id in _LATE - defined:
             return f"it looks names up while it runs (`{n.id}`), so it can't be read which are the program's"
-        if isinstance(n, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(n).replace(".", " ").split():
-            return "it replaces parts of the program (mock), which runs elsewhere"
-        if isinstance(n, ast.Import | ast.ImportFrom):
-            from_ = [n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names]
-            if (
-                strange := {name.partition(".")[0] for name in from_}
-                - sys.stdlib_module_names
-                - {"solution", "__main__"}
-            ):
-                return f"it imports {min(strange)!r}, and the sandbox has the standard library only"
         if isinstance(n, ast.Attribute) and n.attr == "stdin":
             return "it feeds standard input: use pairs of input and output for that"
-        if (
-            isinstance(n, ast.ExceptHandler)
-            and n.type
-            and {x.id for x in ast.walk(n.type) if isinstance(x, ast.Name)} & asked
-        ):
+        if isinstance(n, ast.ExceptHandler) and n.type and _named(n.type) & asked:
             return f"it catches an exception class of the program's (`{ast.unparse(n.type)}`); catch a built-in one"
-        if isinstance(n, ast.Compare):
-            sides = [n.left, *n.comparators]
-            theirs = [s for s in sides if {x.id for x in ast.walk(s) if isinstance(x, ast.Name)} & asked]
-            heads = [
-                s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs
-            ]
-            if len(theirs) > 1 and any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
+        why = _unclear_import(n) or _unclear_comparison(n, asked) or _unclear_call(n, asked, functions)
+        if why:
+            return why
+    return None
+
+
+def _named(node: ast.AST) -> set[str]:
+    """The names in a piece of code."""
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+def _unclear_import(n: ast.AST) -> str | None:
+    """What can't be judged in an import."""
+    if not isinstance(n, ast.Import | ast.ImportFrom):
+        return None
+    if isinstance(n, ast.ImportFrom) and n.module in ("solution", "__main__") and n.names[0].name == "*":
+        return (
+            f"`from {n.module} import *` would let the program replace any name of the test; import what is tested "
+            "by name"
+        )
+    if "mock" in ast.unparse(n).replace(".", " ").split():
+        return "it replaces parts of the program (mock), which runs elsewhere"
+    modules = [n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names]
+    strange = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"solution", "__main__"}
+    return f"it imports {min(strange)!r}, and the sandbox has the standard library only" if strange else None
+
+
+def _unclear_comparison(n: ast.AST, asked: set[str]) -> str | None:
+    """What can't be judged in a comparison: one between two things of the program's own."""
+    theirs = [s for s in (n.left, *n.comparators) if _named(s) & asked] if isinstance(n, ast.Compare) else []
+    if len(theirs) < 2:
+        return None
+    heads = [s.func if isinstance(s, ast.Call) else s.value if isinstance(s, ast.Attribute) else None for s in theirs]
+    if any(isinstance(h, ast.Name) and h.id in asked and h.id[0].isupper() for h in heads):
+        return (
+            f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; compare "
+            "their attributes"
+        )
+    bare = [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]
+    return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)" if bare else None
+
+
+def _unclear_call(n: ast.AST, asked: set[str], functions: set[str]) -> str | None:
+    """What can't be judged in a call: a function handed to the program, or an answer handed to a helper of its own."""
+    if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
+        for given in (*n.args, *(k.value for k in n.keywords)):
+            if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
                 return (
-                    f"it compares objects of the program's own class (`{ast.unparse(n)}`), so the program decides; "
-                    "compare their attributes"
+                    f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can be "
+                    "handed over"
                 )
-            if len(theirs) > 1 and (bare := [s.id for s in theirs if isinstance(s, ast.Name) and s.id in asked]):
-                return f"it compares with `{bare[0]}`, which only the program could define (`{ast.unparse(n)}`)"
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in asked:
-            for given in (*n.args, *(k.value for k in n.keywords)):
-                if isinstance(given, ast.Lambda) or (isinstance(given, ast.Name) and given.id in functions):
-                    return (
-                        f"it hands a function or class to the program (`{ast.unparse(n)}`); only plain values can "
-                        "be handed over"
-                    )
-        outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
-        if outer is not None and outer in _calls(outer, asked):
-            others = asked - {outer.func.id}  # type: ignore[attr-defined]
-            if _calls(outer, others):
-                name = outer.func.id  # type: ignore[attr-defined]
-                return (
-                    f"it hands an answer to `{name}`, which the program would have to define, so the program decides; "
-                    "define it in the test or in `setup`"
-                )
+    outer = n.value if isinstance(n, ast.Expr) else n.test if isinstance(n, ast.Assert) else None
+    if outer is not None and outer in _calls(outer, asked):
+        name = outer.func.id  # type: ignore[attr-defined]
+        if _calls(outer, asked - {name}):
+            return (
+                f"it hands an answer to `{name}`, which the program would have to define, so the program decides; "
+                "define it in the test or in `setup`"
+            )
     return None
 
 # %% ../../nbs/sandbox/verdict.ipynb #5e0d1a16

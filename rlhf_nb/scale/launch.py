@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import field_validator, model_validator
@@ -37,7 +37,7 @@ from ..run.log import RunDir, read_metrics
 from ..run.state import to_resume_from
 from .live import Live
 from ..train.registry import MethodInfo, add_method, of
-from ..train.stage import read_json, run_stage, write_json
+from ..train.stage import JobConfig, read_json, run_stage, write_json
 from ..untrusted import json_value
 
 # %% auto #0
@@ -581,7 +581,7 @@ def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -
 def _train(method: MethodInfo, config: TextConfig, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Train what a config describes, on this rank; the same as `rlhf-nb METHOD --config` does."""
     add_method(method)
-    done = run_stage(config, resume, overwrite)
+    done = run_stage(cast(JobConfig, config), resume, overwrite)
     return {"model": str(done.model), "metrics": dict(done.metrics), "stopped": done.stopped}
 
 # %% ../../nbs/scale/launch.ipynb #aa22f5c4
