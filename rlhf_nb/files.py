@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 from .errors import RlhfError
 
 # %% auto #0
-__all__ = ['FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'write_whole']
+__all__ = ['MAX_COPY', 'FileRefused', 'open_regular', 'copy_regular', 'read_regular', 'write_whole']
 
 # %% ../nbs/files.ipynb #e0786370
 class FileRefused(RlhfError, OSError):
@@ -93,6 +93,9 @@ def open_regular(path: _Path, mode: str = "rb", *, root: _Path | None = None, li
     return open(real, mode, encoding=None if "b" in mode else "utf-8", opener=_opener(path, limit))
 
 
+MAX_COPY = 1 << 38  # bytes: more than a run leaves in one file, less than a sparse file of a stranger says it holds
+
+
 def copy_regular(path: str | Path, to: str | Path) -> None:
     """A copy of such a file, on the disk.
 
@@ -103,7 +106,7 @@ def copy_regular(path: str | Path, to: str | Path) -> None:
     Raises:
         FileRefused: one of the two is no file; see `open_regular`.
     """
-    with open_regular(path) as old, open_regular(to, "wb") as new:
+    with open_regular(path, limit=MAX_COPY) as old, open_regular(to, "wb") as new:
         shutil.copyfileobj(old, new)
         new.flush()
         os.fsync(new.fileno())
