@@ -315,7 +315,7 @@ def sinks() -> dict[str, Callable[[Path, list[str], pytest.MonkeyPatch], str]]:
     def board(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
         out: list[str] = []
         monkeypatch.setattr("builtins.print", lambda *a, **k: out.append(" ".join(map(str, a))))
-        Dashboard({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])}, widgets=False)._leave_still()
+        Dashboard({w: filled(folder / str(i), words) for i, w in enumerate(words[24:29])}, widgets=False)._leave()
         return "\n".join(out)
 
     def scraped(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
