@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 # %% auto #0
 __all__ = ['mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
-           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'check_choice', 'Interval', 'read_interval']
+           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'listed', 'check_choice', 'Interval', 'read_interval']
 
 # %% ../nbs/errors.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round
@@ -115,6 +115,12 @@ def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
     alike."""
     near = suggest(name, choices)
     return f"Did you mean {near!r}?" if near else otherwise
+
+
+def listed(names: Iterable[object], most: int = 20) -> str:
+    """Names in a message, with commas: the first few of many, each cut to 60 characters."""
+    known = [str(name)[:60] for name in names]
+    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
 def check_choice(what: str, value: Any, choices: Iterable[str], error: type[RlhfError] = ConfigError) -> None:

@@ -147,12 +147,16 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level, self._sizes = 0, dict[int, int]()  # of nodes, by id: how many values each stands for
+        self._count = 0  # of nodes so far: a list of too many ends before its last one is read
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """A node, refused when it is too deep, or when aliases make more of it than anybody has written."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         again, mark = isinstance(event, yaml.AliasEvent), event.start_mark
         self._level += 1
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
         if self._level > MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, f"more than {MAX_DEPTH} levels inside each other", mark)
         node = super().compose_node(parent, index)

@@ -13,6 +13,7 @@ from os.path import commonprefix
 from typing import Any
 
 from ..core import DataError, check_choice, suggest
+from ..errors import listed
 from rlhf_nb.data.shapes import (
     PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise,
     shapes_of,
@@ -84,8 +85,8 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
     names = sorted({c for f in allowed for c in COLUMNS[f]})
     needs = " or ".join("+".join(COLUMNS[f]) for f in allowed)
     what = f"the format {allowed[0]!r}" if len(allowed) == 1 else "one of the formats"
-    none = f" ({', '.join(empty)}: None)" if empty else ""
-    begins = f"{where}: the columns are {', '.join(there) or 'none'}{none}, but {what} needs {needs}."
+    none = f" ({listed(empty)}: None)" if empty else ""
+    begins = f"{where}: the columns are {listed(there) or 'none'}{none}, but {what} needs {needs}."
     row = columns if isinstance(columns, Mapping) else {}
     shapes = shapes_of(row, None)
     if shapes and shapes[0].gives not in ("prompt", *allowed):
@@ -160,7 +161,7 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str | None]) -> Iterator[Ro
             hint = f" Did you mean {near!r}? Write data.columns={{{near}: {names[missing] or 'null'}}}." if near else ""
             if colon and left in row:
                 hint = f" A blank belongs behind the colon: 'data.columns={{{left}: {right}}}'."
-            raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {', '.join(row)}.{hint}")
+            raise DataError(f"row 0 has no column {missing!r} to rename; its columns are {listed(row)}.{hint}")
         taken = next(
             (new for old, new in names.items() if old in row and new in row and new not in names and new != old), None
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..core import DataError, suggest
+from ..errors import listed
 from .formats import Row, whole_rows
 from .hub import open_hub
 from ..untrusted import MAX_LINE, Unreadable, json_lines, json_value
@@ -145,7 +146,7 @@ def _csv(path: Path) -> Iterator[Row]:
             if None in row or None in row.values():
                 names = [n for n in row if n is not None]
                 found = len(names) + len(row.get(None) or []) - list(row.values()).count(None)
-                here = f"{path}, record {k}: {found} cells for {len(names)} columns ({', '.join(names)})"
+                here = f"{path}, record {k}: {found} cells for {len(names)} columns ({listed(names)})"
                 raise DataError(f"{here}; quote cells that hold commas.")
             yield {name: _cell(value, name) for name, value in row.items()}
 

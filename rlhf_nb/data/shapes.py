@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..core import DataError, check_choice, derive_seed
+from ..errors import listed
 
 Row = dict[str, Any]
 
@@ -463,7 +464,7 @@ def _named(row: Mapping[str, Any], native: Mapping[str, set[str]], where: str, n
     if shape is not None and shape.columns(row) is None:
         needs = ", ".join(shape.roles.values())
         raise DataError(
-            f"{where} has the columns {', '.join(row)}, but data.shape={name} needs {needs}. data.shape=null goes by "
+            f"{where} has the columns {listed(row)}, but data.shape={name} needs {needs}. data.shape=null goes by "
             "the columns."
         )
     return shape

@@ -70,7 +70,7 @@ class Holder(NamedTuple):
 
     def __str__(self) -> str:
         if not self.told:
-            return "somebody"
+            return "another process"
         mine = ", this one" if self.here and self.told["pid"] == os.getpid() else ""
         host = (
             "this machine" if self.here else "".join(filter(str.isprintable, self.told["machine"].split("/")[0][:60]))
@@ -162,6 +162,7 @@ def _take(folder: Path, told: dict[str, Any]) -> int:
         RunError: its owner lives, or nothing can be written.
     """
     seen: float | None = None
+    began = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (fd := _link(folder, told)) is None:
@@ -169,15 +170,18 @@ def _take(folder: Path, told: dict[str, Any]) -> int:
             if holder is None:
                 continue
             age = max(0.0, _clock(folder) - holder.touched)
+            silent = age if seen is None else max(age, time.monotonic() - began)  # a date may lie in the future
+            patience = STALE if holder.told else 3 * BEAT  # of an owner's file that was damaged the date still moves
             known = holder.here and holder.told["born"] != "alive"  # the kernel's word, however long it has been silent
-            if not holder.lives if known else age > STALE or (holder.here and not holder.lives):
+            if not holder.lives if known else silent > patience or (holder.here and not holder.lives):
                 _evict(folder, holder)
             elif holder.here or (seen is not None and holder.touched != seen):
                 raise RunError(_in_use(folder, holder, age))
             else:
                 if seen is None:
                     warnings.warn(
-                        f"{folder} was locked by {holder} {age:.0f} s ago; waiting for a sign of life, {STALE - age:.0f} s at most",
+                        f"{folder} was locked by {holder} {age:.0f} s ago; "
+                        f"waiting for a sign of life, {patience - min(age, patience):.0f} s at most",
                         stacklevel=5,
                     )
                 seen = holder.touched
