@@ -80,7 +80,7 @@ def test_a_fit_that_is_stopped_goes_on_behind_the_last_piece_and_tells_how_far_i
             super().__init__(tell, every=0.0)
 
     monkeypatch.setattr(reward, "difference_states", stops)
-    monkeypatch.setattr(reward, "Pace", Talks)
+    monkeypatch.setattr(reward, "FitPace", Talks)
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "b", **SEVERAL)
     assert len(list((tmp_path / "b" / "fitting").glob("*/piece-*.safetensors"))) == 1
