@@ -88,7 +88,9 @@ def test_a_turn_that_is_killed_at_its_end_is_finished(
     monkeypatch.setattr(cycle, "learn", learn)
     config = settings(tmp_path, canary=0.1 if ends == "canary" else 0.0)
     killed(
-        config, {"promoted": "promote_version", "canary": "start_canary"}[ends] if where == "decision" else where, monkeypatch
+        config,
+        {"promoted": "promote_version", "canary": "start_canary"}[ends] if where == "decision" else where,
+        monkeypatch,
     )
     assert run_cycle(config).event == ends
     versions = Versions(config.models)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from ..widgets.reader import open_runs
 # %% auto #0
 __all__ = ['TOY_STEPS', 'cell', 'card_table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured',
            'measure_models', 'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands',
-           'front_matter', 'use_code', 'card', 'rebuild_notebook', 'shown_log']
+           'front_matter', 'use_code', 'card']
 
 # %% ../../nbs/hub/card.ipynb #f8666e3a
 _MARKS = set("\\`*{}[]<>|#~@$&^")
@@ -683,65 +683,3 @@ def card(
         parts += _do_it_again(told, name, lines)
     limits = "\n".join(f"- {cell(line, 600)}" for line in _caveats(told, license))
     return "\n".join([*parts, f"## Limits\n\n{limits}\n"])
-
-# %% ../../nbs/hub/card.ipynb #4038a578
-_REDRAW = """from pathlib import Path
-
-from IPython.display import Image
-
-from rlhf_nb.hub.card import figure, verdict
-
-picture = figure("run")
-same = picture == Path("figures/curves.png").read_bytes()
-print("the card's picture, byte for byte" if same else "the same curves, drawn by another matplotlib")
-Image(data=picture)"""
-_AGAIN = """from rlhf_nb.train.registry import get
-from rlhf_nb.train.stage import run_stage
-
-settings = {settings!r}
-config = get({method!r}).config.preset("toy", output_dir="again_toy", console=False, **settings)
-run_stage(config, overwrite=True)
-print(verdict("again_toy"))
-Image(data=figure("again_toy"))"""
-
-
-def rebuild_notebook(told: Told, name: str) -> str:
-    """A notebook that redraws the card's figure from the log and does the claim again at toy scale; JSON text.
-
-    Args:
-        told: of a run.
-        name: of the model on the hub.
-
-    Raises:
-        RunError: no run is known.
-    """
-    if told.info is None:
-        raise RunError("there is no run to rebuild anything from.")
-    method = told.info.name
-    cells = [
-        f"# {cell(name)}\n\nRedraws the figure of the model card from `run/metrics.jsonl`, and does the claim once "
-        "more in a toy world. It needs this folder and the package `rlhf_nb`; no network, about a minute on two CPU "
-        "cores.",
-        _REDRAW,
-    ]
-    if len(told.steps) >= 6:
-        cells += ["What the run's log says of itself:", 'print(verdict("run"))']
-    cells += [
-        f"The same method, {cell(method)}, in the toy world of the package: a small untrained model, data made here.",
-        _AGAIN.format(settings=toy_settings(told.info), method=method),
-    ]
-    made: list[dict[str, Any]] = []
-    for i, source in enumerate(cells):  # text and code in turn
-        one: dict[str, Any] = {"id": f"rebuild-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}
-        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
-        made.append(one | (code if i % 2 else {"cell_type": "markdown"}))
-    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-
-
-def shown_log(told: Told) -> Iterable[str]:
-    """The lines of a run's log that go with its model: start, steps, evaluations, end; no paths, no requests."""
-    for event in read_metrics(told.run) if told.run is not None else []:
-        if event.get("type") in ("start", "step", "eval", "end"):
-            yield json.dumps(plain_json(portable(event)), ensure_ascii=False, allow_nan=False)

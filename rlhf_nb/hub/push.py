@@ -21,9 +21,8 @@ from rlhf_nb.hub.card import (
     measure_models,
     portable,
     read_run,
-    rebuild_notebook,
-    shown_log,
 )
+from .rebuild import rebuild_notebook, shown_log
 from ..core import ConfigError, RunError, printable
 from ..data.hub import endpoint, kinds_of, offline, status_of
 from ..untrusted import Unreadable, dump_yaml, parse_yaml
