@@ -21,12 +21,12 @@ from command import call
 from fake_hub import Hub
 from markdown_it import MarkdownIt
 from nbclient import NotebookClient
-from rlhf_nb.hub.rebuild import rebuild_notebook
 from test_payloads import HARMLESS, PAYLOADS, Skeleton, tame
 
 from rlhf_nb.core import RunError
 from rlhf_nb.hub.card import Measured, card, cell, read_run
 from rlhf_nb.hub.push import push_to_hub
+from rlhf_nb.hub.rebuild import rebuild_notebook
 from rlhf_nb.models.load import probe_ids
 from rlhf_nb.train.registry import get
 from rlhf_nb.train.stage import run_stage

@@ -228,7 +228,7 @@ def made(kind: type, config: Any) -> Any:
     """A method without a model."""
     self: Any = object.__new__(kind)
     self.config, self.engine, self.reference = config, Engine(decide_precision("cpu", "fp32")), None
-    self.tokenizer, self._warned = SimpleNamespace(pad_token_id=0), False
+    self.tokenizer, self._warned, self.kl = SimpleNamespace(pad_token_id=0), False, None
     return self
 
 
@@ -259,8 +259,8 @@ def learnt(self: Any, scores: list[float], finished: tuple[bool, ...]) -> Rollou
     """A rollout as training goes on with it."""
     r = rollout(scores, finished)
     self.rewards = Scores(scores)
-    self._greedy = torch.full((len(scores),), 1.0)
-    return cast(Rollout, self.leave_out_cut(self.advantages(self.score(r))))
+    told = {"greedy": torch.ones(len(scores))} if getattr(self.config, "baseline", "") == "remax" else {}
+    return cast(Rollout, self.leave_out_cut(self.advantages(self.score(r), **told)))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -25,6 +25,7 @@ from rlhf_nb.models.load import load_model, merged_weights, save_model
 from rlhf_nb.models.merge import merge_models, merged_tensor
 from rlhf_nb.models.recipe import METHODS, NEEDS_BASE, MergePart, Recipe, from_mergekit
 from rlhf_nb.models.shards import ModelTensors, plan_shards
+from rlhf_nb.untrusted import parse_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -126,7 +127,7 @@ def test_tokenizer_generation_config_and_card_come_along(family: Path, tmp_path:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Merged by linear from 2 models" in card and "SHA-256" in card and str(tmp_path) not in card
     pushed = Path(push_to_hub(tmp_path / "out", "me/soup", dry_run=tmp_path / "push"))
-    assert "tags: [rlhf-nb, merge]" in (pushed / "README.md").read_text()
+    assert parse_yaml((pushed / "README.md").read_text().split("---\n")[1])["tags"] == ["rlhf-nb", "merge"]
     assert "base_model" not in (pushed / "README.md").read_text()  # a folder's name is no name on the hub
     assert (pushed / "merge.yaml").exists() and str(tmp_path) not in (pushed / "merge.yaml").read_text()
     assert read_run(tmp_path / "out").merged["recipe"]["method"] == "linear"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 # %% auto #0
-__all__ = ['TYPE_CHECKING', 'MOST', 'DEEPEST', 'LONGEST', 'pack', 'unpack', 'send', 'receive']
+__all__ = ['TYPE_CHECKING']
 
 # %% ../../nbs/sandbox/inside.ipynb #56dfafad
 # everything is bound here: the program may replace whatever it can reach, and that harms only itself
