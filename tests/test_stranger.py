@@ -459,9 +459,9 @@ def test_scores_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
         ]
         done = CliRunner().invoke(app, [*words, *more])
         asked = tmp_path / folder / "asked.json"  # as an earlier version wrote it
-        asked.write_text(
-            json.dumps({k: v for k, v in json.loads(asked.read_text()).items() if k not in ("scoring", "rules")})
-        )
+        settings = json.loads(asked.read_text())
+        settings["rules"].pop("token ids", None)
+        asked.write_text(json.dumps(settings))
         return done.exit_code, " ".join(done.output.split())
 
     tokens = "measures=[{verify: length, target: 3}]"
