@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NARRATED = re.compile(r"\b(?:nobody|somebody|whoever|stands(?! (?:for|still|idle)\b))\b", re.I)
 LEFT = {
-    ".": 36,
+    ".": 23,
     "bench": 17,
-    "data": 59,
+    "data": 41,
     "decode": 13,
     "evaluate": 8,
     "export": 4,
@@ -30,7 +30,7 @@ LEFT = {
     "pipeline": 31,
     "rewards": 23,
     "rollout": 18,
-    "run": 62,
+    "run": 27,
     "sandbox": 6,
     "scale": 27,
     "scoring": 12,
