@@ -592,10 +592,11 @@ def campaign(n: int, seed: int = 0, only: str = "") -> tuple[Counter[str], list[
     TARGETS["labels.jsonl"] = TARGETS["labels.jsonl"]._replace(good=label_file())
     names = [k for k, t in TARGETS.items() if only in k for _ in range(t.weight)]
     draw, done, faults = random.Random(seed), Counter[str](), list[str]()
+    first = [k for k in TARGETS if only in k]  # each once, then by weight
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for _ in range(n):
-            name = draw.choice(names)
+            name = first.pop() if first else draw.choice(names)
             done[name] += 1
             if fault := case(name, done[name], seed):
                 faults.append(fault)

@@ -580,7 +580,7 @@ def sweep(
         write_json(folder / "sweep.json", summary(made))
     return made
 
-# %% ../../nbs/pipeline/sweep.ipynb #s69400b1
+# %% ../../nbs/pipeline/sweep.ipynb #312cdf82
 def _result(work: _Sweep, level: float) -> Swept:
     """The table of a sweep whose runs are made.
 
