@@ -82,7 +82,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         if not name.startswith("_") and (said := import_module(f"{__name__}.aliases").instead_of(name)):
             raise ImportError(said)  # an AttributeError would lose the sentence in `from rlhf_nb import NAME`
-        raise AttributeError(f"module 'rlhf_nb' has no attribute {name!r}; its public names are: {', '.join(sorted(_HOME))}")
+        names = ", ".join(sorted(_HOME))
+        raise AttributeError(f"module 'rlhf_nb' has no attribute {name!r}; its public names are: {names}")
     globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     return value
 

@@ -30,7 +30,8 @@ def trl_words(part: str) -> dict[str, Any]:
     """What TRL's words of a kind are here.
 
     Args:
-        part: same, needless or explained (settings), names (classes and functions), arguments, refused or attributes (of trainers).
+        part: same, needless or explained (settings), names (classes and functions), arguments, refused or attributes
+            (of trainers).
     """
     return {word: here for several, here in _table()[part].items() for word in several.split(", ")}
 
@@ -100,17 +101,21 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "report_to": _trackers,
     "optim": lambda value: _optimizer(str(value)),
     "scale_rewards": lambda value: {"scale": {True: "group", False: "none"}.get(value, value)},
-    "completion_only_loss": _assistant, "assistant_only_loss": _assistant, "torch_dtype": _weights_format, "dtype": _weights_format,
-    "precompute_ref_log_probs": _either(True, {"reference": "cached"}, False), "sync_ref_model": _either(True, {"reference": "moving"}, False),
+    "completion_only_loss": _assistant, "assistant_only_loss": _assistant, "torch_dtype": _weights_format,
+    "dtype": _weights_format, "precompute_ref_log_probs": _either(True, {"reference": "cached"}, False),
+    "sync_ref_model": _either(True, {"reference": "moving"}, False),
     "reference_free": _either(True, {"reference": "none"}, False), "use_cpu": _either(True, {"device": "cpu"}, False),
-    "no_cuda": _either(True, {"device": "cpu"}, False), "save_strategy": lambda value: {"save_every": None} if value == "no" else None,
+    "no_cuda": _either(True, {"device": "cpu"}, False),
+    "save_strategy": lambda value: {"save_every": None} if value == "no" else None,
 }  # fmt: skip
 _PER = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "length"}
-# a word that means something else in each method: (a setting that tells whose config it is, what the value stands for there)
+_CISPO = {"cispo": {"variant": "cispo"}}
+# a word that means something else in each method: (a setting that tells whose config it is, what the value stands for
+# there)
 BY_METHOD: dict[str, list[tuple[str, Callable[[Any], dict[str, Any] | None]]]] = {
     "loss_type": [
         ("loss", _losses),
-        ("per", lambda value: {"per": per} if (per := _PER.get(value)) else {"variant": "cispo"} if value == "cispo" else None),
+        ("per", lambda value: {"per": _PER[value]} if value in _PER else _CISPO.get(value)),
         ("neftune_alpha", lambda value: {} if value in ("nll", "chunked_nll") else None),
     ],
     "simpo_gamma": [("nll_coef", lambda value: {"gamma": value})],
@@ -118,8 +123,8 @@ BY_METHOD: dict[str, list[tuple[str, Callable[[Any], dict[str, Any] | None]]]] =
 # counted in optimizer steps there and in collects here: equal only without rollouts
 ONE_UPDATE_A_STEP = {"max_steps", "warmup_steps"}
 _VALUES = {
-    ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0, ("top_k", -1): 0,
-    ("min_p", None): 0.0, ("top_p", None): 1.0,
+    ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0,
+    ("top_k", -1): 0, ("min_p", None): 0.0, ("top_p", None): 1.0,
 }  # fmt: skip
 
 # %% ../nbs/aliases.ipynb #1368efc3
@@ -129,19 +134,29 @@ def known(key: str) -> bool:
 
 
 def elsewhere(key: str) -> str:
-    """What a key that doesn't exist here means in TRL, and what to write: one sentence, or "" for a word that isn't TRL's."""
+    """What a key that doesn't exist here means in TRL, and what to write: one sentence,
+    or "" for a word that isn't TRL's.
+    """
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
-        return f"In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, generate, continuous); leave {key} out."
+        return (
+            "In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, "
+            f"generate, continuous); leave {key} out."
+        )
     if key.startswith("dataloader_"):
-        return f"In TRL that's a setting of its data loader: here rows are tokenized before the run, and nothing waits for them; leave {key} out."
+        return (
+            "In TRL that's a setting of its data loader: here rows are tokenized before the run, and "
+            f"nothing waits for them; leave {key} out."
+        )
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
 
 # %% ../nbs/aliases.ipynb #f3ab4b26
 def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any] | None:
-    """The settings that a foreign key and its value stand for, by dotted name; None where it stands for none of this config's."""
+    """The settings that a foreign key and its value stand for, by dotted name;
+    None where it stands for none of this config's.
+    """
     found: dict[str, Any] | None = None
     if key in trl_words("same"):
         plain = value is None or isinstance(value, str | int | float)
@@ -178,7 +193,9 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`, beside the model."""
+    """Settings of an older file at the place where they stand now:
+    `model.gradient_checkpointing` is `recompute`, beside the model.
+    """
     out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
@@ -214,12 +231,14 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
                 group, given = group[part], given.get(part) if isinstance(given, Mapping) else None
             if isinstance(given, Mapping) and last in given:
                 raise ConfigError(
-                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one of them out."
+                    f"{key} is {data[key]!r} and {ours} is {given[last]!r}, two names of one setting: leave one of "
+                    "them out."
                 )
             other = said.setdefault(ours, key)
             if other != key and group.get(last) != value and key in CONVERTED and not ours.startswith("clip_eps"):
                 raise ConfigError(
-                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one of them out."
+                    f"{other} is {data[other]!r} and {key} is {data[key]!r}, and both are {ours} here: leave one of "
+                    "them out."
                 )
             group[last] = value
     return out

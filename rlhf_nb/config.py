@@ -22,7 +22,9 @@ __all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'LoraSettin
 
 # %% ../nbs/config.ipynb #e8aa16ab
 def _path(value: Any) -> Any:
-    """A path as text, the home folder written out: no shell does it in YAML and in Python, and all parts of a run must mean the same folder."""
+    """A path as text, the home folder written out: no shell does it in YAML and in Python, and all parts of a run
+    must mean the same folder.
+    """
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
@@ -36,9 +38,18 @@ Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval
 
 _STARTS_ELSEWHERE = {
     "false": "The adapter would add random numbers to the model before the first step. Use true or gaussian.",
-    "eva": "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights alone.",
-    "corda": "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights alone.",
-    "loftq": "It corrects the error of 4-bit weights while they are made, which isn't done here. Use true with quantize_4bit.",
+    "eva": (
+        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at "
+        "the weights alone."
+    ),
+    "corda": (
+        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at "
+        "the weights alone."
+    ),
+    "loftq": (
+        "It corrects the error of 4-bit weights while they are made, which isn't done here. Use true with "
+        "quantize_4bit."
+    ),
 }
 
 
@@ -59,7 +70,9 @@ class LoraSettings(StrictConfig):
 
     @property
     def moves_base(self) -> bool:
-        """Whether the start takes a part out of the frozen weights, so that these alone are no longer the model that was loaded."""
+        """Whether the start takes a part out of the frozen weights,
+        so that these alone are no longer the model that was loaded.
+        """
         return str(self.init_lora_weights).startswith(("pissa", "olora"))
 
     @model_validator(mode="after")
@@ -73,7 +86,8 @@ class LoraSettings(StrictConfig):
             raise ValueError(f"init_lora_weights is {start!r}. {hint}")
         if self.moves_base and self.quantize_4bit:
             raise ValueError(
-                f"init_lora_weights is {start!r}, which reads and changes the frozen weights, but quantize_4bit keeps them in 4 bits. Use true or gaussian."
+                f"init_lora_weights is {start!r}, which reads and changes the frozen weights, but quantize_4bit keeps "
+                "them in 4 bits. Use true or gaussian."
             )
         return self
 
@@ -179,7 +193,8 @@ class DataConfig(StrictConfig):
             )
         if self.streaming and self.eval_draw is not None:
             raise ValueError(
-                f"eval_draw is {self.eval_draw!r}, but a stream's end isn't known, so its first eval_size rows are held out, as they come. Leave eval_draw out, or set streaming=false."
+                f"eval_draw is {self.eval_draw!r}, but a stream's end isn't known, so its first eval_size rows are "
+                "held out, as they come. Leave eval_draw out, or set streaming=false."
             )
         return self
 
@@ -228,7 +243,8 @@ class OptimizerConfig(StrictConfig):
             if key in self.model_fields_set and getattr(self, key) != OptimizerConfig.model_fields[key].default:
                 if self.schedule not in kinds:
                     raise ValueError(
-                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it out."
+                        f"{key} belongs to schedule {' or '.join(kinds)}, but schedule is {self.schedule!r}: leave it "
+                        "out."
                     )
         return self
 
@@ -356,7 +372,8 @@ class TrainConfig(StrictConfig):
         looked = "" if self.stop_on is None else (self.stop_on.gold or self.stop_on.metric)
         if self.stop_on is not None and looked.startswith("eval/") and self.eval_every is None:
             raise ValueError(
-                f"stop_on.{'gold' if self.stop_on.gold else 'metric'} is {looked!r}, but evaluations are made at the end only: set eval_every."
+                f"stop_on.{'gold' if self.stop_on.gold else 'metric'} is {looked!r}, but evaluations are made at the "
+                "end only: set eval_every."
             )
         return self
 
@@ -366,14 +383,14 @@ class TrainConfig(StrictConfig):
         micro, mini, rollout = self.micro_batch_size, self.mini_batch_size, self.rollout_batch_size
         if mini > rollout:
             raise ValueError(
-                f"mini_batch_size is {mini} but rollout_batch_size is {rollout}: an optimizer step can't use more rows than "
-                f"were collected. Lower mini_batch_size to {rollout}, or raise rollout_batch_size."
+                f"mini_batch_size is {mini} but rollout_batch_size is {rollout}: an optimizer step can't use more rows "
+                f"than were collected. Lower mini_batch_size to {rollout}, or raise rollout_batch_size."
             )
         if rollout % mini:
             below = rollout // mini * mini
             raise ValueError(
-                f"rollout_batch_size is {rollout}, not a multiple of mini_batch_size {mini}: the last optimizer step would "
-                f"see a smaller batch. Use {below} or {below + mini}."
+                f"rollout_batch_size is {rollout}, not a multiple of mini_batch_size {mini}: the last optimizer step "
+                f"would see a smaller batch. Use {below} or {below + mini}."
             )
         if micro is not None and micro > mini:
             raise ValueError(

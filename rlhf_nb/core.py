@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_nb.errors import (
-    CheckpointError, ConfigError, DataError, Interval, ModelError, RewardError, RlhfError, RunError, check_choice, did_you_mean, mended, printable,
-    read_interval, suggest,
+    CheckpointError, ConfigError, DataError, Interval, ModelError, RewardError, RlhfError, RunError, check_choice,
+    did_you_mean, mended, printable, read_interval, suggest,
 )  # fmt: skip
 
 # of `errors`, which needs no torch; most modules take them from here
 _all_ = [
-    "CheckpointError", "ConfigError", "DataError", "Interval", "ModelError", "RewardError", "RlhfError", "RunError", "check_choice", "did_you_mean",
-    "mended", "printable", "read_interval", "suggest",
+    "CheckpointError", "ConfigError", "DataError", "Interval", "ModelError", "RewardError", "RlhfError", "RunError",
+    "check_choice", "did_you_mean", "mended", "printable", "read_interval", "suggest",
 ]  # fmt: skip
 
 # %% auto #0
@@ -124,7 +124,9 @@ BF16_PAYS = 2.0  # bf16 products must be so many times as fast: what surrounds t
 
 
 def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
-    """Format and reason on the CPU, on MPS, and on anything else; ratio: of the speed of products in bf16 and fp32, 0 where it isn't asked for."""
+    """Format and reason on the CPU, on MPS, and on anything else; ratio: of the speed of products in bf16 and fp32,
+    0 where it isn't asked for.
+    """
     where = "the CPU" if kind == "cpu" else kind
     if want == "fp16" or (want == "bf16" and kind != "cpu"):
         other = "'auto', 'fp32' or 'bf16'" if kind == "cpu" else "'auto' or 'fp32'"
@@ -139,7 +141,10 @@ def _other_choice(kind: str, want: str, ratio: float = 0.0) -> tuple[str, str]:
     if kind == "cpu" and ratio >= BF16_PAYS:
         return (
             "bf16",
-            f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32; weights and sums stay in fp32 (precision=fp32 for all)",
+            (
+                f"bf16 products on the CPU, {ratio:.1f} times as fast here as in fp32; weights and sums stay in fp32 "
+                "(precision=fp32 for all)"
+            ),
         )
     if kind == "cpu":
         return "fp32", "fp32 on the CPU: the format every CPU computes at full speed, and repeats bit for bit"
@@ -150,13 +155,15 @@ _ALLOCATOR, _GROWING = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expan
 
 
 def growing_segments() -> bool:
-    """Let CUDA's allocator grow its blocks in place, so that less memory lies in pieces between them; whether that is so.
+    """Let CUDA's allocator grow its blocks in place, so that less memory lies in pieces between them;
+    whether that is so.
 
     PyTorch looks at this when CUDA starts, and whoever has set PYTORCH_ALLOC_CONF, to anything, has decided.
     """
     if not torch.cuda.is_available() or sys.platform != "linux":
         return False
-    if not any(name in os.environ for name in _ALLOCATOR) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    chosen = any(name in os.environ for name in _ALLOCATOR)
+    if not chosen and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.update(dict.fromkeys(_ALLOCATOR, _GROWING))  # the second name is what it was called before torch 2.9
     return any(_GROWING in os.environ.get(name, "") for name in _ALLOCATOR)
 
@@ -196,7 +203,8 @@ def pick_device(want: str = "auto") -> torch.device:
         own = _own_gpu()
         if device.index not in (None, own) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"device: {want!r} was asked for on a process whose own GPU is cuda:{own}: several processes on one GPU would wait for each other. Use 'cuda' or 'auto'."
+                f"device: {want!r} was asked for on a process whose own GPU is cuda:{own}: several processes on one "
+                "GPU would wait for each other. Use 'cuda' or 'auto'."
             )
         return torch.device("cuda", own if device.index is None else device.index)
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -412,7 +420,9 @@ def safe_point() -> None:
 
 @contextmanager
 def stops_at_once() -> Iterator[None]:
-    """Around code of others, which knows no safe points: inside `stoppable`, a signal's handler stops it where it is."""
+    """Around code of others, which knows no safe points: inside `stoppable`,
+    a signal's handler stops it where it is.
+    """
     safe_point()
     _at_once[0] += 1
     try:

@@ -91,7 +91,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 # %% ../nbs/strict.ipynb #406ea1c4
 def beside(data: Any, config: str | Path) -> Any:
-    """Settings with each `file` in a list's entries, and `replay`, made whole: a relative one is looked for beside the config file.
+    """Settings with each `file` in a list's entries, and `replay`, made whole:
+    a relative one is looked for beside the config file.
 
     Args:
         data: nested settings; they are not changed.
@@ -324,7 +325,10 @@ def _sentence(root: type[BaseModel], data: Any, error: Any, place: _Place) -> st
     value = _lookup(data, place.path)
     if error["type"] == "missing" and value is None:
         return f"{where}is required; expected {_expected(place)}."
-    return f"{where or root.__name__ + ': '}got {say_value(value)}, expected {_expected(place)}.{_remedy(value, place.kind)}"
+    return (
+        f"{where or root.__name__ + ': '}got {say_value(value)}, expected "
+        f"{_expected(place)}.{_remedy(value, place.kind)}"
+    )
 
 
 _SHOWN = 40  # settings that are explained one by one; a file of rubbish may hold thousands
@@ -355,7 +359,9 @@ def explain(root: type[BaseModel], data: Any, error: ValidationError) -> str:
 
 # %% ../nbs/strict.ipynb #d7b4f7a1
 def _with_tuples(value: Any, kind: Any) -> Any:
-    """A value with each list a tuple where the annotation declares one: YAML, JSON and command lines have only lists."""
+    """A value with each list a tuple where the annotation declares one: YAML,
+    JSON and command lines have only lists.
+    """
     options = {get_origin(o): get_args(o) for o in _options(kind)}
     if isinstance(value, dict) and dict in options:
         return {k: _with_tuples(v, options[dict][1]) for k, v in value.items()}
@@ -428,7 +434,9 @@ class StrictConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_plain_values(cls, data: Any) -> Any:
-        """Half a group in a file is put on top of the class's default for that group; lists become tuples where tuples are declared."""
+        """Half a group in a file is put on top of the class's default for that group;
+        lists become tuples where tuples are declared.
+        """
         if not isinstance(data, Mapping):
             return data
         out = dict(data)

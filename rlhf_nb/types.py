@@ -281,7 +281,9 @@ class Batch:
         return type(self)(**{k: _move(v, device) for k, v in self.columns_dict().items()})
 
     def seen(self: _B) -> _B:
-        """All columns on the CPU, brought there in one message, and known to the host from then on; the batch itself on a CPU."""
+        """All columns on the CPU, brought there in one message, and known to the host from then on;
+        the batch itself on a CPU.
+        """
         columns = self.columns_dict()
         away = [v for _, v in _leaves(columns) if isinstance(v, Tensor) and v.device.type != "cpu"]
         if not away:
@@ -447,7 +449,9 @@ class Completions(Batch):
         return type(self)(**columns)
 
     def on_host(self) -> Completions:
-        """Tokens, lengths and masks on the CPU, where decisions about layout are made; what the host knows isn't asked for again."""
+        """Tokens, lengths and masks on the CPU, where decisions about layout are made;
+        what the host knows isn't asked for again.
+        """
         columns = (self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_lens, self.completion_mask)
         return Completions(*map(host, columns))
 
@@ -461,7 +465,8 @@ class Completions(Batch):
             prompts: B lists of token ids, none empty.
             completions: B lists of token ids.
             pad_id: fills the places that no token takes.
-            masks: 1 where a completion's token counts in the loss; None, for a row or for all of them: every token does.
+            masks: 1 where a completion's token counts in the loss; None, for a row or for all of them: every token
+                does.
 
         Raises:
             DataError: the lists don't belong together, or a prompt is empty.

@@ -36,7 +36,10 @@ class Unreadable(ValueError):
 
 
 def mend(value: Any) -> Any:
-    """A value of JSON in which every text can be written to a file: see `core.mended`. The same object where nothing was to do."""
+    """A value of JSON in which every text can be written to a file: see `core.mended`.
+
+    The same object where nothing was to do.
+    """
     if isinstance(value, str):
         return mended(value)
     if isinstance(value, dict):
@@ -71,7 +74,8 @@ def json_value(
         text: one value; bytes are UTF-8.
         limit: most characters.
         pairs: makes an object of its keys and values (`object_pairs_hook` of `json.loads`).
-        whole: replace what is no character (lone surrogates, bytes that are no UTF-8) by U+FFFD. False leaves lone surrogates to the caller, who counts them, and refuses other bytes.
+        whole: replace what is no character (lone surrogates, bytes that are no UTF-8) by U+FFFD. False leaves lone
+            surrogates to the caller, who counts them, and refuses other bytes.
 
     Raises:
         Unreadable: too long, too deep, no JSON, or a number that no machine holds.

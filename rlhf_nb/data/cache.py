@@ -100,7 +100,8 @@ def _flat(rows: Sequence[Row], name: str, kind: type) -> tuple[np.ndarray, np.nd
     if not all(isinstance(x, list) and all(type(v) is kind for v in x) for x in lists):
         return None
     try:
-        flat = np.fromiter((v for x in lists for v in x), dtype=np.int32 if kind is int else np.bool_)  # type: ignore[union-attr]
+        values = (v for x in lists for v in x)  # type: ignore[union-attr]
+        flat = np.fromiter(values, dtype=np.int32 if kind is int else np.bool_)
     except OverflowError:
         return None
     return flat, np.cumsum([len(x) for x in lists], dtype=np.int64)  # type: ignore[arg-type]

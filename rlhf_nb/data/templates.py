@@ -544,7 +544,8 @@ def encode_pairs(
         out[i] = head, tail, [True] * len(tail)
     chats = [i for i, c in enumerate(completions) if not isinstance(c, str)]
     given = None if tools is None else [tools[i] for i in chats]
-    whole = encode_dialogues(tok, [[*(prompts[i] or []), *completions[i]] for i in chats], False, given)  # type: ignore[list-item]
+    talks = [[*(prompts[i] or []), *completions[i]] for i in chats]
+    whole = encode_dialogues(tok, talks, False, given)  # type: ignore[arg-type]
     for i, row in zip(chats, whole):
         n = row.starts[len(prompts[i])]
         end = len(row.mask) - row.mask[::-1].index(True)

@@ -138,7 +138,8 @@ def branch_attention(q: Tensor, k: Tensor, v: Tensor, branches: Branches, scale:
         [M, heads · D].
     """
     with torch.autocast(q.device.type, enabled=False):
-        out: Tensor = _BranchAttention.apply(q, k, v.to(q.dtype), _blocks(branches), scale)  # type: ignore[no-untyped-call]
+        blocks = _blocks(branches)
+        out: Tensor = _BranchAttention.apply(q, k, v.to(q.dtype), blocks, scale)  # type: ignore[no-untyped-call]
     return out.flatten(1)
 
 
@@ -244,7 +245,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tens
     groups, grouped = q.shape[1] // k.shape[1], "enable_gqa" in _varlen_words()
     k, v = _asked(k, v, s, 1 if grouped else groups)
     how: dict[str, Any] = {"enable_gqa": groups > 1} if grouped else {}
-    return varlen_attn(q, k, v, s.queries, s.keys, *s.longest, scale=scale, window_size=(-1, 0), **how)  # type: ignore[return-value]
+    how |= {"scale": scale, "window_size": (-1, 0)}
+    return varlen_attn(q, k, v, s.queries, s.keys, *s.longest, **how)  # type: ignore[return-value]
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, s: Stretches, scale: float) -> Tensor:

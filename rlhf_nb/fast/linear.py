@@ -109,8 +109,8 @@ def rotary_table(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tens
 def plain_weight(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """The (weight [out, in], bias) a projection multiplies with right now, or None where only calling it is right.
 
-    Sees through transformers' Conv1D and through LoRA layers: adapters that are active at the moment are added, adapters that
-    are switched off are not. Quantised layers, other adapters and layers with hooks give None.
+    Sees through transformers' Conv1D and through LoRA layers: adapters that are active at the moment are added,
+    adapters that are switched off are not. Quantised layers, other adapters and layers with hooks give None.
     """
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return None
@@ -169,11 +169,12 @@ _copies: ContextVar[_Copies | None] = ContextVar("half_copies", default=None)
 
 @contextmanager
 def half_copies(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, `half_of` makes one copy of each linear layer's weight and finds it again, instead of making one at each call.
+    """Inside, `half_of` makes one copy of each linear layer's weight and finds it again,
+    instead of making one at each call.
 
     Args:
-        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the weights. Above a billion
-            parameters nothing is kept: copies are half as large as the model.
+        module: on a CPU; its weights don't change inside. Replicas of it share the copies, because they share the
+            weights. Above a billion parameters nothing is kept: copies are half as large as the model.
         dtype: of products; None, or float32 and wider: nothing is copied.
     """
     if dtype is None or dtype.itemsize >= 4 or _copies.get() is not None or not enabled():
@@ -209,7 +210,9 @@ def half_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _RoundedProducts(torch.autograd.Function):
-    """x Wᵀ + b for several W and b, in half precision: x is rounded once, and gradients of x add up in its own format."""
+    """x Wᵀ + b for several W and b, in half precision: x is rounded once,
+    and gradients of x add up in its own format.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *parts: Tensor | None) -> tuple[Tensor, ...]:
@@ -289,7 +292,9 @@ PACK = range(
 
 
 def pays_to_pack(weight: Tensor) -> bool:
-    """Whether a weight is better laid out once for all products of few rows than anew in each of them: float32 and bfloat16 on x86 with oneDNN."""
+    """Whether a weight is better laid out once for all products of few rows than anew in each of them: float32 and
+    bfloat16 on x86 with oneDNN.
+    """
     fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() in PACK
     if not fits or platform.machine() not in ("x86_64", "AMD64"):
         return False
@@ -347,7 +352,8 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            one = torch.ops.mkldnn._linear_pointwise
+            return one(x.to(self.dtype), self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.weight is not None:
             return F.linear(x.to(self.dtype), self.weight, self.bias)
         return torch.cat(self.parts(x), -1) if len(self.modules) > 1 else self.parts(x)[0]
@@ -363,6 +369,7 @@ class Projection:
         if self.weight is None or residual.dtype != self.dtype or x.dtype != self.dtype:
             return residual + self(x)
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
+            two = torch.ops.mkldnn._linear_pointwise.binary
+            return two(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
         out = torch.addmm(residual, x, self.weight.t())
         return out if self.bias is None else out.add_(self.bias)

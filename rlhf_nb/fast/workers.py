@@ -234,7 +234,8 @@ class Replicas:
         self._sums = [(_Sum(p, self._ended), i) for i, p in enumerate(module.parameters()) if p.requires_grad]
         for core, pairs in enumerate(self.pairs):
             for total, i in self._sums:
-                pairs[i][1].register_post_accumulate_grad_hook(partial(total.take, core))  # type: ignore[no-untyped-call]
+                take = partial(total.take, core)
+                pairs[i][1].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether these are still replicas of the module: the same weights are trained, where they were in memory."""

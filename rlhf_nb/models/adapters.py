@@ -120,9 +120,11 @@ def add_lora(
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     config = LoraConfig(
-        r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=settings.target_modules,  # type: ignore[arg-type]
+        r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout,
+        target_modules=settings.target_modules,  # type: ignore[arg-type]
         task_type="CAUSAL_LM", fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
-        use_dora=settings.use_dora, use_rslora=settings.use_rslora, init_lora_weights=settings.init_lora_weights,  # type: ignore[arg-type]
+        use_dora=settings.use_dora, use_rslora=settings.use_rslora,
+        init_lora_weights=settings.init_lora_weights,  # type: ignore[arg-type]
         modules_to_save=settings.modules_to_save or None,
     )  # fmt: skip
     prepare = prepare_model_for_kbit_training if settings.quantize_4bit else None

@@ -209,7 +209,8 @@ class ScalarModel(nn.Module):
     @classmethod
     def load(cls: type[_S], name: str | Path, **options: Any) -> _S:
         """Load from a directory or hub name: see `load_scalar`."""
-        return load_or_explain(f"{cls.role} model", str(name), lambda: load_scalar(cls, name, **options))  # type: ignore[no-any-return]
+        load = lambda: load_scalar(cls, name, **options)
+        return load_or_explain(f"{cls.role} model", str(name), load)  # type: ignore[no-any-return]
 
 # %% ../../nbs/models/heads.ipynb #68c4d93c
 class RewardModel(ScalarModel):

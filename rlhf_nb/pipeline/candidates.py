@@ -56,9 +56,11 @@ def range_of(key: str, said: Mapping[str, Any]) -> Range:
     extra = set(said) - {"low", "high", "log"}
     low, high, log = said.get("low"), said.get("high"), said.get("log", False)
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high))
-    if extra or not numbers or not isinstance(log, bool) or not low < high or (log and low <= 0):  # type: ignore[operator]
+    wrong = extra or not numbers or not isinstance(log, bool)
+    if wrong or not low < high or (log and low <= 0):  # type: ignore[operator]
         raise ConfigError(
-            f"{key}: {dict(said)} is no range. Write {{low: 1e-6, high: 1e-4, log: true}}, low below high, and above 0 if it is logarithmic."
+            f"{key}: {dict(said)} is no range. Write {{low: 1e-6, high: 1e-4, log: true}}, low below high, and above 0 "
+            "if it is logarithmic."
         )
     whole = isinstance(low, int) and isinstance(high, int) and not log
     return Range(float(low), float(high), log, whole)  # type: ignore[arg-type]
@@ -82,7 +84,8 @@ def grid(over: Mapping[str, Sequence[Any] | Range]) -> list[Candidate]:
     ranges = [k for k, v in over.items() if isinstance(v, Range)]
     if ranges:
         raise ConfigError(
-            f"{ranges[0]} is a range, and a grid needs values. Write some ({ranges[0]}=A,B,C), or draw: --search random --trials 20."
+            f"{ranges[0]} is a range, and a grid needs values. Write some ({ranges[0]}=A,B,C), or draw: --search "
+            "random --trials 20."
         )
     return [dict(zip(over, values)) for values in product(*over.values())]  # type: ignore[arg-type]
 
@@ -223,7 +226,8 @@ class Standing(NamedTuple):
 
 def standings(
     found: Sequence[tuple[Candidate, Mapping[float, Mapping[int, float]]]], minimize: bool = False, level: float = 0.95,
-    failures: Mapping[str, str] | None = None, rounds: int = 1, questions: Mapping[tuple[str, float, int], Sequence[float]] | None = None,
+    failures: Mapping[str, str] | None = None, rounds: int = 1,
+    questions: Mapping[tuple[str, float, int], Sequence[float]] | None = None,
 ) -> list[Standing]:  # fmt: skip
     """The table of a sweep, best first.
 
@@ -233,7 +237,8 @@ def standings(
         level: of intervals and of what counts as real.
         failures: by name, why a candidate has no result.
         rounds: looks that there were at each pair.
-        questions: what the metric is the mean of, by name, share and seed, as many and in the same order for all; None: it wasn't kept.
+        questions: what the metric is the mean of, by name, share and seed, as many and in the same order for all; None:
+            it wasn't kept.
     """
     sign, failures, asked = (-1.0 if minimize else 1.0), failures or {}, questions or {}
     alive = [(c, {s: v for s, v in runs.items() if v}) for c, runs in found if name_of(c) not in failures]
@@ -277,7 +282,8 @@ def standings(
 
 # %% ../../nbs/pipeline/candidates.ipynb #s69310b7
 def seeds_needed(standing: Standing, pairs: int, level: float = 0.95) -> int | None:
-    """About how many seeds would show a difference as large as the one that was seen, in four of five sweeps; None: more than 200.
+    """About how many seeds would show a difference as large as the one that was seen, in four of five sweeps;
+    None: more than 200.
 
     Args:
         standing: of a candidate that couldn't be told apart from the best.

@@ -243,7 +243,10 @@ def judge_canary(said: Sequence[Feedback], old: str, new: str, least: int, margi
     if not found:
         return (
             "wait",
-            f"{len(thumbs[new])} thumbs for {new}, {len(thumbs[old])} for {old}, {len(wins)} choices between them; {least} are asked",
+            (
+                f"{len(thumbs[new])} thumbs for {new}, {len(thumbs[old])} for {old}, {len(wins)} choices between them; "
+                f"{least} are asked"
+            ),
         )
     said_so = " and ".join(words)
     if any(high < 0 for _, high in found):
@@ -297,7 +300,8 @@ def _prepared(
         say(f"left out: user {u.name}, {u.votes} votes, agrees with the others in {u.agree:.0%} (z {u.z:+.1f})")
     if len(found.pairs) < config.least_pairs:
         raise DataError(
-            f"{store.path} gives {len(found.pairs)} pairs, and {config.least_pairs} are asked (least_pairs). `{me()} feedback {store.path}` shows what was left out."
+            f"{store.path} gives {len(found.pairs)} pairs, and {config.least_pairs} are asked (least_pairs). `{me()} "
+            f"feedback {store.path}` shows what was left out."
         )
     rows = found.pairs
     if config.scrub or config.scrub_names:

@@ -204,7 +204,8 @@ def _asked(row: Row) -> str:
 
 
 def leaks(look: FileLook, other: FileLook) -> tuple[list[tuple[int, int]], int]:
-    """Rows of an evaluation file that stand in a training file, as (its number, the other's), and how many of its prompts do.
+    """Rows of an evaluation file that stand in a training file, as (its number, the other's),
+    and how many of its prompts do.
 
     Args:
         look: the training file.
@@ -232,7 +233,8 @@ def _judgement(row: Row, turned: bool = False) -> bytes | None:
 
 
 def contradictions(look: FileLook, earlier: FileLook | None = None) -> list[tuple[int, int]]:
-    """Judgements that another row turns round, as (its number, the other's): the same two answers the other way about, or one answer with the other thumb.
+    """Judgements that another row turns round, as (its number, the other's): the same two answers the other way about,
+    or one answer with the other thumb.
 
     Args:
         look: of the file whose rows are asked about.
@@ -271,7 +273,9 @@ def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
 
 
 def without_refused(look: FileLook, tokenizer: Any, data: DataConfig) -> FileLook:
-    """A look without the rows that the model's template or tokenizer refuses; they are among the wrong ones, by number."""
+    """A look without the rows that the model's template or tokenizer refuses; they are among the wrong ones,
+    by number.
+    """
     try:
         tokenized(look, tokenizer, data)
         return look
@@ -316,7 +320,9 @@ def histogram(numbers: Sequence[int], bars: int = 8, width: int = 40) -> str:
         end = max(numbers) if k == max(counts) else low + (k + 1) * step - 1
         label = f"{low + k * step}–{end}" if end > low + k * step else str(end)
         out.append(
-            f"  {label:>11} {'█' * round(width * counts[k] / longest)}{'▏' if counts[k] and width * counts[k] < longest / 2 else ''} {counts[k]}"
+            f"  {label:>11} "
+            f"{'█' * round(width * counts[k] / longest)}{'▏' if counts[k] and width * counts[k] < longest / 2 else ''} "
+            f"{counts[k]}"
         )
     return "\n".join(out)
 
@@ -381,7 +387,10 @@ MARKS = {"loss": ("«", "»"), "worse": ("‹", "›"), "read": ("", "")}
 
 
 def painted(parts: Sequence[_Part], colours: bool, longest: int = 600) -> Any:
-    """Parts as a rich text: in colours, or with marks around what counts. A prompt that is too long loses its middle."""
+    """Parts as a rich text: in colours, or with marks around what counts.
+
+    A prompt that is too long loses its middle.
+    """
     from rich.text import Text
 
     out = Text()
@@ -433,7 +442,8 @@ def print_look(
             ("go through it as a user's message", "false takes") if spoken else ("are taken as they are", "true sends")
         )
         say(
-            f"\nThe model has a chat template: plain prompts {how[0]} (data.as_chat={how[1]} them {'as they are' if spoken else 'through it'})."
+            f"\nThe model has a chat template: plain prompts {how[0]} (data.as_chat={how[1]} them "
+            f"{'as they are' if spoken else 'through it'})."
         )
     ok = not look.wrong and bool(look.rows)
     if look.rows:
@@ -444,7 +454,8 @@ def print_look(
     if rows and look.rows:
         shown = look.rows[:rows]
         say(
-            f"\n{len(shown)} of them{'' if tokenizer else ', without a template (--model shows them as the model will see them)'}; "
+            f"\n{len(shown)} of "
+            f"them{'' if tokenizer else ', without a template (--model shows them as the model will see them)'}; "
             f"{(_STEPS if look.kind == 'stepwise' else _LEGEND)[colours]}:"
         )
         for number, row in zip(look.numbers, shown):
@@ -503,14 +514,16 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
     if tokenizer is None:
         counts = word_counts(look.rows)
         say(
-            f"\nLengths in words (--model=MODEL counts tokens): median {sorted(counts)[len(counts) // 2]}, longest {max(counts)}"
+            f"\nLengths in words (--model=MODEL counts tokens): median {sorted(counts)[len(counts) // 2]}, longest "
+            f"{max(counts)}"
         )
         say(histogram(counts))
         return
     tokens = tokenized(look, tokenizer, data)
     if not tokens:
         say(
-            "\nNo row is left after tokenizing: all are empty or cut to nothing. data.max_length=NUMBER allows longer ones."
+            "\nNo row is left after tokenizing: all are empty or cut to nothing. data.max_length=NUMBER allows longer "
+            "ones."
         )
         return
     report: LengthReport = length_report(
@@ -526,7 +539,8 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
     say(histogram([sum(t["lengths"]) for t in tokens]))
     if len(tokens) < len(look.rows):
         say(
-            f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be dropped."
+            f"  {len(look.rows) - len(tokens)} rows teach nothing (empty, identical or cut to nothing) and would be "
+            "dropped."
         )
 
 # %% ../../nbs/pipeline/data_look.ipynb #e67ce5b1
@@ -542,8 +556,9 @@ def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:
     if against:
         i, j = against[0]
         say(
-            f"{len(against)} of {len(look.rows)} judgements contradict an earlier one (row {i} turns row {j} round: {shown(i)}). Both are trained on, and one takes "
-            "back what the other teaches: decide which is right, or leave both out."
+            f"{len(against)} of {len(look.rows)} judgements contradict an earlier one (row {i} turns row {j} round: "
+            f"{shown(i)}). Both are trained on, and one takes back what the other teaches: decide which is right, or "
+            "leave both out."
         )
     if same:
         many = "1 pair has" if len(same) == 1 else f"{len(same)} pairs have"
@@ -554,8 +569,8 @@ def _judged(look: FileLook, other: FileLook | None, say: Any) -> None:
     if other is not None and turned:
         i, j = turned[0]
         say(
-            f"{other.path}: {len(turned)} of its {len(other.rows)} judgements stand here the other way round (its row {i} is row {j}, turned: {shown(i, other)}): "
-            "whoever learns these is wrong there."
+            f"{other.path}: {len(turned)} of its {len(other.rows)} judgements stand here the other way round (its row "
+            f"{i} is row {j}, turned: {shown(i, other)}): whoever learns these is wrong there."
         )
 
 
@@ -574,8 +589,9 @@ def _repeated(look: FileLook, data: DataConfig, other: FileLook | None, say: Any
     if same or prompts:
         first = f" (its row {same[0][0]} is row {same[0][1]} here)" if same else ""
         say(
-            f"{other.path}: {len(same)} of {len(other.rows)} rows stand here, too{first}, and {prompts} of their prompts. What is measured on them is "
-            "memory: take them out of one of the files, or hold rows of one file out with data.eval_size=NUMBER."
+            f"{other.path}: {len(same)} of {len(other.rows)} rows stand here, too{first}, and {prompts} of their "
+            "prompts. What is measured on them is memory: take them out of one of the files, or hold rows of one file "
+            "out with data.eval_size=NUMBER."
         )
     else:
         say(f"{other.path}: none of its {len(other.rows)} rows stands here, and none of their prompts.")

@@ -105,7 +105,10 @@ def _check_pad(tokenizer: Any) -> Finding:
         return Finding("ok", f"PAD {pad!r} differs from EOS {eos!r}", "a model that sees its EOS learns to stop")
     what = "the tokenizer has no PAD token" if tokenizer.pad_token_id is None else f"PAD is EOS ({eos!r})"
     why = "code that masks PAD would mask EOS too, and the model would never learn to stop"
-    fix = "nothing for training here: masks come from lengths, and load_tokenizer picks another PAD; save the tokenizer it returns for use elsewhere"
+    fix = (
+        "nothing for training here: masks come from lengths, and load_tokenizer picks another PAD; save the "
+        "tokenizer it returns for use elsewhere"
+    )
     return Finding("note", what, why, fix)
 
 # %% ../../nbs/pipeline/doctor.ipynb #cfc322b6
@@ -120,9 +123,15 @@ def plain_rows(chat: bool) -> Finding:
         return Finding(
             "ok",
             what,
-            "they go through the chat template as a user's message, like what is typed to the model later (data.as_chat)",
+            (
+                "they go through the chat template as a user's message, like what is typed to the model later "
+                "(data.as_chat)"
+            ),
         )
-    why = "bare text is continued, not answered: these rows don't go through the chat template, and chat will ask through it"
+    why = (
+        "bare text is continued, not answered: these rows don't go through the chat template, and chat will "
+        "ask through it"
+    )
     fix = "data.as_chat=true sends them through it (auto does where the template leaves an answer as it is)"
     return Finding("note", what, why, fix)
 
@@ -176,7 +185,10 @@ def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, wind
         what = f"{len(rows) - len(tokens)} of {len(rows)} rows say nothing and are dropped"
         out.append(Finding("warning", what, "empty, identical or cut-off answers teach nothing", "look at them"))
     level: Severity = "warning" if report.cut_fraction > 0.05 else "ok"
-    what = f"{report.cut_fraction:.1%} of {report.rows} rows are cut (median {report.total[50]}, longest {report.total[100]} tokens)"
+    what = (
+        f"{report.cut_fraction:.1%} of {report.rows} rows are cut (median {report.total[50]}, longest "
+        f"{report.total[100]} tokens)"
+    )
     fix = report.remedy if level == "warning" else ""
     out.append(Finding(level, what, "a cut answer has no end; a cut prompt loses its beginning", fix))
     if window is not None and longest > window:
@@ -216,7 +228,10 @@ def check_sampling(config: OnlineConfig) -> list[Finding]:
     if s.filtered:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         used = ", ".join(f"{k}={getattr(s, k)}" for k, value in off.items() if getattr(s, k) != value)
-        why = "tokens are drawn from a filtered distribution and scored under the whole one, so the KL can turn negative and ratios are biased"
+        why = (
+            "tokens are drawn from a filtered distribution and scored under the whole one, so the KL can "
+            "turn negative and ratios are biased"
+        )
         fix = "sampling.top_k=0 sampling.top_p=1 sampling.min_p=0; filter when you use the model instead"
         out.append(Finding("warning", f"sampling is filtered ({used})", why, fix))
     if s.min_new_tokens:
@@ -224,7 +239,10 @@ def check_sampling(config: OnlineConfig) -> list[Finding]:
         what = f"EOS is impossible for {s.min_new_tokens} tokens"
         out.append(Finding("warning", what, why, "sampling.min_new_tokens=0"))
     if s.temperature != 1:
-        why = "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy than the one at 1"
+        why = (
+            "log-probs, KL and ratios are taken at this temperature: consistent, but it is another policy "
+            "than the one at 1"
+        )
         fix = "use the same temperature when you sample from the result"
         out.append(Finding("note", f"sampling temperature is {s.temperature:g}", why, fix))
     if config.missing_eos is not None and config.missing_eos_mode == "fixed":
@@ -330,9 +348,10 @@ def check_memory(need: Budget, free: float | None) -> list[Finding]:
 _ADAPTERS = "train adapters instead of all weights (model.lora.r=16)"
 _SHARED = "share one backbone (critic=hydra with model.lora), or model.lora.quantize_4bit=true on a GPU"
 _REMEDIES = {
-    "policy": f"{_ADAPTERS}, or model.lora.quantize_4bit=true on a GPU", "value": _SHARED, "reference": f"{_SHARED}; DPO: reference=cached", "reward": _SHARED,
-    "gradients": _ADAPTERS, "optimizer": _ADAPTERS, "activations": "lower token_budget",
-    "cache": "lower rollout_batch_size or sampling.max_new_tokens", "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
+    "policy": f"{_ADAPTERS}, or model.lora.quantize_4bit=true on a GPU", "value": _SHARED,
+    "reference": f"{_SHARED}; DPO: reference=cached", "reward": _SHARED, "gradients": _ADAPTERS, "optimizer": _ADAPTERS,
+    "activations": "lower token_budget", "cache": "lower rollout_batch_size or sampling.max_new_tokens",
+    "rollouts": "lower rollout_batch_size", "overhead": "close other programs",
 }  # fmt: skip
 
 # %% ../../nbs/pipeline/doctor.ipynb #92000002
@@ -413,7 +432,9 @@ _ROWS = 2000  # looked at
 
 
 class StageStart(NamedTuple):
-    """What a stage starts from, as far as it is looked at; of a later stage of a pipeline, the pipeline's first model."""
+    """What a stage starts from, as far as it is looked at; of a later stage of a pipeline,
+    the pipeline's first model.
+    """
 
     tokenizer: Any  # as it was loaded, before `load_tokenizer` prepares it
     model_config: Any
@@ -497,7 +518,10 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 out += [plain_rows(speaks_chat(start.tokenizer, config.data.as_chat))]
     if method.leaves == "pairs":
         if not config.judge.named:
-            fix = "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}]"
+            fix = (
+                "judge.model=FOLDER, judge.endpoint.url=... with judge.endpoint.model=NAME, or "
+                "judge.rewards=[{verify: number}]"
+            )
             out.append(Finding("error", "judge is not set", "nobody says which answer is better", fix))
         return out + check_run_folder(config.output_dir)
     if start is not None:

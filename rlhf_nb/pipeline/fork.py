@@ -74,7 +74,9 @@ _FILES = ("path", "name_or_path", "tokenizer", "chat_template", "reward", "file"
 
 
 def _begun_in(folder: Path, config: TextConfig) -> Path | None:
-    """The folder in which a run was started, as far as its relative `output_dir` and its place say; relative files count from there."""
+    """The folder in which a run was started, as far as its relative `output_dir` and its place say;
+    relative files count from there.
+    """
     own, place = Path(config.output_dir).parts, folder.resolve().parts
     if not own or Path(config.output_dir).is_absolute() or place[-len(own) :] != own:
         return None
@@ -82,7 +84,9 @@ def _begun_in(folder: Path, config: TextConfig) -> Path | None:
 
 
 def _with_files(config: TextConfig, begun: Path | None) -> TextConfig:
-    """Settings whose relative files are named in full where they aren't found from here, but from where the run was started."""
+    """Settings whose relative files are named in full where they aren't found from here,
+    but from where the run was started.
+    """
 
     def whole(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):

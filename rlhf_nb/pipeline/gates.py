@@ -37,7 +37,10 @@ class Rule(StrictConfig):
 
     metric: str = Field(
         min_length=1,
-        description="of the stage's evaluation: eval/accuracy, eval/loss, ...; or one that the gate adds: length, kl, win_rate_NAME",
+        description=(
+            "of the stage's evaluation: eval/accuracy, eval/loss, ...; or one that the gate adds: length, "
+            "kl, win_rate_NAME"
+        ),
     )
     at_least: float | None = option(None, "not below this")
     at_most: float | None = option(None, "not above this")
@@ -63,7 +66,10 @@ class GatesConfig(StrictConfig):
     finished_drop: float | None = option(0.1, "share of ended answers may fall by this; null: any", ge=0, le=1)
     keeps: dict[str, float] = Field(
         default_factory=dict,
-        description="suites (a name, or a YAML file with rows) of whose mean score a policy may lose at most so much: {facts: 0.05}",
+        description=(
+            "suites (a name, or a YAML file with rows) of whose mean score a policy may lose at most so "
+            "much: {facts: 0.05}"
+        ),
     )
     rules: dict[str, list[Rule]] = Field(default_factory=dict, description="further bounds by stage")
     on_failure: Literal["stop", "go_back"] = option("stop", "stop: an error; go_back: end with the best model before")
@@ -160,7 +166,10 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         Check(
             "accuracy",
             low >= gates.reward_accuracy,
-            f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end; at least {gates.reward_accuracy:.1%} is asked",
+            (
+                f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end; at least "
+                f"{gates.reward_accuracy:.1%} is asked"
+            ),
         )
     ]
     for key, words in (
@@ -176,7 +185,10 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
             Check(
                 f"against {words}",
                 beaten,
-                f"{words} orders {other:.1%} rightly; the model may be worse by {gates.margin:.1%} at most, and has {accuracy:.1%}",
+                (
+                    f"{words} orders {other:.1%} rightly; the model may be worse by {gates.margin:.1%} at most, and "
+                    f"has {accuracy:.1%}"
+                ),
             )
         )
     return out
@@ -201,7 +213,10 @@ def check_policy(
     for name in trusted:
         both = compare_paired(points_of(new.scores[name].numpy(), old.scores[name].numpy()), level=0.9)
         floor = 0.5 - gates.margin
-        says = f"by {name} it wins {both.rate.value:.1%} against the model before, {both.rate.low:.1%} at the lower end; at least {floor:.1%} is asked"
+        says = (
+            f"by {name} it wins {both.rate.value:.1%} against the model before, {both.rate.low:.1%} at the "
+            f"lower end; at least {floor:.1%} is asked"
+        )
         out.append(Check(f"wins by {name}", both.rate.low >= floor, says))
         numbers[f"win_rate_{name}"] = both.rate.value
     if not trusted:
@@ -219,7 +234,10 @@ def check_policy(
             Check(
                 "length",
                 inside,
-                f"answers have {lengths[0]:.1f} tokens and had {lengths[1]:.1f}; a factor of {gates.length_factor:g} is allowed",
+                (
+                    f"answers have {lengths[0]:.1f} tokens and had {lengths[1]:.1f}; a factor of "
+                    f"{gates.length_factor:g} is allowed"
+                ),
             )
         )
     if gates.finished_drop is not None:
@@ -228,7 +246,10 @@ def check_policy(
             Check(
                 "ends",
                 fell <= gates.finished_drop,
-                f"{new.finished:.1%} of the answers end by themselves, {old.finished:.1%} did; a fall of {gates.finished_drop:.1%} is allowed",
+                (
+                    f"{new.finished:.1%} of the answers end by themselves, {old.finished:.1%} did; a fall of "
+                    f"{gates.finished_drop:.1%} is allowed"
+                ),
             )
         )
     kl = numbers.get("kl")
@@ -339,9 +360,13 @@ def verdict_page(verdicts: Sequence[Verdict], final: str = "") -> str:
         for i, check in enumerate(v.checks):
             word = "passed" if check.passed else "<b>FAILED</b>"
             rows.append(
-                f'<tr><td>{escape(stage if i == 0 else "")}</td><td class="t">{escape(check.name)}</td><td>{word}</td><td class="t">{escape(check.says)}</td></tr>'
+                f"<tr><td>{escape(stage if i == 0 else '')}</td><td "
+                f'class="t">{escape(check.name)}</td><td>{word}</td><td class="t">{escape(check.says)}</td></tr>'
             )
     failed = [v for v in verdicts if not v.passed]
     said = f"{len(verdicts)} attempts, {len(failed)} refused." + (f" The model is {escape(final)}." if final else "")
-    body = f"<h1>What the gates say</h1><p>{said}</p><table><tr><th>stage</th><th>check</th><th></th><th>what was seen</th></tr>{''.join(rows)}</table>"
+    body = (
+        f"<h1>What the gates say</h1><p>{said}</p><table><tr><th>stage</th><th>check</th><th></th><th>what "
+        f"was seen</th></tr>{''.join(rows)}</table>"
+    )
     return html_page("What the gates say", body)

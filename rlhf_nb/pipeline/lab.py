@@ -42,8 +42,8 @@ def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
             points.take(event)
     if math.isnan(points.kl):
         raise RunError(
-            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw answers and keep a "
-            "reference."
+            f"{folder} has no objective/kl, so there is no distance to draw gold over: it belongs to methods that draw "
+            "answers and keep a reference."
         )
     return points
 
@@ -68,7 +68,8 @@ def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float
     by_step: dict[int, list[float]] = {}
     if not Path(path).is_file():
         raise DataError(
-            f"{path}: there is no such file. Ratings are JSON lines with a step and a rating; `overopt {folder} --ask 40` writes some to fill in."
+            f"{path}: there is no such file. Ratings are JSON lines with a step and a rating; `overopt {folder} --ask "
+            "40` writes some to fill in."
         )
     with open(path, "rb") as file:
         for line in json_lines(file):
@@ -166,7 +167,8 @@ def overopt(
     run: Path, gold: str | None = None, *, ratings: Path | None = None, ask: int = 0, to_rate: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Picture | None:  # fmt: skip
-    """Where gold peaks over KL, how much KL is left, and which answers to rate; the picture goes into the run's `figures/`.
+    """Where gold peaks over KL, how much KL is left, and which answers to rate;
+    the picture goes into the run's `figures/`.
 
     Args:
         run: the run's directory.
@@ -189,8 +191,8 @@ def overopt(
             near = suggest(gold, {k for e in read_metrics(run) for k in e}) if gold else None
             hint = f" Did you mean {near}?" if near else ""
             raise RunError(
-                f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, measure one (watch: in the "
-                f"run's settings), or rate answers: {me()} overopt {run} --ask 40"
+                f"{run} measures no gold reward ({gold or 'rewards/gold, eval/gold'}).{hint} Name one with --gold, "
+                f"measure one (watch: in the run's settings), or rate answers: {me()} overopt {run} --ask 40"
             )
         kl, values = [k for k, _ in points.points], [g for _, g in points.points]
         name, fit = points.gold or "gold", points.fit()

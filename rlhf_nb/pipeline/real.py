@@ -70,7 +70,8 @@ def demo_world(config: GRPOConfig) -> World:
 
 
 def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
-    """Answers to held-out word problems, judged by the verifier; the same questions and the same random numbers at each call.
+    """Answers to held-out word problems, judged by the verifier;
+    the same questions and the same random numbers at each call.
 
     Args:
         trainer: whose policy answers.
@@ -83,7 +84,8 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():
         return evaluate(
-            method.model, method.tokenizer, prompts, {"right": Number("answer")}, None, config.sampling, derive_seed(config.seed, "demo"),
+            method.model, method.tokenizer, prompts, {"right": Number("answer")}, None, config.sampling,
+            derive_seed(config.seed, "demo"),
             token_budget=config.token_budget,
         )  # fmt: skip
 
@@ -145,7 +147,10 @@ def step_sentence(event: dict[str, Any], total: int, left: float) -> str:
         else "less than a minute to go"
     )
     length = event["completions/mean_length"]
-    return f"  step {event['step']:>2} of {total}: {event['reward']:>4.0%} of the answers are right, {length:.0f} tokens each ({rest})"
+    return (
+        f"  step {event['step']:>2} of {total}: {event['reward']:>4.0%} of the answers are right, "
+        f"{length:.0f} tokens each ({rest})"
+    )
 
 # %% ../../nbs/pipeline/real.ipynb #cbd82436
 def answers_side_by_side(rows: Sequence[dict[str, Any]]) -> Table:
@@ -172,9 +177,11 @@ _WELCOME = """\
 SmolLM2-135M-Instruct is a small chat model that anybody can download. It was never trained for what comes now:
   1. Before     It answers {questions} questions such as
                 "{question}"
-  2. Training   GRPO: it answers {prompts} such questions {group} times each and a verifier says which answers are right; {steps} times.
+  2. Training   GRPO: it answers {prompts} such questions {group} times each and a verifier says which answers are \
+right; {steps} times.
   3. After      It answers the first questions again. None of their sums was asked in training.
-All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about 4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
+All of it happens on this machine{gpu}, in 5 GB of memory. Two cores with AVX-512 and AMX took about \
+4 minutes (bf16), two with AVX2 only about 8½ beside other work (fp32).
 """
 _NEXT = """\
 What to open next
@@ -276,6 +283,7 @@ def real_demo(
     show(answers_side_by_side(rows))
     say(f"\nHeld-out questions: {found.before} before, {found.after} after {config.steps} steps.")
     say(
-        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"
+        f"{found.seconds / 60:.1f} minutes, {found.peak_gb:.1f} GB of "
+        f"memory.\n\n{_NEXT.format(path=path, me=me, question=example)}"
     )
     return found

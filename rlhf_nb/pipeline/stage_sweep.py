@@ -111,7 +111,8 @@ class StageSweep(StrictConfig):
                 out[key] = values
             else:
                 raise ConfigError(
-                    f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all stands in settings."
+                    f"over.{key} is {values!r}; it is a list of values or {{low, high, log}}. What is the same for all "
+                    "stands in settings."
                 )
         return out
 
@@ -237,7 +238,8 @@ def winners_lines(made: Swept, program: str = "rlhf-nb") -> str:
     lines = [f"{name_of(s.candidate)} failed: {s.failed}" for s in made.table if s.failed]
     lines += [*made.notes, f"Winner: {name_of(made.best)}"]
     lines.append(
-        f"Its settings: {made.folder / 'best.yaml'}. To train with them: {program} {made.method} --config {made.folder / 'best.yaml'}"
+        f"Its settings: {made.folder / 'best.yaml'}. To train with them: {program} {made.method} --config "
+        f"{made.folder / 'best.yaml'}"
     )
     return "\n".join(lines)
 
@@ -280,7 +282,8 @@ def winner_of(folder: Path, asked: StageSweep) -> dict[str, Any]:
     if kept and kept["asked"] != (now := asked.model_dump(mode="json")):
         was = {k: v for k, v in kept["asked"].items() if now[k] != v}
         raise RunError(
-            f"sweeps.{folder.name} was made with {was}, and its winner has been taken: go back to that, delete {folder}, or choose another output_dir."
+            f"sweeps.{folder.name} was made with {was}, and its winner has been taken: go back to that, delete "
+            f"{folder}, or choose another output_dir."
         )
     settings: dict[str, Any] = kept.get("settings", {})
     return settings

@@ -75,7 +75,8 @@ class BaseConfig(StrictConfig):
         """A config without its kind builds nothing."""
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError(
-                "architecture needs a model_type, for example {model_type: qwen2, hidden_size: 256, num_hidden_layers: 4}."
+                "architecture needs a model_type, for example {model_type: qwen2, hidden_size: 256, num_hidden_layers: "
+                "4}."
             )
         return self
 
@@ -87,7 +88,9 @@ def _toy(name: str, log_every: int) -> dict[str, Any]:
 
 # %% ../../nbs/pipeline/stages.ipynb #6440b208
 class PipelineConfig(StrictConfig):
-    """Everything that a pipeline needs; each method of the registry has a field, and a stage that is null is left out."""
+    """Everything that a pipeline needs; each method of the registry has a field,
+    and a stage that is null is left out.
+    """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
@@ -158,17 +161,20 @@ class PipelineConfig(StrictConfig):
             stage, source = getattr(self, name), self.source(name)
             if source and stage.model.name_or_path is not None and not model_world(stage.model.name_or_path):
                 raise ValueError(
-                    f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} makes. Leave one of the two out."
+                    f"{name}.model.name_or_path is {stage.model.name_or_path!r}, but {name} starts from what {source} "
+                    "makes. Leave one of the two out."
                 )
             if name != "base" and get(name).online and not rewarded(stage) and self.made_by("reward") is None:
                 raise ValueError(
-                    f"{name} has nothing to maximise: keep the reward stage, set {name}.reward to a reward model's folder, or write {name}.rewards."
+                    f"{name} has nothing to maximise: keep the reward stage, set {name}.reward to a reward model's "
+                    f"folder, or write {name}.rewards."
                 )
         if not self.stages:
             raise ValueError("every stage is null, so there is nothing to do.")
         if self.gates is not None and self.gates.choose == "halving" and self.processes > 1:
             raise ValueError(
-                f"gates.choose is halving, which runs each candidate in one process, and processes is {self.processes}: take choose: next."
+                "gates.choose is halving, which runs each candidate in one process, and processes is "
+                f"{self.processes}: take choose: next."
             )
         for name, said in self.sweeps.items():
             try:
@@ -184,14 +190,16 @@ class PipelineConfig(StrictConfig):
                 raise ValueError(f"sweeps.{name}: {e}") from e
         if self.sweeps and self.processes > 1:
             raise ValueError(
-                f"sweeps run each candidate in one process, and processes is {self.processes}: leave one of the two out."
+                f"sweeps run each candidate in one process, and processes is {self.processes}: leave one of the two "
+                "out."
             )
         named = {f"gates.{key}": getattr(self.gates, key, {}) for key in ("rules", "candidates")}
         for key, names in (named | {"sweeps": self.sweeps}).items():
             for name in names:
                 if name not in self.stages or name == "base":
                     raise ValueError(
-                        f"{key} names {name!r}, which is no stage of this pipeline ({', '.join(s for s in self.stages if s != 'base')})."
+                        f"{key} names {name!r}, which is no stage of this pipeline "
+                        f"({', '.join(s for s in self.stages if s != 'base')})."
                     )
         return self
 
@@ -267,7 +275,8 @@ def make_base(config: BaseConfig, data: DataConfig, seed: int = 0) -> tuple[Any,
 
 # %% ../../nbs/pipeline/stages.ipynb #f81166ac
 def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
-    """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO, on the model that answered.
+    """The pipeline of `rlhf-nb rlaif then=...`: labels, then DPO, or a reward model and PPO,
+    on the model that answered.
 
     Args:
         config: an RLAIFConfig with `then`.
@@ -283,7 +292,8 @@ def train_on_labels(config: RLAIFConfig) -> PipelineConfig:
 
 # %% ../../nbs/pipeline/stages.ipynb #16305413
 class StagePlan:
-    """What each stage of a pipeline builds on, where it writes, and with which settings it runs, as far as the folder says.
+    """What each stage of a pipeline builds on, where it writes, and with which settings it runs,
+    as far as the folder says.
 
     Args:
         config: of all stages.
@@ -316,7 +326,9 @@ class StagePlan:
         return [s for s in found if s is not None]
 
     def _asks_stage(self, config: OnlineConfig) -> bool:
-        """Whether an online stage asks the reward model that is made here: by itself, or because an entry names its folder."""
+        """Whether an online stage asks the reward model that is made here: by itself,
+        or because an entry names its folder.
+        """
         scorer = self.config.made_by("reward")
         made = "" if scorer is None else str(self.model_dir(scorer))
         return not rewarded(config) or made in [x.model for x in config.rewards]
@@ -332,7 +344,9 @@ class StagePlan:
         return own if own.named or shared is None else own.replace(path=shared)
 
     def stage_config(self, stage: str) -> Any:
-        """A stage's config with everything filled in that follows from its place, and from a candidate that is being tried."""
+        """A stage's config with everything filled in that follows from its place,
+        and from a candidate that is being tried.
+        """
         config, tried = self.filled(stage), self.attempts(stage)
         return config.replace(**self.candidates(stage)[tried - 1]) if tried else config
 
@@ -407,7 +421,8 @@ class Gatekeeper:
         self.plan, self.gates, self.say = plan, gates, say
 
     def passes(self, stage: str, run: Callable[[], StageResult]) -> bool:
-        """Run a stage until its gate lets an attempt through; False: none did, and the pipeline ends with the model before.
+        """Run a stage until its gate lets an attempt through; False: none did,
+        and the pipeline ends with the model before.
 
         Args:
             stage: its name.
@@ -506,8 +521,9 @@ class RLHFPipeline:
             )
         if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
-                f"a pipeline starts the processes of each stage itself, but it was started {world} times by a launcher: start it once, "
-                f"with processes={world} and, say, strategy=zero3; or train stage by stage, as in `accelerate launch -m rlhf_nb sft`."
+                f"a pipeline starts the processes of each stage itself, but it was started {world} times by a "
+                f"launcher: start it once, with processes={world} and, say, strategy=zero3; or train stage by stage, "
+                "as in `accelerate launch -m rlhf_nb sft`."
             )
         if config.processes > 1:
             check_launch(config.processes, config.strategy, config.device == "cpu" or not torch.cuda.is_available())
@@ -523,7 +539,8 @@ class RLHFPipeline:
         return self.plan.verdicts
 
     def stage(self, stage: str, resume: bool = False, overwrite: bool = False) -> StageResult:
-        """One stage; skipped when it is finished, unless `overwrite` (which with `resume` only replaces what left no checkpoint).
+        """One stage; skipped when it is finished, unless `overwrite` (which with `resume`
+        only replaces what left no checkpoint).
 
         Raises:
             RunError: a stage that it builds on is not finished, or somebody works in the folder.
@@ -595,7 +612,10 @@ class RLHFPipeline:
                 (self.path / name).unlink(missing_ok=True)
         elif saved and not resume:
             raise RunError(
-                f"{self.path} already holds a pipeline's run: continue it with --resume, replace it with --overwrite, or choose another output_dir.",
+                (
+                    f"{self.path} already holds a pipeline's run: continue it with --resume, replace it with "
+                    "--overwrite, or choose another output_dir."
+                ),
                 python="In Python: resume=True, overwrite=True.",
             )
         for stage in self.stages:
@@ -604,8 +624,8 @@ class RLHFPipeline:
             changes = config_changes(done["config"], lasting(getattr(self.config, stage)))
             if changes and config_changes(done["config"], lasting(self.stage_config(stage))):  # what ranks write
                 raise RunError(
-                    f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built on it: go back to those settings, "
-                    "or choose another output_dir."
+                    f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built "
+                    "on it: go back to those settings, or choose another output_dir."
                 )
         try:
             self.config.save(self.path / "config.yaml")
@@ -617,11 +637,12 @@ class RLHFPipeline:
 
         Args:
             resume: skip what is finished, go on with what was begun.
-            overwrite: delete what an earlier pipeline left in this folder, and begin anew; with `resume`, only what left no
-                checkpoint.
+            overwrite: delete what an earlier pipeline left in this folder, and begin anew; with `resume`, only what
+                left no checkpoint.
 
         Raises:
-            RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage were changed.
+            RunError: the folder holds another pipeline or somebody works there, or the settings of a finished stage
+                were changed.
             ConfigError: a stage has no model to start from, or no rows.
             KeyboardInterrupt: it was interrupted; a checkpoint was left.
         """

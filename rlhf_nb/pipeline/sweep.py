@@ -27,7 +27,8 @@ from ..run.callbacks import Callback, Flags, RunView
 from ..run.lock import RunLock
 from ..run.log import RunDir, config_changes, plain_json, read_metrics
 from rlhf_nb.pipeline.candidates import (
-    Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, hyperband_brackets, name_of, seeds_needed, standings,
+    Candidate, Range, Round, Standing, cost_of, drawn, grid, halving_rounds, hyperband_brackets, name_of, seeds_needed,
+    standings,
 )  # fmt: skip
 from ..train.registry import get, of
 from ..train.stage import JobConfig, lasting, make_trainer, read_json, run_stage, write_json
@@ -96,8 +97,8 @@ def run_share(config: TextConfig, share: float = 1.0) -> None:
 
 
 METRICS = (  # what is compared unless somebody names something else: the first of these that all runs have
-    "eval/gold", "eval/gold_reward", "rewards/gold", "eval/accuracy", "eval/rewards/accuracies", "eval/reward", "objective/scores", "reward",
-    "eval/loss", "loss",
+    "eval/gold", "eval/gold_reward", "rewards/gold", "eval/accuracy", "eval/rewards/accuracies", "eval/reward",
+    "objective/scores", "reward", "eval/loss", "loss",
 )  # fmt: skip
 
 
@@ -127,7 +128,8 @@ def questions_at(folder: str | Path, share: float, metric: str) -> list[float]:
     Args:
         folder: of the run.
         share: that it has reached.
-        metric: whose mean over questions was logged; questions without opinion are left out of a sweep's comparison (NaN).
+        metric: whose mean over questions was logged; questions without opinion are left out of a sweep's comparison
+            (NaN).
     """
     step, place = reached(folder, share), RunDir(folder).questions_path
     kept = [e for e in read_metrics(place) if metric in e and int(e["step"]) <= (step or 0)] if place.exists() else []
@@ -203,8 +205,9 @@ class _Worker:
         self.log = log
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from rlhf_nb.pipeline.sweep import serve_jobs; serve_jobs()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, env=env, text=True, encoding="utf-8", start_new_session=True,
+                [sys.executable, "-c", "from rlhf_nb.pipeline.sweep import serve_jobs; serve_jobs()"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, text=True, encoding="utf-8",
+                start_new_session=True,
             )  # fmt: skip
 
     def do(self, job: _Job) -> str:
@@ -262,7 +265,10 @@ def _do_all(jobs: Sequence[_Job], processes: int, folder: Path, told: Callable[[
             worker.close()
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940022
-_OWN = {"seed": "every candidate meets the same seeds: say how many with --seeds", "output_dir": "the sweep gives each run a folder of its own"}  # fmt: skip
+_OWN = {
+    "seed": "every candidate meets the same seeds: say how many with --seeds",
+    "output_dir": "the sweep gives each run a folder of its own",
+}
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,8 +369,8 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
         changes = config_changes(plain_json(theirs), plain_json(mine)) if theirs else ["another method"]
         if changes:
             raise RunError(
-                f"{folder} holds a sweep with other settings ({'; '.join(changes[:3])}), and its runs can't be compared with new ones: choose another "
-                "folder (--to), or --overwrite it."
+                f"{folder} holds a sweep with other settings ({'; '.join(changes[:3])}), and its runs can't be "
+                "compared with new ones: choose another folder (--to), or --overwrite it."
             )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "kind.json", {"method": of(base).name}, sync=False)
@@ -374,7 +380,16 @@ def _open(folder: Path, base: Any, overwrite: bool) -> None:
 class _Sweep:
     """What is known while a sweep goes on."""
 
-    def __init__(self, base: Any, folder: Path, seeds: Sequence[int], processes: int, metric: str | None, minimize: bool | None, say: Callable[[str], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        base: Any,
+        folder: Path,
+        seeds: Sequence[int],
+        processes: int,
+        metric: str | None,
+        minimize: bool | None,
+        say: Callable[[str], None],
+    ) -> None:
         self.base, self.folder, self.seeds, self.processes, self.say = base, folder, list(seeds), processes, say
         self.metric, self.minimize = metric, minimize
         self.failures: dict[str, str] = {}
@@ -412,7 +427,8 @@ class _Sweep:
             if problem:
                 self.failures[name_of(candidate)] = f"seed {seed}: {problem}"
             self.say(
-                f"[{count}/{len(jobs)}] {name_of(candidate)}, seed {seed}{part}: {f'failed. {problem}' if problem else 'done.'}"
+                f"[{count}/{len(jobs)}] {name_of(candidate)}, seed {seed}{part}: "
+                f"{f'failed. {problem}' if problem else 'done.'}"
             )
 
         _do_all(jobs, self.processes, self.folder, told)
@@ -458,7 +474,8 @@ class _Sweep:
             by_share: dict[float, dict[int, float]] = {}
             for share in sorted(self.shares):
                 values = {
-                    s: metrics_at(f, share).get(self.metric or "", math.nan) for s in self.seeds if reached(f := self.folder_of(candidate, s), share) is not None
+                    s: metrics_at(f, share).get(self.metric or "",
+                        math.nan) for s in self.seeds if reached(f := self.folder_of(candidate, s), share) is not None
                 }  # fmt: skip
                 if len(values) == len(self.seeds):
                     by_share[share] = values
@@ -471,7 +488,9 @@ class _Sweep:
     def questions(
         self, found: Sequence[tuple[Candidate, Mapping[float, Any]]]
     ) -> dict[tuple[str, float, int], list[float]]:
-        """Each question's score by candidate, share and seed; none where a run lacks them, or questions without opinion differ."""
+        """Each question's score by candidate, share and seed; none where a run lacks them,
+        or questions without opinion differ.
+        """
         out = {}
         for candidate, runs in found:
             for share in runs:
@@ -496,7 +515,8 @@ class _Sweep:
             left.sort(key=lambda c: -sign * fmean(values[name_of(c)][share].values()))
             if keep and len(left) > keep:
                 self.say(
-                    f"{self.metric} at {share:.1%} of the steps: {', '.join(name_of(c) for c in left[:keep])} go{'es' if keep == 1 else ''} on."
+                    f"{self.metric} at {share:.1%} of the steps: {', '.join(name_of(c) for c in left[:keep])} "
+                    f"go{'es' if keep == 1 else ''} on."
                 )
                 left = left[:keep]
 
@@ -505,9 +525,10 @@ Search = Literal["grid", "random", "halving", "hyperband"]
 
 # %% ../../nbs/pipeline/sweep.ipynb #s69400d7
 def sweep(
-    base: Any, over: Mapping[str, Sequence[Any] | Range] | Sequence[Candidate], to: str | Path, *, search: Search = "grid", trials: int | None = None,
-    seeds: int | Sequence[int] = 3, metric: str | None = None, minimize: bool | None = None, eta: int = 3, least: float | None = None,
-    processes: int = 1, level: float = 0.95, keep: Literal["winner", "models", "all"] = "winner", overwrite: bool = False,
+    base: Any, over: Mapping[str, Sequence[Any] | Range] | Sequence[Candidate], to: str | Path, *,
+    search: Search = "grid", trials: int | None = None, seeds: int | Sequence[int] = 3, metric: str | None = None,
+    minimize: bool | None = None, eta: int = 3, least: float | None = None, processes: int = 1, level: float = 0.95,
+    keep: Literal["winner", "models", "all"] = "winner", overwrite: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Swept:  # fmt: skip
     """Try settings of a method on the same seeds and data; goes on where an earlier call was cut off.
@@ -522,7 +543,8 @@ def sweep(
         metric: what is compared; None: the first of `METRICS` that all runs have.
         minimize: smaller is better; None: as the metric's name says.
         eta: of halving and hyperband: one in so many goes on.
-        least: share of the steps in the shortest first round; None: 1/27 for hyperband, as the number of candidates says for halving.
+        least: share of the steps in the shortest first round; None: 1/27 for hyperband, as the number of candidates
+            says for halving.
         processes: runs at the same time.
         level: of intervals, and 1 − the share of sweeps that may call something real that isn't.
         keep: what stays on the disk of finished runs: the winner's models, all models, or checkpoints too.
@@ -537,8 +559,8 @@ def sweep(
     numbers = [base.seed + i for i in range(seeds)] if isinstance(seeds, int) else list(dict.fromkeys(seeds))
     if not numbers or eta < 2 or processes < 1 or (least is not None and not 0 < least <= 1):
         raise ConfigError(
-            f"a sweep needs at least one seed (got {len(numbers)}), eta of 2 or more ({eta}), one process or more ({processes}), and least in "
-            f"(0, 1] ({least})."
+            f"a sweep needs at least one seed (got {len(numbers)}), eta of 2 or more ({eta}), one process or more "
+            f"({processes}), and least in (0, 1] ({least})."
         )
     groups = _plan(over, search, trials, base.seed, eta, least)
     check_candidates(base, [c for group, _ in groups for c in group])
@@ -582,8 +604,10 @@ def _plan(
     over: Any, search: str, trials: int | None, seed: int, eta: int, least: float | None
 ) -> list[tuple[list[Candidate], list[Round]]]:
     """Groups of candidates with the rounds that they go through."""
-    if search not in ("grid", "random", "halving", "hyperband"):
-        raise ConfigError(f"search is {search!r}. {did_you_mean(search, ('grid', 'random', 'halving', 'hyperband'), 'It is grid, random, halving or hyperband.')}")  # fmt: skip
+    if search not in (kinds := ("grid", "random", "halving", "hyperband")):
+        raise ConfigError(
+            f"search is {search!r}. " + did_you_mean(search, kinds, "It is grid, random, halving or hyperband.")
+        )
     listed = not isinstance(over, Mapping)
     empty = [] if listed else [k for k, v in over.items() if not isinstance(v, Range) and not len(v)]
     if empty or not over:
@@ -619,18 +643,23 @@ def _notes(made: Swept, seeds: int, asked: bool) -> list[str]:
         out.append("One seed: no difference can be called real. Add seeds; what was run stays.")
     elif seeds < 4 and not asked:
         out.append(
-            f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real below four seeds. Add seeds, or compare an "
-            "evaluation (eval.metrics)."
+            f"{seeds} seeds, and {made.metric} keeps no score of each question: no difference can be called real below "
+            "four seeds. Add seeds, or compare an evaluation (eval.metrics)."
         )
     elif rivals:
         needed = [n for s in rivals if (n := seeds_needed(s, pairs * made.rounds, made.level))]
-        more = f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look." if len(needed) == len(rivals) and max(needed) > seeds else ""  # fmt: skip
+        more = (
+            f" About {max(needed)} seeds would tell them apart, if the differences are as large as they look."
+            if len(needed) == len(rivals) and max(needed) > seeds
+            else ""
+        )
         out.append(
             f"With {seeds} seeds {len(rivals)} of {len(made.table) - 1} others can't be told apart from the best.{more}"
         )
     if made.metric in ("objective/scores", "reward", "eval/reward", "loss"):
         out.append(
-            f"{made.metric} is what the runs themselves pursue: the winner may only have pursued it best. Measure what you want (watch:, eval.metrics) and name it as metric."
+            f"{made.metric} is what the runs themselves pursue: the winner may only have pursued it best. Measure what "
+            "you want (watch:, eval.metrics) and name it as metric."
         )
     return out
 
@@ -650,8 +679,9 @@ def summary(made: Swept) -> dict[str, Any]:
     """A sweep as JSON-able values."""
     rows = [
         {
-            "candidate": s.candidate, "share": s.share, "values": {str(k): v for k, v in s.values.items()}, "mean": s.mean and s.mean._asdict(),
-            "behind": s.behind and s.behind._asdict(), "p_holm": s.p_holm, "says": s.says(made.level),
+            "candidate": s.candidate, "share": s.share, "values": {str(k): v for k, v in s.values.items()},
+            "mean": s.mean and s.mean._asdict(), "behind": s.behind and s.behind._asdict(), "p_holm": s.p_holm,
+            "says": s.says(made.level),
         }
         for s in made.table
     ]  # fmt: skip

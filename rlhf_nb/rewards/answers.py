@@ -270,9 +270,11 @@ def _marked(text: str) -> tuple[str | None, str]:
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _MONEY = "[$€£¥₹₩]"
 _NUMBER = re.compile(
-    rf"(?<![A-Za-z_\d^])(?<!\^\{{)(?<!\d[.,])(?P<sign>(?<![\w)\]}}])[-+])?{_MONEY}?(?:(?P<whole>\d{{1,15}})\s+(?=\d+\s*/\s*\d))?(?P<top>{_DIGITS})"
+    rf"(?<![A-Za-z_\d^])(?<!\^\{{)(?<!\d[.,])(?P<sign>(?<![\w)\]}}])[-+])?{_MONEY}?"
+    rf"(?:(?P<whole>\d{{1,15}})\s+(?=\d+\s*/\s*\d))?(?P<top>{_DIGITS})"
     rf"(?:\s*/\s*(?P<bottom>{_DIGITS})|\^\{{?(?P<power>[-+]?\d{{1,3}})\}}?)?"
-    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:×|\*|x)\s*10\^\{?(?P<ten>[-+]?\d+)\}?)?(?:\s*(?P<scale>thousand|million|billion|trillion)\b)?"
+    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:×|\*|x)\s*10\^\{?(?P<ten>[-+]?\d+)\}?)?"
+    r"(?:\s*(?P<scale>thousand|million|billion|trillion)\b)?"
     r"(?P<percent>\s*(?:%|percent\b|per cent\b))?(?!(?:st|nd|rd|th)\b)",
     re.IGNORECASE,
 )
@@ -296,12 +298,14 @@ _PLAIN = (
 _GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?: \d{3})+)(?!\d|\s*/|[.,]\d{3})")  # in an answer "70 000" is a number
 _EQUATION = re.compile(r"(?:[A-Za-z]\w?(?:_\{?\w+\}?)?\s*=\s*|[-+*/×·().,$\d\s^{}]*=\s*)+")
 _BEGIN = re.compile(
-    r"(?:\\[\[(]|[$\s*(~≈:]|about\b|approximately\b|exactly\b|only\b|just\b|therefore\b|thus\b|so\b|USD\b|(?:negative|minus)\s+(?=[$\d]))*",
+    r"(?:\\[\[(]|[$\s*(~≈:]|about\b|approximately\b|exactly\b|only\b|just\b|therefore\b|thus\b|so\b|USD\b"
+    r"|(?:negative|minus)\s+(?=[$\d]))*",
     re.IGNORECASE,
 )
 _GOES_ON = re.compile(  # what follows a number that is a part of something else
     rf"\s*(?:[-+*/×·÷]|\\div)\s*[\d($.]|[,:.]\d|\s*(?:\\(?:sqrt|pi|theta|ln|log)\b|√|π|[xyz](?![a-z]))"
-    rf"|\s*\b(?:or|to|through)\s+{_MONEY}?-?\d|\s*(?:\w+\s+)?\bor\s+{_MONEY}?\d|\s*(?:,|;|and\b)\s*{_MONEY}?-?\d[\d.,/]*\s*(?:$|[.;)\]}}!]|,\s|and\b|or\b)",
+    rf"|\s*\b(?:or|to|through)\s+{_MONEY}?-?\d|\s*(?:\w+\s+)?\bor\s+{_MONEY}?\d"
+    rf"|\s*(?:,|;|and\b)\s*{_MONEY}?-?\d[\d.,/]*\s*(?:$|[.;)\]}}!]|,\s|and\b|or\b)",
     re.IGNORECASE,
 )
 _PART = re.compile(r"(?:\\sqrt|√|\\log|\\ln|\\pm|±|/|\d\s*[-+*/×·÷]|\d,)[\s{(]*[-+]?$")  # what stands before one

@@ -94,7 +94,8 @@ def trl_reward(fn: Any) -> Any:
     async def call_later(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
         return await call(prompts, completions, **columns)
 
-    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+    own = getattr(fn, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(own)
     adapted: Any = functools.wraps(fn, updated=())(call_later if is_async else call)
     adapted.__name__ = str(getattr(fn, "name", name))
     ours = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("prompts", "completions")]

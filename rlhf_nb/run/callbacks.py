@@ -124,7 +124,10 @@ class Callbacks:
                     flags = flags | asked
             except Exception as error:
                 self.active.remove(callback)
-                what = f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}; it is switched off, the run goes on"
+                what = (
+                    f"{type(callback).__name__}.{name} raised {type(error).__name__}: {error}; it is "
+                    "switched off, the run goes on"
+                )
                 with suppress(RunError):  # a full disk has been reported already
                     run.event("warning", message=what)
         return flags
@@ -400,7 +403,8 @@ class Trackers(Callback):
             packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(name, (name,))
             if not any(importlib.util.find_spec(p) for p in packages):
                 raise ConfigError(
-                    f"the tracker {name!r} needs a package which is not installed: pip install {packages[0]}, or leave it out of trackers"
+                    f"the tracker {name!r} needs a package which is not installed: pip install {packages[0]}, or leave "
+                    "it out of trackers"
                 )
 
     def on_start(self, run: RunView) -> Flags | None:

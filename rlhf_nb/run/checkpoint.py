@@ -39,7 +39,8 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
     """A nested state as (what JSON can hold, its tensors by path).
 
     Args:
-        state: dictionaries with string keys, lists, tuples (which come back as lists), numbers, strings, None and tensors.
+        state: dictionaries with string keys, lists, tuples (which come back as lists), numbers, strings, None and
+            tensors.
         at: path of `state` in a larger one.
 
     Raises:
@@ -51,7 +52,8 @@ def split_state(state: Any, at: str = "") -> tuple[Any, dict[str, torch.Tensor]]
         return state, {}
     if not isinstance(state, (dict, list, tuple)):
         raise CheckpointError(
-            f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, dictionaries and tensors only"
+            f"the state at '{at}' is a {type(state).__name__}; a checkpoint holds numbers, strings, lists, "
+            "dictionaries and tensors only"
         )
     plain: dict[Any, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -233,7 +235,10 @@ def _why_not_saved(error: Exception, root: Path, step: int, tensors: Tensors) ->
             f"the disk is full: the checkpoint of step {step} needs about {size / 2**20:.1f} MB in {root} and {free}; "
             f"{safe} and the training state is still in memory, so free some space and save or resume"
         )
-    return f"the checkpoint of step {step} could not be written to {root}: {error}; {safe} and the training state is still in memory"
+    return (
+        f"the checkpoint of step {step} could not be written to {root}: {error}; {safe} and the training "
+        "state is still in memory"
+    )
 
 # %% ../../nbs/run/checkpoint.ipynb #f1924126
 def clean_leftovers(root: str | Path) -> list[str]:
@@ -377,8 +382,9 @@ def _wait_for_parts(
                 waiting.discard(rank)
         if waiting and time.monotonic() > until:
             raise CheckpointError(
-                f"rank {min(waiting)} has not written its part{f' after {patience:.0f} s' if size < 0 else ' and the run is ending'}; "
-                "is the run's folder on a file system that all machines share?"
+                f"rank {min(waiting)} has not written its "
+                f"part{f' after {patience:.0f} s' if size < 0 else ' and the run is ending'}; is the run's folder on a "
+                "file system that all machines share?"
             )
         if waiting:
             time.sleep(0.01)
@@ -417,7 +423,8 @@ class _Joined(Mapping[str, torch.Tensor]):
         flat = torch.cat([p for _, p in sorted(parts, key=lambda x: x[0])])
         if flat.numel() != math.prod(shape):
             raise CheckpointError(
-                f"the parts of {name} have {flat.numel()} numbers together, but the whole has {math.prod(shape)}: a rank's part is missing"
+                f"the parts of {name} have {flat.numel()} numbers together, but the whole has {math.prod(shape)}: a "
+                "rank's part is missing"
             )
         return flat.view(shape)
 

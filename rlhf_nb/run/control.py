@@ -21,9 +21,11 @@ __all__ = ['GracefulStop', 'Control', 'setting', 'RunControl']
 
 # %% ../../nbs/run/control.ipynb #33935ddd
 class GracefulStop:
-    """Inside: the first SIGINT, SIGTERM or SIGHUP is remembered in `requested`, another SIGINT or SIGTERM raises KeyboardInterrupt.
+    """Inside: the first SIGINT, SIGTERM or SIGHUP is remembered in `requested`,
+    another SIGINT or SIGTERM raises KeyboardInterrupt.
 
-    Outside the main thread Python allows no handlers, and nothing is changed. A SIGHUP that is ignored (`nohup`) stays so.
+    Outside the main thread Python allows no handlers, and nothing is changed. A SIGHUP that is ignored (`nohup`) stays
+    so.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))

@@ -55,7 +55,8 @@ class GradientWatch:
     def __init__(self, module: nn.Module) -> None:
         self._bad: dict[str, Tensor] = {}
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._hooks: list[Any] = [p.register_hook(partial(self._look, n)) for n, p in named]  # type: ignore[no-untyped-call]
+        look = [(p, partial(self._look, n)) for n, p in named]
+        self._hooks: list[Any] = [p.register_hook(f) for p, f in look]  # type: ignore[no-untyped-call]
 
     def _look(self, name: str, gradient: Tensor) -> None:
         """One gradient as it arises; nothing is read on the host."""
@@ -104,7 +105,8 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     name = own or theirs or ("ddp" if int(environment.get("WORLD_SIZE", "1")) > 1 else "single")
     if name.startswith("zero") and on["ACCELERATE_USE_CPU"]:
         raise ConfigError(
-            "ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, and each rank would train alone: unset it (use_cpu: false)."
+            "ACCELERATE_USE_CPU=true switches DeepSpeed off without a word, and each rank would train alone: unset it "
+            "(use_cpu: false)."
         )
     if environment.get("RLHF_NB_COMPRESS") and name not in ("ddp", "single"):
         raise ConfigError(
@@ -187,7 +189,8 @@ class Ranks:
         return whole[(units[:, None] * unit + torch.arange(unit)).flatten()].to(self.device)
 
     def repeats(self, keys: Tensor) -> Tensor | None:
-        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`; None with one process.
+        """How often each key stands earlier among those of all ranks, in the order of `gather_rows`;
+        None with one process.
 
         Args:
             keys: int64[n], equally many on each rank.
@@ -345,7 +348,8 @@ class Engine:
         self._replicas: Replicas | None = None
 
     def prepare(
-        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None, frozen: Iterable[nn.Module] = (),
+        self, module: nn.Module, settings: OptimizerConfig, total_steps: int | None = None,
+        frozen: Iterable[nn.Module] = (),
         rates: Rates | None = None,
     ) -> nn.Module:  # fmt: skip
         """Take charge of the one trainable module; returns what forward must go through.
@@ -354,8 +358,8 @@ class Engine:
             module: moved to the engine's device.
             settings: of the optimizer and its schedule.
             total_steps: the schedule's end.
-            frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out over ranks,
-                so are theirs. Models that hold trained weights are left alone.
+            frozen: models that are only looked at inside `generation_mode`: where the trained weights are shared out
+                over ranks, so are theirs. Models that hold trained weights are left alone.
             rates: learning rates of parameters that have one of their own, by name.
         """
         trained = {id(p) for p in module.parameters()}
@@ -370,7 +374,9 @@ class Engine:
         return self._wrapped
 
     def generation_mode(self) -> AbstractContextManager[Any]:
-        """Around acting and measuring: each rank holds all parameters inside, gathered once, and may make as many forwards as it likes."""
+        """Around acting and measuring: each rank holds all parameters inside, gathered once,
+        and may make as many forwards as it likes.
+        """
         return self.strategy.whole()
 
     def set_lr(self, step: int) -> float:
@@ -402,7 +408,9 @@ class Engine:
 
     @contextmanager
     def accumulate(self, module: nn.Module, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only, and layers forget where `recompute` says so."""
+        """Around forward and backward of a micro-batch: ranks exchange gradients in the last one only, and layers
+        forget where `recompute` says so.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.strategy.accumulate(module, last))
             if self.strategy.lockstep:
@@ -411,8 +419,9 @@ class Engine:
             yield
         if self.recompute and not count.layers:
             raise RunError(
-                "recompute is on, but no layer's activations were dropped: the loss calls its model by itself. Let it call completion_logps, "
-                "or put the call inside recomputed_layers(model) of scoring.recompute, or leave recompute out"
+                "recompute is on, but no layer's activations were dropped: the loss calls its model by itself. Let it "
+                "call completion_logps, or put the call inside recomputed_layers(model) of scoring.recompute, or leave "
+                "recompute out"
             )
 
     def backward(self, loss: Tensor) -> None:
@@ -454,7 +463,9 @@ class Engine:
     def _one_by_one(
         self, method: Any, micros: list[Any], counts: Mapping[str, Tensor]
     ) -> Iterator[tuple[Terms, Tensor]]:
-        """Micro-batches one after the other; at the end the last one again, weighing nothing, while other ranks still compute."""
+        """Micro-batches one after the other; at the end the last one again, weighing nothing,
+        while other ranks still compute.
+        """
         extra = self.behind(len(micros))
         for i, micro in enumerate([*micros, *micros[-1:] * extra]):
             with self.accumulate(method.module, last=i == len(micros) + extra - 1):
@@ -530,8 +541,8 @@ def same_versions() -> None:
         if len(set(found)) > 1:
             other = next(r for r, v in enumerate(found) if v != found[0])
             raise RunError(
-                f"rank 0 has {name} {found[0]} but rank {other} has {found[other]}: ranks with different packages compute different "
-                f"things or wait for each other for ever; install {name}=={found[0]} on every machine"
+                f"rank 0 has {name} {found[0]} but rank {other} has {found[other]}: ranks with different packages "
+                f"compute different things or wait for each other for ever; install {name}=={found[0]} on every machine"
             )
 
 # %% ../../nbs/run/engine.ipynb #5bb64708
@@ -577,14 +588,14 @@ def load_engine_state(engine: Engine, tensors: Mapping[str, Mapping[str, Tensor]
     module, _, settings = engine._prepared()
     if meta.get("frozen") != engine.strategy.fingerprint():
         raise CheckpointError(
-            "the frozen weights differ from those the checkpoint was trained on top of, so going on would train another "
-            "model: start from the same base model, or in a new output_dir"
+            "the frozen weights differ from those the checkpoint was trained on top of, so going on would train "
+            "another model: start from the same base model, or in a new output_dir"
         )
     saved = meta.get("optimizer", "adamw")
     if saved != settings.name:
         raise CheckpointError(
-            f"the checkpoint holds the state of optimizer {saved!r}, and optimizer.name is {settings.name!r}, which can't "
-            f"go on from it: set optimizer.name={saved}, or start a new run from the saved model."
+            f"the checkpoint holds the state of optimizer {saved!r}, and optimizer.name is {settings.name!r}, which "
+            f"can't go on from it: set optimizer.name={saved}, or start a new run from the saved model."
         )
     buffers = dict(module.named_buffers())
     load_tensors(buffers, {k: v for k, v in tensors["model"].items() if k in buffers})
@@ -595,7 +606,9 @@ def load_engine_state(engine: Engine, tensors: Mapping[str, Mapping[str, Tensor]
 
 
 def _keep_format(engine: Engine, began: str) -> None:
-    """Go on in the number format of a CPU's run where a measurement chose it: in another one it would be another run."""
+    """Go on in the number format of a CPU's run where a measurement chose it:
+    in another one it would be another run.
+    """
     p = engine.precision
     if engine.device.type == "cpu" and p.chosen and began in ("no", "bf16") and began != p.mixed_precision:
         name = "fp32" if began == "no" else "bf16"

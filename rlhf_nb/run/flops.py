@@ -34,7 +34,9 @@ class Costs(NamedTuple):
 
 
 def costs_of(module: nn.Module) -> Costs:
-    """Costs of a module that is trained, counted before ranks share it out; each of its weights is taken to be used once a token."""
+    """Costs of a module that is trained, counted before ranks share it out;
+    each of its weights is taken to be used once a token.
+    """
     modules: list[Any] = list(module.modules())
     heads = [m.get_output_embeddings() for m in modules if hasattr(m, "get_output_embeddings")]
     multiplied = {id(p) for m in heads if isinstance(m, nn.Module) for p in m.parameters()}
@@ -47,8 +49,9 @@ def costs_of(module: nn.Module) -> Costs:
 
 # %% ../../nbs/run/flops.ipynb #c548f9ae
 _GPUS = {  # 10¹² operations a second: (16 bits, 32 bits), from the makers' data sheets
-    "B200": (2250, 75), "H200": (989, 67), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67), "A100": (312, 19.5), "L40S": (362, 91.6),
-    "L4": (121, 30.3), "A10G": (70, 35), "A10": (125, 31.2), "A6000": (155, 38.7), "V100": (125, 15.7), "T4": (65, 8.1), "4090": (165, 82.6),
+    "B200": (2250, 75), "H200": (989, 67), "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
+    "A100": (312, 19.5), "L40S": (362, 91.6), "L4": (121, 30.3), "A10G": (70, 35), "A10": (125, 31.2),
+    "A6000": (155, 38.7), "V100": (125, 15.7), "T4": (65, 8.1), "4090": (165, 82.6),
     "3090": (71, 35.6),
 }  # fmt: skip
 
@@ -58,7 +61,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
     """Operations a second that a device can do in matrix products; None where nobody knows.
 
     Args:
-        device: "cpu", "cuda", "cuda:1", ...; a CPU is measured, for some hundredths of a second, with as many threads as the process has.
+        device: "cpu", "cuda", "cuda:1", ...; a CPU is measured, for some hundredths of a second, with as many threads
+            as the process has.
         dtype: what products are computed in.
     """
     if device.startswith("cuda"):

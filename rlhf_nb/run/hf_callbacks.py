@@ -78,7 +78,10 @@ class TransformersCallback(Callback):
 
     def on_start(self, run: RunView) -> Flags | None:
         if self.never:
-            what = f"{type(self.callback).__name__} has {', '.join(self.never)}, which have no counterpart here and are never called"
+            what = (
+                f"{type(self.callback).__name__} has {', '.join(self.never)}, which have no counterpart here "
+                "and are never called"
+            )
             run.event("warning", message=what)
         self.control.should_training_stop = False
         return self._call("on_init_end", run) | self._call("on_train_begin", run)
@@ -103,7 +106,8 @@ class TransformersCallback(Callback):
 
 # %% ../../nbs/run/hf_callbacks.ipynb #6b491688
 def as_callback(callback: Any) -> Callback:
-    """An observer of this package: what is one already, or a callback of transformers (object or class) behind an adapter.
+    """An observer of this package: what is one already, or a callback of transformers (object or class)
+    behind an adapter.
 
     Raises:
         ConfigError: it is neither of the two.
@@ -122,5 +126,6 @@ def as_callback(callback: Any) -> Callback:
     if any(callable(getattr(callback, k, None)) for k in vars(Callback) if k.startswith("on_")):
         return callback  # type: ignore[no-any-return]
     raise ConfigError(
-        f"callbacks: {callback!r:.60} is no callback: give a Callback (on_start, on_step, on_eval, on_save, on_end) or a TrainerCallback of transformers."
+        f"callbacks: {callback!r:.60} is no callback: give a Callback (on_start, on_step, on_eval, on_save, on_end) or "
+        "a TrainerCallback of transformers."
     )

@@ -25,7 +25,9 @@ __all__ = ['NAME', 'BEAT', 'STALE', 'birth', 'machine', 'Holder', 'holder_of', '
 
 # %% ../../nbs/run/lock.ipynb #50500007
 def birth(pid: int) -> str:
-    """When a process began, in the kernel's ticks; "" when there is none (a zombie is none), "alive" where nobody can say."""
+    """When a process began, in the kernel's ticks; "" when there is none (a zombie is none),
+    "alive" where nobody can say.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]
@@ -197,8 +199,8 @@ def _in_use(folder: Path, holder: Holder, age: float) -> str:
     how = "interrupt it there" if own else f"end it (kill {holder.told['pid']})" if holder.here else "end it there"
     silent = "" if holder.here else f", who gave a sign of life {age:.0f} s ago"
     return (
-        f"{folder} is in use by {holder}{silent}, and two runs in one folder would destroy each other's checkpoints: wait for it, {how}, "
-        "or choose another output_dir"
+        f"{folder} is in use by {holder}{silent}, and two runs in one folder would destroy each other's checkpoints: "
+        f"wait for it, {how}, or choose another output_dir"
     )
 
 # %% ../../nbs/run/lock.ipynb #50500014
@@ -226,7 +228,8 @@ class _Claim:
                 os.pwrite(self.files[-1], json.dumps(self.told).encode(), 0)
                 os.fsync(self.files[-1])
                 self.look()
-        # closed here and nowhere else: a number that is closed while this thread writes to it may be another file's by then
+        # closed here and nowhere else: a number that is closed while this thread writes to it may be another file's by
+        # then
         for file in self.files:
             os.close(file)
 
@@ -241,8 +244,9 @@ class _Claim:
                 self.files += [] if made is None else [made]
             elif holder is not None and holder.told and holder.told["token"] != self.told["token"]:
                 self.lost = (
-                    f"{self.folder} was taken over by {holder}, because this process gave no sign of life for {STALE:.0f} s (was the machine asleep?): "
-                    "this run stops and writes nothing more, the other one goes on"
+                    f"{self.folder} was taken over by {holder}, because this process gave no sign of life for "
+                    f"{STALE:.0f} s (was the machine asleep?): this run stops and writes nothing more, the other one "
+                    "goes on"
                 )
 
     def leave(self) -> None:

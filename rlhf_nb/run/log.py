@@ -219,7 +219,8 @@ def writing(path: Path, alone: bool) -> Iterator[int]:
 
     Args:
         path: made if need be, with its folder when `alone`.
-        alone: no other writer of this kind has it meanwhile. A file that was replaced while we waited is opened again, so that no line goes into the old one.
+        alone: no other writer of this kind has it meanwhile. A file that was replaced while we waited is opened again,
+            so that no line goes into the old one.
     """
     if alone:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +250,9 @@ class ControlRequests:
         self.served: dict[str, dict[str, Any]] = {}  # by id, in the order of serving
 
     def new(self) -> list[dict[str, Any]]:
-        """Requests in whole lines that came since the last look; a line that is none comes with the `problem` it has."""
+        """Requests in whole lines that came since the last look; a line that is none comes
+        with the `problem` it has.
+        """
         rows: list[dict[str, Any]] = []
         with suppress(OSError):
             size = os.stat(self.path).st_size
@@ -366,7 +369,8 @@ class RunDir:
         return dict(plain_json(found or {}))
 
     def request(self, request: str, key: str | None = None, value: Any = None) -> str:
-        """Ask the run that works in this folder for something; it answers with a `control` event at its next step boundary.
+        """Ask the run that works in this folder for something; it answers with a `control`
+        event at its next step boundary.
 
         Args:
             request: pause, resume, stop, save, evaluate or set.
@@ -415,8 +419,8 @@ class RunDir:
             if changes:
                 same = f"another configuration ({'; '.join(changes[:3])}{'; ...' if len(changes) > 3 else ''})"
             raise RunError(
-                f"{self.path} already holds a run with {same}, and two runs in one folder would mix their events: continue it with "
-                "--resume, replace it with --overwrite, or choose another output_dir.",
+                f"{self.path} already holds a run with {same}, and two runs in one folder would mix their events: "
+                "continue it with --resume, replace it with --overwrite, or choose another output_dir.",
                 python="In Python: resume=True, overwrite=True.",
             )
         logs = (self.metrics_path, self.samples_path, self.questions_path, self.control_path)
@@ -472,7 +476,8 @@ def resident_mb() -> float:
 class Meter:
     """Adds up seconds by name, tokens, and generated tokens, between two reports.
 
-    `data` and `save` are stalls: time in which nothing is learnt. `perf/mfu` appears where the machine's `peak` is known (`run.flops`).
+    `data` and `save` are stalls: time in which nothing is learnt. `perf/mfu` appears where the machine's `peak` is
+    known (`run.flops`).
     """
 
     STALLS = ("data", "save")
@@ -527,8 +532,8 @@ class Meter:
 class History(Sequence[dict[str, Any]]):
     """The steps of a run, oldest first; `evals` holds its evaluations.
 
-    The newest steps stay in memory; older ones are read from the log again when somebody asks for them. `stopped` is None when
-    the run did all its steps, else it says why it did not.
+    The newest steps stay in memory; older ones are read from the log again when somebody asks for them. `stopped` is
+    None when the run did all its steps, else it says why it did not.
 
     Args:
         steps, evals: so far.

@@ -47,11 +47,12 @@ __all__ = ['BaseMethod', 'Sums', 'means', 'Source', 'StepStart', 'Boundary', 'to
 
 # %% ../../nbs/run/loop.ipynb #38ebbf32
 class BaseMethod(ABC):
-    """One algorithm, as the loop sees it; the defaults are supervised learning on batches that are collated and used once.
+    """One algorithm, as the loop sees it; the defaults are supervised learning on batches
+    that are collated and used once.
 
-    A subclass sets `name` and `module` (the one trainable module; the trainer replaces it by its prepared wrapper) and writes
-    `collate` and `loss`. What else it has it declares: `columns` (metrics that progress shows), `frozen_modules`, `controls`,
-    and, where a batch is no `types.Batch`, `tokens` and `cost`.
+    A subclass sets `name` and `module` (the one trainable module; the trainer replaces it by its prepared wrapper) and
+    writes `collate` and `loss`. What else it has it declares: `columns` (metrics that progress shows),
+    `frozen_modules`, `controls`, and, where a batch is no `types.Batch`, `tokens` and `cost`.
     """
 
     name: str = "method"
@@ -80,7 +81,8 @@ class BaseMethod(ABC):
         """What is compared before the first step, for the `start` event; None: there is nothing to compare.
 
         Args:
-            peek: gives a batch of so many rows, the first of the source, and leaves them there; None where there are none.
+            peek: gives a batch of so many rows, the first of the source, and leaves them there; None where there are
+                none.
         """
         return None
 
@@ -136,7 +138,9 @@ class BaseMethod(ABC):
         return []
 
     def frozen_modules(self) -> list[nn.Module]:
-        """Models that are only looked at while acting (reference, reward models), so that ranks may share their weights out."""
+        """Models that are only looked at while acting (reference, reward models),
+        so that ranks may share their weights out.
+        """
         return []
 
     def rates(self) -> Callable[[str], float | None] | None:
@@ -155,7 +159,9 @@ class BaseMethod(ABC):
         return self.costs.learning(data.lengths()) * self.config.num_inner_epochs / ranks
 
     def cost(self, micro: Any) -> float:
-        """About what a micro-batch costs, in tokens; a prompt that two answers share counts once. 1 where there are none."""
+        """About what a micro-batch costs, in tokens; a prompt that two answers share
+        counts once. 1 where there are none.
+        """
         return sum(work(p, answers) for p, *answers in micro.lengths()) or 1.0 if isinstance(micro, Batch) else 1.0
 
     def evaluate(self, held_out: Sequence[Any]) -> dict[str, float]:
@@ -366,10 +372,10 @@ def too_many_bad(run: Trainer, report: StepReport) -> bool:
     run.event("nonfinite", message=report.problem, loss=loss, grad_norm=norm, in_a_row=n)
     if n > run.config.max_nonfinite:
         run.failure = RunError(
-            f"loss {loss:g} and gradient norm {norm:g} at step {run.step + 1}, and that was update {n} in a row that is "
-            f"not finite: {report.problem}. Such updates are skipped, and {condition(run)}; they go to "
-            f"checkpoints/failed-{run.step + 1:010d}, and resuming goes on from the last regular checkpoint. If the run "
-            f"had gone astray by then, put it further back (rlhf-nb runs rollback {run.run_dir.path}); look at the "
+            f"loss {loss:g} and gradient norm {norm:g} at step {run.step + 1}, and that was update {n} in a row that "
+            f"is not finite: {report.problem}. Such updates are skipped, and {condition(run)}; they go to "
+            f"checkpoints/failed-{run.step + 1:010d}, and resuming goes on from the last regular checkpoint. If the "
+            f"run had gone astray by then, put it further back (rlhf-nb runs rollback {run.run_dir.path}); look at the "
             "batch, the loss and the learning rate"
         )
     return run.failure is not None
@@ -458,12 +464,13 @@ class Trainer:
 
         Args:
             resume: go on from the newest whole checkpoint in the run directory; an empty one is begun.
-            overwrite: delete what another run left in the run directory; with `resume`, only where it left no checkpoint.
+            overwrite: delete what another run left in the run directory; with `resume`, only where it left no
+                checkpoint.
 
         Raises:
             RunError: the folder holds another run or somebody works there, or updates kept being non-finite.
-            CheckpointError: there is none to go on from, or one could not be written (older ones are intact; `save()` or `fit()` again
-                goes on).
+            CheckpointError: there is none to go on from, or one could not be written (older ones are intact; `save()`
+                or `fit()` again goes on).
         """
         self.start(resume, overwrite)
         with all_steps(self) as stop:
@@ -498,7 +505,8 @@ class Trainer:
         return data
 
     def update(self, data: Any) -> dict[str, float]:
-        """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each; the method may end them early.
+        """All updates of one step: inner epochs of seeded mini-batches, one optimizer step each;
+        the method may end them early.
 
         Returns:
             Means over the updates that were applied.
@@ -607,7 +615,9 @@ class Trainer:
         return folder
 
     def save_model(self, folder: str | Path | None = None) -> None:
-        """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every rank must call it, rank 0 writes."""
+        """Write the trained model for plain `from_pretrained` (default: into `model` in the run's folder); every
+        rank must call it, rank 0 writes.
+        """
         with self.engine.generation_mode():
             if self.engine.is_main:
                 self.method.save_model(Path(self.config.output_dir) / "model" if folder is None else Path(folder))
@@ -620,7 +630,8 @@ class Trainer:
 
 # %% ../../nbs/run/loop.ipynb #c2c69b08
 def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
-    """Refuse batches that processes can't share evenly: rows would be left out, or some process would have nothing to do.
+    """Refuse batches that processes can't share evenly: rows would be left out,
+    or some process would have nothing to do.
 
     Args:
         config: batch sizes, in rows of all processes together.
@@ -636,8 +647,8 @@ def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
             of = f", {group} to each of {rows // group} prompts" if unit > ranks else ""
             sizes = [str(n) for n in (rows - rows % unit, rows - rows % unit + unit) if n]
             raise ConfigError(
-                f"{name} {rows} counts the rows of all processes together{of}, and {ranks} processes can't share them evenly: "
-                f"set it to {' or '.join(sizes)}"
+                f"{name} {rows} counts the rows of all processes together{of}, and {ranks} processes can't share them "
+                f"evenly: set it to {' or '.join(sizes)}"
             )
 
 

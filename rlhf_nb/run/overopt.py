@@ -93,7 +93,8 @@ class GoldFit:
 
 
 def fit_gold(
-    kl: Sequence[float] | Floats, gold: Sequence[float] | Floats, form: CurveForm = "rl", error: Sequence[float] | Floats | None = None,
+    kl: Sequence[float] | Floats, gold: Sequence[float] | Floats, form: CurveForm = "rl",
+    error: Sequence[float] | Floats | None = None,
     level: float = 0.95,
 ) -> GoldFit:  # fmt: skip
     """Least squares of Gao's form.
@@ -111,7 +112,8 @@ def fit_gold(
     d, y = np.sqrt(np.maximum(np.asarray(kl, dtype=float), 0.0)), np.asarray(gold, dtype=float)
     if len(d) != len(y) or len(np.unique(d)) < 4 or not (np.isfinite(d).all() and np.isfinite(y).all()):
         raise ConfigError(
-            f"a curve with three unknowns needs at least four finite points at different KL; there are {len(np.unique(d))} for {len(y)} values of gold"
+            "a curve with three unknowns needs at least four finite points at different KL; there are "
+            f"{len(np.unique(d))} for {len(y)} values of gold"
         )
     w = np.ones_like(d) if error is None else 1 / np.maximum(np.asarray(error, dtype=float), 1e-12)
     x = _columns(d, form)
@@ -123,7 +125,8 @@ def fit_gold(
 
 # %% ../../nbs/run/overopt.ipynb #a0540012
 def where_to_ask(fit: GoldFit, d: Sequence[float] | Floats, n: int, error: float | None = None) -> list[int]:
-    """Which distances to measure next, so that the peak's interval shrinks most; one after the other, a place may come several times.
+    """Which distances to measure next, so that the peak's interval shrinks most; one after the other,
+    a place may come several times.
 
     Args:
         fit: so far.
@@ -257,7 +260,8 @@ class StopAtPeak(Callback):
         missing = "objective/kl" if math.isnan(self.curve.kl) else name
         run.event(
             "warning",
-            message=f"stop_on: overoptimised looks at {name} over objective/kl, and there is no {missing}, so it never stops the run: "
+            message=f"stop_on: overoptimised looks at {name} over objective/kl, and there is no {missing}, so it "
+            "never stops the run: "
             "name a reward that nothing learns from in watch, or in eval.metrics with eval_every",
         )
 

@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_nb.core import (
-    CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state, suggest,
+    CheckpointError, ConfigError, RunError, derive_seed, read_interval, rng_state, seed_everything, set_rng_state,
+    suggest,
 )  # fmt: skip
 from .engine import engine_state, load_engine_state
 from rlhf_nb.run.checkpoint import (
-    AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint, problem_of,
-    save_checkpoint, snapshot, split_state,
+    AsyncWriter, Part, checkpoints_in, clean_leftovers, fsync_path, join_state, latest_complete, load_checkpoint,
+    problem_of, save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from ..files import copy_regular, write_whole
 from .lock import RunLock
@@ -74,8 +75,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     engine = run.engine
     if meta["name"] not in (run.method.name, *run.method.formerly):
         raise CheckpointError(
-            f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the same method, "
-            "or choose another output_dir"
+            f"the checkpoint was written by the method {meta['name']!r}, not {run.method.name!r}: resume it with the "
+            "same method, or choose another output_dir"
         )
     load_engine_state(engine, tensors, meta["engine"])
     control = meta.get("control", {"values": {}, "lr_scale": 1.0, "served": 0})
@@ -90,8 +91,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     own = tensors.get(f"rng-{engine.rank}")
     if own is None:
         warnings.warn(
-            f"the checkpoint holds no random generators of rank {engine.rank} (the run had {meta['world_size']} process(es) and has "
-            f"{engine.world_size} now): it goes on, but not to the same bits",
+            f"the checkpoint holds no random generators of rank {engine.rank} (the run had {meta['world_size']} "
+            f"process(es) and has {engine.world_size} now): it goes on, but not to the same bits",
             stacklevel=2,
         )
         seed_everything(derive_seed(run.config.seed, "resumed", engine.rank, run.step))
@@ -254,7 +255,8 @@ def open_run(run: Any, resume: bool = False, overwrite: bool = False) -> None:
 
 
 def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and a sentence for each that was passed over; None: the run has not begun yet.
+    """The newest whole checkpoint of a run, and a sentence for each that was passed over; None:
+    the run has not begun yet.
 
     Args:
         run_dir: of the run.
@@ -268,14 +270,15 @@ def to_resume_from(run_dir: RunDir, overwrite: bool = False) -> tuple[Path | Non
     found = latest_complete(run_dir.checkpoints, warn=problems.append)
     if found is None and problems:
         raise CheckpointError(
-            f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the file back, "
-            "or begin anew with overwrite=True"
+            f"no checkpoint can be used, and from the start the run would overwrite its logs: {problems[0]}. Put the "
+            "file back, or begin anew with overwrite=True"
         )
     steps = 0 if found or overwrite else sum(e.get("type") == "step" for e in read_metrics(run_dir.path))
     if steps:
         raise CheckpointError(
-            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is nothing to go on from, and beginning "
-            "anew would delete that log: add --overwrite (overwrite=True) if it may go, or choose another output_dir"
+            f"{run_dir.path} holds the log of {steps} steps but no checkpoint{_failed_ones(run_dir)}, so there is "
+            "nothing to go on from, and beginning anew would delete that log: add --overwrite (overwrite=True) if it "
+            "may go, or choose another output_dir"
         )
     return found, problems
 
@@ -315,7 +318,8 @@ def _begin(run: Any) -> None:
     mixed = {"sources": run.source.described} if hasattr(run.source, "described") else {}
     run.event(
         "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
-        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(), **mixed,
+        precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(),
+        **mixed,
     )  # fmt: skip
 
 # %% ../../nbs/run/state.ipynb #c5470025
@@ -400,7 +404,9 @@ def roll_back(folder: str | Path, step: int, failed: bool = False) -> Path:
         log.append(
             "warning",
             step,
-            message=f"rolled back from step {reached} to {step}; what came after is in {aside.relative_to(run_dir.path)}",
+            message=(
+                f"rolled back from step {reached} to {step}; what came after is in {aside.relative_to(run_dir.path)}"
+            ),
         )
         log.sync()
         log.close()

@@ -103,12 +103,14 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu else None)
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # or every model that is loaded later, by one rank alone, would be cut up in from_pretrained
+    # or every model that is loaded later, by one rank alone, would be cut up in from_pretrained
+    unset_hf_deepspeed_config()
     world = int(os.environ["WORLD_SIZE"])
     if accelerator.num_processes != world or accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise RunError(
             f"{name} was asked for on {world} process(es), but accelerate connected {accelerator.num_processes} as "
-            f"{accelerator.distributed_type.value}: each would train alone. Start with `accelerate launch` and distributed_type DEEPSPEED"
+            f"{accelerator.distributed_type.value}: each would train alone. Start with `accelerate launch` and "
+            "distributed_type DEEPSPEED"
         )
     given = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
     further = os.environ.get("RLHF_NB_DEEPSPEED")  # entries of zero_optimization: accelerate has no variable for them
@@ -118,11 +120,12 @@ def _deepspeed(name: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 
 _ZERO_12 = (
-    "cpu_offload", "reset_cpu_buffers", "averaged_gradients", "all_grad_tensors", "single_partition_of_fp32_groups", "update_lp_params",
+    "cpu_offload", "reset_cpu_buffers", "averaged_gradients", "all_grad_tensors", "single_partition_of_fp32_groups",
+    "update_lp_params",
 )  # fmt: skip
 _ZERO_3 = (
-    "_overflow_clean_up", "parameter_offload", "grad_position", "get_param_id", "fp32_partitioned_groups_flat", "persistent_parameters",
-    "fp16_groups", "_reassign_or_swap_out_partitioned_parameters",
+    "_overflow_clean_up", "parameter_offload", "grad_position", "get_param_id", "fp32_partitioned_groups_flat",
+    "persistent_parameters", "fp16_groups", "_reassign_or_swap_out_partitioned_parameters",
 )  # fmt: skip
 _OFFLOAD = (
     "fwd_pre_hook", "forward_hooks", "backward_hooks", "module", "_register_deepspeed_module", "get_param_coordinator"
@@ -144,8 +147,8 @@ def check_insides(owner: Any, names: tuple[str, ...], package: str) -> None:
     gone = [name for name in names if not hasattr(owner, name)]
     if gone:
         raise RunError(
-            f"{package} {version(package)} has no {type(owner).__name__}.{gone[0]}, which sharing weights out is built on: install a "
-            f"release that rlhf_nb allows (pip install 'deepspeed>=0.17,<0.20'), or use strategy ddp"
+            f"{package} {version(package)} has no {type(owner).__name__}.{gone[0]}, which sharing weights out is built "
+            f"on: install a release that rlhf_nb allows (pip install 'deepspeed>=0.17,<0.20'), or use strategy ddp"
         )
 
 # %% ../../nbs/run/strategies.ipynb #fdfdf6d9
@@ -223,7 +226,9 @@ class FrozenShards:
 
     @contextmanager
     def whole(self, on_host: bool = False) -> Iterator[None]:
-        """Inside, this rank has all weights (`on_host`: in main memory, and each layer's on the device while it computes)."""
+        """Inside, this rank has all weights (`on_host`: in main memory, and each layer's
+        on the device while it computes).
+        """
         for params, shapes, part in self.rows:
             flat = torch.empty(part.numel() * self.world, dtype=part.dtype, device=part.device)
             torch.distributed.all_gather_into_tensor(flat, part)
@@ -239,7 +244,9 @@ class FrozenShards:
 
 # %% ../../nbs/run/strategies.ipynb #c5300003
 class SharedOut(Strategy, ABC):
-    """What ZeRO and FSDP2 have in common: frozen models are shared out too, and whole exactly while the trained one is."""
+    """What ZeRO and FSDP2 have in common: frozen models are shared out too,
+    and whole exactly while the trained one is.
+    """
 
     cuts_weights = True  # whether a rank holds only a part of them
 
@@ -251,8 +258,9 @@ class SharedOut(Strategy, ABC):
         """
         if settings.name != "adamw":
             raise ConfigError(
-                f"optimizer.name={settings.name} is for one process or ddp: {self.name} gives each rank a part of the optimizer, cut without regard to rows, and "
-                "AdamW alone is the same on parts. Use optimizer.name=adamw, or strategy ddp."
+                f"optimizer.name={settings.name} is for one process or ddp: {self.name} gives each rank a part of the "
+                "optimizer, cut without regard to rows, and AdamW alone is the same on parts. Use "
+                "optimizer.name=adamw, or strategy ddp."
             )
 
     def __init__(self, accelerator: Any) -> None:
@@ -481,7 +489,9 @@ class Zero(SharedOut):
 
 # %% ../../nbs/run/strategies.ipynb #b595ede3
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model: what is gathered and let go as a unit; of lists in lists (an ensemble's members) the innermost."""
+    """The repeated layers of a model: what is gathered and let go as a unit;
+    of lists in lists (an ensemble's members) the innermost.
+    """
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     blocks = dict.fromkeys(block for m in lists for block in m if next(block.parameters(), None) is not None)
     return [b for b in blocks if not any(inner in blocks for inner in b.modules() if inner is not b)]
@@ -597,12 +607,14 @@ def connect(name: str, precision: Precision) -> Strategy:
     """
     if precision.grad_scaler:
         raise RunError(
-            f"fp16 needs loss scaling, which is not built for {name}: use precision=fp32 (or bf16 where the device has it), or strategy ddp"
+            f"fp16 needs loss scaling, which is not built for {name}: use precision=fp32 (or bf16 where the device has "
+            "it), or strategy ddp"
         )
     if name == "fsdp2":
         return Sharded(precision.device)
     if find_spec("deepspeed") is None:
         raise RunError(
-            f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20', or choose fsdp2 or ddp"
+            f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20', or choose fsdp2 or "
+            "ddp"
         )
     return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)

@@ -69,7 +69,8 @@ def _library_factor(
         "cosine_with_min_lr": {"min_lr_rate": 0.1 if min_rate is None else min_rate},
         "polynomial": {"lr_end": min_rate or 0.0, "power": power},
         "inverse_sqrt": {"timescale": more},
-        "wsd": {"num_decay_steps": more, "num_stable_steps": length - more, "min_lr_ratio": min_rate or 0.0, "decay_type": "linear"},
+        "wsd": {"num_decay_steps": more, "num_stable_steps": length - more, "min_lr_ratio": min_rate or 0.0,
+            "decay_type": "linear"},
     }  # fmt: skip
     name = "warmup_stable_decay" if schedule == "wsd" else schedule
     steps = None if schedule == "wsd" else length
@@ -135,7 +136,8 @@ def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.
     if name in ("adamw_8bit", "paged_adamw_8bit"):
         if find_spec("bitsandbytes") is None:
             raise ConfigError(
-                f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or use adamw or adafactor."
+                f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install "
+                "bitsandbytes, or use adamw or adafactor."
             )
         import bitsandbytes
 
@@ -172,7 +174,8 @@ def _muon(module: nn.Module, groups: list[dict[str, Any]], settings: OptimizerCo
     """Muon for the matrices between embedding and head, AdamW for all else."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(
-            f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}: pip install -U torch, or use adamw."
+            f"optimizer.name=muon needs torch 2.9 or newer, and this is {torch.__version__}: pip install -U torch, or "
+            "use adamw."
         )
     every: list[Any] = list(module.modules())
     ends: list[Any] = [m.get_output_embeddings() for m in every if hasattr(m, "get_output_embeddings")]
@@ -231,7 +234,8 @@ def check_names(into: Mapping[str, Sequence[int]], saved: Mapping[str, Tensor]) 
     if missing or extra:
         which = f"it lacks {missing[0]}" if missing else f"it holds {extra[0]}, which this model does not train"
         raise CheckpointError(
-            f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} too many)"
+            f"the checkpoint belongs to another model or other adapters: {which} ({len(missing)} missing, {len(extra)} "
+            "too many)"
         )
     for name, shape in into.items():
         found = list(saved[name].shape)
@@ -267,7 +271,9 @@ def frozen_fingerprint(module: nn.Module) -> str:
 # %% ../../nbs/run/strategy.ipynb #5150e817
 @lru_cache(1)
 def part_at_exit() -> None:
-    """See to it that ranks part before the interpreter ends: threads of a connection that outlive it abort the process, at random."""
+    """See to it that ranks part before the interpreter ends: threads of a connection that
+    outlive it abort the process, at random.
+    """
 
     def part() -> None:
         gc.collect()  # a wrapper that nobody holds any more still holds the connection
@@ -372,7 +378,8 @@ class Strategy:
         self.overflow = not applied and sound and self.scaler is not None and self.scaler.get_scale() > 1
         if applied:
             clip_by(grads, norm, self.clip)
-            self.optimizer.step()  # `scaler.step` would ask the device once more whether gradients are finite, which the norm has said
+            # `scaler.step` would ask the device once more whether gradients are finite, which the norm has said
+            self.optimizer.step()
         elif not self.overflow:
             self.problem = nonfinite_parameter(self.module)
         if self.scaler:
@@ -396,7 +403,9 @@ class Strategy:
         return {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
 
     def shards(self, restoring: bool = False) -> Iterator[Shard]:
-        """What this rank writes of every trained parameter (an even share); restoring: what it must be given (all of it)."""
+        """What this rank writes of every trained parameter (an even share); restoring:
+        what it must be given (all of it).
+        """
         for name, p in self.module.named_parameters():
             if p.requires_grad:
                 share = -(-p.numel() // self.world)
@@ -506,11 +515,12 @@ def connect_plain(device: torch.device) -> Any:
     world = int(os.environ["WORLD_SIZE"])
     if accelerator.num_processes != world or kind == DistributedType.NO:
         raise RunError(
-            f"WORLD_SIZE is {world} but accelerate connected {accelerator.num_processes} process(es): each would train alone; "
-            "start with `accelerate launch` (and ACCELERATE_USE_CPU=true on CPUs)"
+            f"WORLD_SIZE is {world} but accelerate connected {accelerator.num_processes} process(es): each would train "
+            "alone; start with `accelerate launch` (and ACCELERATE_USE_CPU=true on CPUs)"
         )
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise RunError(
-            f"accelerate connected the processes as {kind.value}, which this engine does not know: choose MULTI_GPU, DEEPSPEED or FSDP"
+            f"accelerate connected the processes as {kind.value}, which this engine does not know: choose MULTI_GPU, "
+            "DEEPSPEED or FSDP"
         )
     return accelerator

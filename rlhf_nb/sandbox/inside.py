@@ -62,7 +62,10 @@ class _Packer:
             self.flat(b"b" if isinstance(x, bytes) else b"B", bytes(x))
         elif isinstance(x, (list, tuple, set, frozenset, dict)):
             kind: Any = next(kind for kind in _TAGS if isinstance(x, kind))
-            items = [y for pair in dict.items(x) for y in pair] if kind is dict else [*kind.__iter__(x)]  # type: ignore[arg-type]
+            if kind is dict:
+                items = [y for pair in dict.items(x) for y in pair]  # type: ignore[arg-type]
+            else:
+                items = [*kind.__iter__(x)]
             self.many(_TAGS[kind], items, depth)
         elif (key := (type(x).__module__, type(x).__qualname__)) in _MADE_OF and not getattr(x, "tzinfo", None):
             parts = [getattr(x, name) for name in _MADE_OF[key].split()] or [str(x)]

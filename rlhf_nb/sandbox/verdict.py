@@ -235,7 +235,8 @@ def _translated(tests: tuple[str, ...], setup: str, entry_point: str) -> tuple[t
             f"a test uses `{min(wrong)}`, which neither it nor `setup` defines; only {entry_point!r} is the program's"
         )
     if not asked:
-        called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, own - known - _LATE)}  # type: ignore[attr-defined]
+        here = own - known - _LATE
+        called = {c.func.id for tree, _, _ in prepared for c in _calls(tree, here)}  # type: ignore[attr-defined]
         if len(called) > 1:
             raise ValueError(
                 f"the tests call only functions of Python's own ({', '.join(sorted(called))}): name the program's as "

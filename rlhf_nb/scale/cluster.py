@@ -120,9 +120,10 @@ exit "$CODE"
 
 # %% ../../nbs/scale/cluster.ipynb #ee0d83ff
 def slurm_script(
-    command: Sequence[str], output_dir: str, *, nodes: int = 1, gpus_per_node: int = 8, strategy: str = "zero3", name: str = "rlhf-nb",
-    time: str = "24:00:00", grace: int = 300, cpus_per_gpu: int = 8, partition: str | None = None, account: str | None = None,
-    setup: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+    command: Sequence[str], output_dir: str, *, nodes: int = 1, gpus_per_node: int = 8, strategy: str = "zero3",
+    name: str = "rlhf-nb", time: str = "24:00:00", grace: int = 300, cpus_per_gpu: int = 8,
+    partition: str | None = None, account: str | None = None, setup: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """A batch script for `sbatch`.
 
@@ -152,9 +153,9 @@ def slurm_script(
     options = [f"#SBATCH --{key}={value}" for key, value in (("partition", partition), ("account", account)) if value]
     exports = [f"export {_variable(k)}={shlex.quote(v)}" for k, v in (environment or {}).items()]
     return _SLURM.format(
-        name=name, nodes=nodes, gpus=gpus_per_node, cpus=cpus_per_gpu * gpus_per_node, time=time, grace=grace, strategy=strategy,
-        options="".join(f"{line}\n" for line in options), setup="\n".join(setup), run=shlex.quote(output_dir),
-        threads=cpus_per_gpu, environment="\n".join(exports), words=shlex.join(words),
+        name=name, nodes=nodes, gpus=gpus_per_node, cpus=cpus_per_gpu * gpus_per_node, time=time, grace=grace,
+        strategy=strategy, options="".join(f"{line}\n" for line in options), setup="\n".join(setup),
+        run=shlex.quote(output_dir), threads=cpus_per_gpu, environment="\n".join(exports), words=shlex.join(words),
     )  # fmt: skip
 
 
@@ -166,9 +167,10 @@ def _variable(name: str) -> str:
 
 # %% ../../nbs/scale/cluster.ipynb #a646e4ef
 def kubernetes_manifest(
-    command: Sequence[str], output_dir: str, image: str, *, claim: str, mount: str = "/shared", nodes: int = 1, gpus_per_node: int = 8,
-    strategy: str = "zero3", name: str = "rlhf-nb", namespace: str = "default", memory: str = "512Gi", cpus_per_gpu: int = 8,
-    restarts: int = 3, shm: str = "16Gi", environment: Mapping[str, str] | None = None, files: Sequence[str] = (),
+    command: Sequence[str], output_dir: str, image: str, *, claim: str, mount: str = "/shared", nodes: int = 1,
+    gpus_per_node: int = 8, strategy: str = "zero3", name: str = "rlhf-nb", namespace: str = "default",
+    memory: str = "512Gi", cpus_per_gpu: int = 8, restarts: int = 3, shm: str = "16Gi",
+    environment: Mapping[str, str] | None = None, files: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """A manifest for `kubectl apply -f`: a TrainingRuntime and a TrainJob of Kubeflow's Trainer.
 
@@ -197,11 +199,13 @@ def kubernetes_manifest(
     for file in files:
         if not file.startswith(mount.rstrip("/") + "/"):
             raise ConfigError(
-                f"the job reads {file!r}, outside the volume at {mount!r}: no pod would see it. Put it beside the config file on the volume, and name it from there."
+                f"the job reads {file!r}, outside the volume at {mount!r}: no pod would see it. Put it beside the "
+                "config file on the volume, and name it from there."
             )
     if not output_dir.startswith(mount.rstrip("/") + "/"):
         raise ConfigError(
-            f"output_dir is {output_dir!r}, outside the volume at {mount!r}: other pods, and the next start, would not see it."
+            f"output_dir is {output_dir!r}, outside the volume at {mount!r}: other pods, and the next start, would not "
+            "see it."
         )
     if not image or not claim:
         raise ConfigError("an image with the package and the claim of a shared volume are needed: image=..., claim=...")

@@ -128,7 +128,8 @@ def measure_costs(
     weights = [p for p in net.parameters() if p.requires_grad]
     return Speed(
         layer["forward"] / tokens, layer["learn"] / tokens, *_head(shape, lora is None, workers),
-        layer["decode"] / answers, _choice(shape, answers, sampling) / answers if sampling is not None else 0.0, _adam(weights),
+        layer["decode"] / answers, _choice(shape, answers, sampling) / answers if sampling is not None else 0.0,
+        _adam(weights),
     )  # fmt: skip
 
 
@@ -284,11 +285,12 @@ def estimate(
         config: of a training run.
         model_config: transformers config of its model.
         precision: number formats, and the device.
-        lengths: tokens of a usual prompt and of a usual answer; None: those that the limits allow. Answers that are drawn are taken to be as
-            long as they may be.
+        lengths: tokens of a usual prompt and of a usual answer; None: those that the limits allow. Answers that are
+            drawn are taken to be as long as they may be.
 
     Returns:
-        None where it isn't known: not on a CPU, for small models (whose steps take no time worth a word), and for layers too large to try.
+        None where it isn't known: not on a CPU, for small models (whose steps take no time worth a word), and for
+        layers too large to try.
     """
     shape = decoder_shape(model_config)
     if precision.device.type != "cpu" or shape.total <= _LARGE or shape.decoder / shape.layers > LAYER:

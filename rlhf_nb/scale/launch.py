@@ -67,9 +67,10 @@ def accelerate_settings(
         hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(STRATEGIES)}."
         raise ConfigError(f"strategy {strategy!r} doesn't exist. {hint}")
     settings: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": False,
-        "num_processes": num_processes, "num_machines": machines, "machine_rank": machine, "main_process_port": port,
-        "same_network": True, "rdzv_backend": "static", "main_training_function": "main", "debug": False,
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no",
+        "use_cpu": False, "num_processes": num_processes, "num_machines": machines, "machine_rank": machine,
+        "main_process_port": port, "same_network": True, "rdzv_backend": "static", "main_training_function": "main",
+        "debug": False,
     }  # fmt: skip
     if address:
         settings["main_process_ip"] = address
@@ -77,7 +78,8 @@ def accelerate_settings(
         device = "cpu" if strategy != name else "none"
         settings["distributed_type"] = "DEEPSPEED"
         settings["deepspeed_config"] = {
-            "zero_stage": int(name[-1]), "offload_optimizer_device": device, "offload_param_device": device if name == "zero3" else "none",
+            "zero_stage": int(name[-1]), "offload_optimizer_device": device,
+            "offload_param_device": device if name == "zero3" else "none",
             "deepspeed_multinode_launcher": "standard",  # torchrun, as on one machine; else it would look for pdsh
             "gradient_accumulation_steps": 1, "zero3_init_flag": False,
         }  # fmt: skip
@@ -153,8 +155,9 @@ def take_pickle(path: Path) -> Any:
             mode = stat.S_IMODE(found.st_mode)
             if found.st_uid != os.getuid() or mode & 0o077:
                 raise RunError(
-                    f"{what} belongs to user {found.st_uid} and has the rights {mode:o}, but a pickle runs code when it is opened, so only one that "
-                    f"user {os.getuid()} alone can write (rights 600, in a folder with 700) is. Set TMPDIR to a folder of your own."
+                    f"{what} belongs to user {found.st_uid} and has the rights {mode:o}, but a pickle runs code when "
+                    f"it is opened, so only one that user {os.getuid()} alone can write (rights 600, in a folder with "
+                    "700) is. Set TMPDIR to a folder of your own."
                 )
         return _dill().loads(f.read())
 
@@ -262,8 +265,8 @@ class Failure(NamedTuple):
 
 
 _ECHO = (
-    "connection closed", "connection reset", "connect", "gloo", "nccl", "processgroup", "broken pipe", "socket", "timed out", "barrier",
-    "ended from outside",
+    "connection closed", "connection reset", "connect", "gloo", "nccl", "processgroup", "broken pipe", "socket",
+    "timed out", "barrier", "ended from outside",
 )  # fmt: skip
 
 
@@ -282,10 +285,8 @@ def first_failure(errors: list[dict[str, Any]], vanished: list[int], steps: Mapp
         return Failure(vanished[0], text)
     told = min(own or errors, key=lambda e: float(e["time"]), default=None)
     if told is None:
-        return Failure(
-            None,
-            "the processes ended without a message before any of them began to work (of several machines: is each started?)",
-        )
+        said = "the processes ended without a message before any of them began to work "
+        return Failure(None, said + "(of several machines: is each started?)")
     rank, text = int(told["rank"]), str(told["message"]).strip().partition("\n")[0]
     what = f"rank {rank} failed at step {steps.get(rank, 0)}: {told['type']}: {text}"
     if not own:
@@ -376,7 +377,8 @@ def _stuck(attempt: Attempt, run: Path, begun: float, hang: float) -> str | None
     steps = {rank: s for rank, s in _steps(run).items() if s[1] >= begun}
     if steps and now - max(t for _, t in steps.values()) > hang:
         slowest = min(steps, key=lambda r: steps[r])
-        return f"no rank has finished a step for {hang:.0f} s; rank {slowest} is the furthest behind, at step {steps[slowest][0]}"
+        at = steps[slowest][0]
+        return f"no rank has finished a step for {hang:.0f} s; rank {slowest} is the furthest behind, at step {at}"
     return None
 
 # %% ../../nbs/scale/launch.ipynb #2b8a97d8
@@ -445,11 +447,13 @@ def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, he
     devices = (torch.cuda.device_count() if here is None else here) if not cpu else 0
     if num_processes < 1 or (not cpu and num_processes > devices):
         raise ConfigError(
-            f"num_processes is {num_processes}, but this machine has {devices} CUDA device(s) and each process needs one: use at most {devices}, or device='cpu'"
+            f"num_processes is {num_processes}, but this machine has {devices} CUDA device(s) and each process needs "
+            f"one: use at most {devices}, or device='cpu'"
         )
     if strategy.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            f"strategy {strategy!r} needs DeepSpeed, which is not installed: pip install deepspeed, or use strategy='fsdp2' or 'ddp'"
+            f"strategy {strategy!r} needs DeepSpeed, which is not installed: pip install deepspeed, or use "
+            "strategy='fsdp2' or 'ddp'"
         )
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -457,7 +461,7 @@ def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, he
             s.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"port {port} is in use on this machine ({error.strerror}): choose another one, or 0 for any that is free"
+                f"port {port} is in use on this machine ({error.strerror}): choose another, or 0 for any that is free"
             ) from error
 
 
@@ -469,13 +473,13 @@ def check_machines(num_processes: int, machines: int, machine: int, address: str
     """
     if not 0 <= machine < machines or num_processes % machines:
         raise ConfigError(
-            f"num_processes is {num_processes}, machines {machines}, machine {machine}: num_processes counts all machines together, "
-            f"so it must be a multiple of machines, and machine must be from 0 to {machines - 1}"
+            f"num_processes is {num_processes}, machines {machines}, machine {machine}: num_processes counts all "
+            f"machines together, so it must be a multiple of machines, and machine must be from 0 to {machines - 1}"
         )
     if machines > 1 and not (address and port):
         raise ConfigError(
-            f"machines is {machines}, but address is {address!r} and port {port}: give every machine the address of the first "
-            "one and the same free port there, or they won't find each other"
+            f"machines is {machines}, but address is {address!r} and port {port}: give every machine the address of "
+            "the first one and the same free port there, or they won't find each other"
         )
 
 
@@ -489,23 +493,26 @@ def wait_for_others(folder: Path, patience: float = 30.0) -> None:
     while told := [t for t in map(read_json, sorted(folder.glob("rank-*.json"))) if t and _lives(t)]:
         if time.monotonic() > until:
             raise RunError(
-                f"a rank of an earlier launch still runs in {folder} (process {told[0]['pid']}), and both would write there: "
-                "wait for it, end it, or choose another run_dir"
+                f"a rank of an earlier launch still runs in {folder} (process {told[0]['pid']}), and both would write "
+                "there: wait for it, end it, or choose another run_dir"
             )
         time.sleep(0.2)
 
 # %% ../../nbs/scale/launch.ipynb #fabc11c6
 def launch(
-    what: Callable[..., Any] | StrictConfig, *args: Any, num_processes: int = 2, strategy: str = "ddp", run_dir: str | Path | None = None,
-    device: str = "auto", resume: bool = False, overwrite: bool = False, restarts: int = 3, hang_timeout: float = 1800.0, port: int = 0,
-    machines: int = 1, machine: int = 0, address: str = "", zero: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = print, **kwargs: Any,
+    what: Callable[..., Any] | StrictConfig, *args: Any, num_processes: int = 2, strategy: str = "ddp",
+    run_dir: str | Path | None = None, device: str = "auto", resume: bool = False, overwrite: bool = False,
+    restarts: int = 3, hang_timeout: float = 1800.0, port: int = 0, machines: int = 1, machine: int = 0,
+    address: str = "", zero: Mapping[str, Any] | None = None, say: Callable[[str], None] | None = print, **kwargs: Any,
 ) -> Launched:  # fmt: skip
     """Train on several processes of this machine, from a notebook or a script.
 
     Args:
-        what: a config (of SFT, PPO, ...), or a function, which every rank calls with the further arguments; one written in a notebook will do.
+        what: a config (of SFT, PPO, ...), or a function, which every rank calls with the further arguments; one written
+            in a notebook will do.
         num_processes: on all machines together.
-        strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload" (main memory holds the optimizer).
+        strategy: "ddp", "zero1", "zero2", "zero3" or "fsdp2"; the ZeROs also with "_offload" (main memory holds the
+            optimizer).
         run_dir: folder of the run; of a config, its `output_dir`.
         device: "auto", "cpu" or "cuda".
         resume: go on from the newest complete checkpoint.
@@ -521,7 +528,8 @@ def launch(
         What rank 0 returned, the model's folder, the steps.
 
     Raises:
-        ConfigError: it could not work. RunError: it failed more often than `restarts`; the message holds the first rank's traceback.
+        ConfigError: it could not work. RunError: it failed more often than `restarts`; the message holds the first
+            rank's traceback.
         KeyboardInterrupt: somebody interrupted; a checkpoint was left.
     """
     config = what if isinstance(what, StrictConfig) else None
@@ -556,7 +564,9 @@ def launch(
 
 
 def _check_run(run: RunDir, config: StrictConfig | None, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds another run, or one without a checkpoint to go on from, before processes are started."""
+    """Refuse a folder that holds another run, or one without a checkpoint to go on from,
+    before processes are started.
+    """
     if config is None or not run.holds_run():
         return
     if not resume:
@@ -571,9 +581,10 @@ def _call(config: StrictConfig, num_processes: int, kwargs: Mapping[str, Any]) -
         raise ConfigError(
             f"launch got {', '.join(kwargs)}: a config takes no further arguments; did you mean a setting of launch?"
         )
-    if getattr(config, "then", None):
+    if then := getattr(config, "then", None):
         raise ConfigError(
-            f"then={config.then} makes a pipeline of labelling: label first (then=null) and train on preferences.jsonl, or use `rlhf-nb run` with processes={num_processes}."  # type: ignore[attr-defined]
+            f"then={then} makes a pipeline of labelling: label first (then=null) and train on "
+            f"preferences.jsonl, or use `rlhf-nb run` with processes={num_processes}."
         )
     return {"fn": _train, "args": (of(config), config), "kwargs": {}}
 
@@ -594,10 +605,13 @@ def _collect(run: RunDir, private: Path, is_config: bool, failures: list[str]) -
 
 # %% ../../nbs/scale/launch.ipynb #632a7ab7
 def _try_until_done(
-    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], how: dict[str, bool], own: bool,
-    restarts: int, hang: float, live: Live,
+    run: RunDir, folder: Path, call: dict[str, Any], command: list[str], env: dict[str, str], how: dict[str, bool],
+    own: bool, restarts: int, hang: float, live: Live,
 ) -> list[str]:  # fmt: skip
-    """Attempts, until one succeeds; returns a line for each that did not. `own`: the run begins here, nobody else's log can go."""
+    """Attempts, until one succeeds; returns a line for each that did not.
+
+    `own`: the run begins here, nobody else's log can go.
+    """
     failures: list[str] = []
     while True:
         _write_call(Path(env["RLHF_NB_CALL"]), call, how | ({"resume": True} if failures else {}))
@@ -629,7 +643,9 @@ def _try_until_done(
 
 
 def _set_aside(run: RunDir, folder: Path) -> None:
-    """Move the logs of an attempt that saved nothing, so that the next one begins with empty ones; labels are saved as they come."""
+    """Move the logs of an attempt that saved nothing, so that the next one begins with empty ones;
+    labels are saved as they come.
+    """
     events = read_metrics(run.path)
     if any(e.get("type") == "start" and "total_steps" in e for e in events):
         folder.mkdir(parents=True, exist_ok=True)
@@ -645,7 +661,8 @@ def _write_call(folder: Path, call: dict[str, Any], how: dict[str, bool]) -> Non
         data = _dill().dumps(call, recurse=True)
     except Exception as error:
         raise ConfigError(
-            f"the function or its arguments can't be sent to other processes ({type(error).__name__}: {error}): let it load models and open files itself"
+            f"the function or its arguments can't be sent to other processes ({type(error).__name__}: {error}): let it "
+            "load models and open files itself"
         ) from error
     put_private(folder / "call.pkl", data)
 
@@ -663,7 +680,10 @@ def _tail(path: Path, lines: int = 30) -> str:
 
 @contextmanager
 def _interruptible(attempt: Attempt, live: Live) -> Iterator[Callable[[], None]]:
-    """Gives what is to be called a few times a second. Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises."""
+    """Gives what is to be called a few times a second.
+
+    Inside, the first Ctrl-C asks all ranks to stop after their step; the second raises.
+    """
     pressed, told = 0, False
 
     def handle(number: int, frame: Any) -> None:
@@ -704,9 +724,15 @@ def fork_problem(num_processes: int, cpu: bool | None = None) -> str:
     if not cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "this process has used CUDA already, and a forked child cannot"
     if cpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true"):
-        return "on CPUs, without ACCELERATE_USE_CPU=true, each process would train alone and gradients would not be exchanged"
+        return (
+            "on CPUs, without ACCELERATE_USE_CPU=true, each process would train alone and gradients would "
+            "not be exchanged"
+        )
     if torch.get_num_threads() > 1:
-        return f"torch uses {torch.get_num_threads()} threads here, and a child forked from it hangs in its first operation"
+        return (
+            f"torch uses {torch.get_num_threads()} threads here, and a child forked from it hangs in its "
+            "first operation"
+        )
     return ""
 
 
@@ -718,7 +744,7 @@ def fork_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), num_processe
     """
     if problem := fork_problem(num_processes):
         raise RunError(
-            f"notebook_launcher would not work here: {problem}. Use launch(fn, ..., num_processes={num_processes}) instead"
+            f"notebook_launcher would not work here: {problem}. Use launch(fn, ..., num_processes={num_processes})"
         )
     from accelerate import notebook_launcher
 

@@ -75,7 +75,9 @@ class Live:
             self.told, self.waiting = time.time(), None
 
     def _new(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that were added since the last look; a log that was cut back or begun anew is read from its beginning, and what is old is left out."""
+        """Whole lines that were added since the last look; a log that was cut back or begun anew is read from its
+        beginning, and what is old is left out.
+        """
         try:
             with open_regular(self.path) as f:
                 f.seek(max(0, self.at - len(self.tail)))

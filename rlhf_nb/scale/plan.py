@@ -32,9 +32,16 @@ ASSUMPTIONS = (
     "a tenth of the memory is lost to fragmentation",
     "every forward is as full as token_budget allows, every row as long as prompt + completion",
     "batches are global and at least one row a GPU; ranks hold equally many rows",
-    "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while it samples; where that doesn't fit ('layer by layer') it waits in the host's memory and visits the GPU for every token",
+    (
+        "stage 3 keeps two layers (or the embedding, or a billion numbers) whole at a time, and the whole policy while "
+        "it samples; where that doesn't fit ('layer by layer') it waits in the host's memory and visits the GPU for "
+        "every token"
+    ),
     "attention keeps no row × row matrix (SDPA's fused kernels)",
-    "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): GPUs and several machines are arithmetic",
+    (
+        "checked against measured peaks on CPU only, stages 1 to 3 on two processes (benchmarks/check_topology.py): "
+        "GPUs and several machines are arithmetic"
+    ),
 )
 
 
@@ -60,8 +67,9 @@ class Plan(NamedTuple):
             else ", weights visit the GPU layer by layer while sampling"
         )
         return (
-            f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a forward; "
-            f"peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: {self.budget.fullest}"
+            f"{s.gpus:,} GPU{'s' if s.gpus > 1 else ''}: {how}{offload[s.offload]}{again}, {self.tokens:,} tokens a "
+            f"forward; peak {self.budget.peak / 2**30:.1f} of {self.memory / 2**30:.0f} GiB while: "
+            f"{self.budget.fullest}"
         )
 
     def command(self, asked: Job, settings: str = "...") -> str:
@@ -143,8 +151,9 @@ def plan(model: Any, job: Job, gpus: int = 1, memory: float = 80.0, host: float 
     _check_machine(gpus, memory)
     if min(job.mini_batch, job.rollout_batch or job.mini_batch) < gpus:
         raise ConfigError(
-            f"mini_batch is {job.mini_batch} (rollout_batch {job.rollout_batch or job.mini_batch}) for {gpus} GPUs: batches are global, so some "
-            f"GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer GPUs."
+            f"mini_batch is {job.mini_batch} (rollout_batch {job.rollout_batch or job.mini_batch}) for {gpus} GPUs: "
+            f"batches are global, so some GPUs would have nothing to do. Raise both to {gpus} or more, or use fewer "
+            "GPUs."
         )
     found = _first_fit(shape, job, gpus, memory, host)
     if found is None:
@@ -174,8 +183,9 @@ def _too_large(shape: DecoderShape, job: Job, gpus: int, memory: float, host: fl
             break
     would = "; ".join(remedies) if remedies else "a smaller model, or GPUs with more memory"
     return (
-        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even split, recomputed and offloaded: "
-        f"{smallest.peak / 2**30:.0f} GiB would be needed on each GPU without offloading, most of it for {role}. What would fit: {would}."
+        f"{shape.total / 1e9:.1f} billion parameters with {job.method} don't fit on {gpus} × {memory:g} GiB, even "
+        f"split, recomputed and offloaded: {smallest.peak / 2**30:.0f} GiB would be needed on each GPU without "
+        f"offloading, most of it for {role}. What would fit: {would}."
     )
 
 # %% ../../nbs/scale/plan.ipynb #53155e53
@@ -240,8 +250,10 @@ def plan_table(
     shape = decoder_shape(model)
     commands = []
     lines = [
-        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, {memory:g} GiB a GPU", "",
-        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a step, GiB | one copy on |",
+        f"{shape.total / 1e9:.2f} billion parameters, {job.method}{'' if job.lora is None else f', LoRA {job.lora}'}, "
+        f"{memory:g} GiB a GPU", "",
+        "| GPUs | stage | on the host | recompute | tokens a forward | rows a step | peak GiB (most of it) | sent a "
+        "step, GiB | one copy on |",
         "|---:|---|---|---|---:|---:|---|---:|---:|",
     ]  # fmt: skip
     for n in gpus:
@@ -257,8 +269,8 @@ def plan_table(
         s, roles = found.split, found.budget.by_role()
         most = max(roles, key=lambda r: roles[r])
         lines.append(
-            f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | {'yes' if found.job.recompute else ''} "
-            f"| {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} ({most}) | {sent_per_step(shape, found) / 2**30:.1f} "
-            f"| {smallest_group(shape, found):,} |"
+            f"| {n:,} | {s.stage}{'' if s.gather else ', layer by layer'} | {s.offload.replace('none', '')} | "
+            f"{'yes' if found.job.recompute else ''} | {found.tokens:,} | {mini:,} | {found.budget.peak / 2**30:.1f} "
+            f"({most}) | {sent_per_step(shape, found) / 2**30:.1f} | {smallest_group(shape, found):,} |"
         )
     return "\n".join([*lines, *(["", *commands] if commands else []), "", "Assumed: " + "; ".join(ASSUMPTIONS) + "."])

@@ -47,7 +47,8 @@ def outside_names(source: str) -> list[str]:
         for s in scope.get_symbols():
             if s.is_declared_global() and s.is_assigned():
                 raise ConfigError(
-                    f"it assigns to the global {s.get_name()!r}, and a reward that remembers is another one on every process: return numbers only."
+                    f"it assigns to the global {s.get_name()!r}, and a reward that remembers is another one on every "
+                    "process: return numbers only."
                 )
             own = s.is_assigned() or s.is_imported() or s.is_namespace()
             if s.is_referenced() and ((top and not own) or (not top and s.is_global())):
@@ -66,7 +67,10 @@ _LONGEST = 1 << 20  # characters of a constant's text
 def as_text(value: Any) -> str | None:
     """A constant as Python text that gives it back; None for what is no constant."""
     if isinstance(value, re.Pattern):
-        return f"re.compile({value.pattern!r}, {value.flags & ~re.UNICODE.value if isinstance(value.pattern, str) else value.flags})"
+        return (
+            f"re.compile({value.pattern!r}, "
+            f"{value.flags & ~re.UNICODE.value if isinstance(value.pattern, str) else value.flags})"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     if isinstance(value, frozenset) and (inner := as_text(set(value))) is not None:
@@ -123,7 +127,8 @@ class Carried:
         else:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             raise ConfigError(
-                f"{above or 'the reward'} needs {name!r}, a {kind}, and only text can be carried to another process: make it inside the function, or read it from a file there."
+                f"{above or 'the reward'} needs {name!r}, a {kind}, and only text can be carried to another process: "
+                "make it inside the function, or read it from a file there."
             )
 
     def _add_source(self, value: Any, name: str, above: str) -> None:
@@ -132,12 +137,14 @@ class Carried:
         who = f"{name!r}"
         if getattr(inner, "__name__", "") == "<lambda>":
             raise ConfigError(
-                f"{above or 'the reward'} {'needs' if above else 'is'} a lambda ({name}), whose text can't be told from what stands around it: write it as def."
+                f"{above or 'the reward'} {'needs' if above else 'is'} a lambda ({name}), whose text can't be told "
+                "from what stands around it: write it as def."
             )
         if getattr(inner, "__closure__", None):
             held = ", ".join(inner.__code__.co_freevars)
             raise ConfigError(
-                f"{who} was made inside another function and holds {held} from there: write it at the top of a cell, and {held} as a constant."
+                f"{who} was made inside another function and holds {held} from there: write it at the top of a cell, "
+                f"and {held} as a constant."
             )
         try:
             source = textwrap.dedent(inspect.getsource(inner))
@@ -237,10 +244,12 @@ def _listed(rewards: Any, config: Any) -> tuple[list[Any], list[float], list[str
 
 # %% ../../nbs/scale/promote.ipynb #527122b6
 def promote(
-    what: Any, rewards: Any = None, folder: str | Path = "promoted", *, rows: Sequence[Mapping[str, Any]] | None = None, steps: int = 2,
+    what: Any, rewards: Any = None, folder: str | Path = "promoted", *, rows: Sequence[Mapping[str, Any]] | None = None,
+    steps: int = 2,
     say: Callable[[str], None] | None = print,
 ) -> Promoted:  # fmt: skip
-    """Write a notebook's run into a folder from which `rlhf-nb launch METHOD --config FOLDER` starts it, here or on a cluster.
+    """Write a notebook's run into a folder from which `rlhf-nb launch METHOD --config FOLDER` starts it,
+    here or on a cluster.
 
     Args:
         what: the config of an online method, or the trainer that has it.
@@ -262,11 +271,13 @@ def promote(
         )
     if config.model.name_or_path is None:
         raise ConfigError(
-            "model.name_or_path is null: a model that exists only in this notebook can't be promoted. Save it, and name its folder in the config."
+            "model.name_or_path is null: a model that exists only in this notebook can't be promoted. Save it, and "
+            "name its folder in the config."
         )
     if config.data.path is None and rows is None:
         raise ConfigError(
-            "data.path is null: give the rows that the trainer got, promote(..., rows=rows), or name their file in the config."
+            "data.path is null: give the rows that the trainer got, promote(..., rows=rows), or name their file in the "
+            "config."
         )
     listed, weights, names = _listed(rewards, config)
     entries = [_entry(r, carried) for r in listed]
@@ -291,10 +302,13 @@ def promote(
 
 # %% ../../nbs/scale/promote.ipynb #527122c2
 def _recorded(
-    config: Any, method: Any, folder: Path, listed: list[Any], weights: list[float], names: list[str | None], rows: Any, steps: int,
+    config: Any, method: Any, folder: Path, listed: list[Any], weights: list[float], names: list[str | None], rows: Any,
+    steps: int,
     say: Callable[[str], None],
 ) -> Promoted:  # fmt: skip
-    """The record of a promoted run, made with the notebook's functions and compared with the module and with the notebook's run."""
+    """The record of a promoted run, made with the notebook's functions and compared with
+    the module and with the notebook's run.
+    """
     written: Any = type(config).load(folder)
     quiet: dict[str, Any] = {
         "console": False,
@@ -353,7 +367,8 @@ def _as_the_run(config: Any, told: Mapping[str, Any]) -> bool:
             was = event.get(key)
             if isinstance(was, float) and math.isfinite(was) and abs(was - now) > 1e-3 * max(1.0, abs(was)):
                 raise RunError(
-                    f"the run in {config.output_dir} had {key} {was:.6g} at step {event['step']}, and with what is in the notebook now it is {now:.6g}: a cell, the "
-                    "data or a setting was changed since. Run it again, then promote."
+                    f"the run in {config.output_dir} had {key} {was:.6g} at step {event['step']}, and with what is in "
+                    f"the notebook now it is {now:.6g}: a cell, the data or a setting was changed since. Run it again, "
+                    "then promote."
                 )
     return bool(events)

@@ -23,7 +23,10 @@ __all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES',
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)
 class DecoderShape:
-    """What decides how much memory a decoder needs. Parameters of a layer are computed from the widths unless counted."""
+    """What decides how much memory a decoder needs.
+
+    Parameters of a layer are computed from the widths unless counted.
+    """
 
     layers: int
     hidden: int
@@ -89,7 +92,8 @@ def decoder_shape(model: Any) -> DecoderShape:
             model = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         except Exception as e:  # whatever transformers says to a file that somebody else has written
             raise ModelError(
-                f"{str(model)!r} is no directory with a config.json, and no hub name that can be reached, so there is no shape to plan with."
+                f"{str(model)!r} is no directory with a config.json, and no hub name that can be reached, so there is "
+                "no shape to plan with."
             ) from e
     try:
         with torch.device("meta"):
@@ -116,7 +120,8 @@ def _counted(text: Any, net: Any) -> DecoderShape:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab=text.vocab_size, tied=head.weight is net.get_input_embeddings().weight, gated=gated,
-        saved=4 if gated else 5 if "NewGELUActivation" in kinds else 2, embedding=embedding + rest % text.num_hidden_layers, block=rest // text.num_hidden_layers,
+        saved=4 if gated else 5 if "NewGELUActivation" in kinds else 2,
+        embedding=embedding + rest % text.num_hidden_layers, block=rest // text.num_hidden_layers,
         thin=sum(a + b for a, b in linear) // text.num_hidden_layers,
     )  # fmt: skip
 
@@ -137,7 +142,9 @@ class NumberFormat(NamedTuple):
         return max(self.compute, self.weight)
 
     def stepped(self, stage: int, states: float = 8.0) -> float:
-        """Bytes that the optimizer keeps for each trained number, of which `states` are its averages; DeepSpeed steps on fp32 weights of its own."""
+        """Bytes that the optimizer keeps for each trained number, of which `states` are its averages; DeepSpeed
+        steps on fp32 weights of its own.
+        """
         return self.optimizer - 8.0 + states + (4 if stage and self.weight == 4 else 0)
 
 
@@ -191,7 +198,8 @@ class Job:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but a run needs at least 1.")
         if self.lora is None and any("adapter" in held for held in self.models):
             raise ConfigError(
-                f"holds is {self.models}, adapters of one backbone for all roles (critic=hydra), so it needs a rank: lora=16."
+                f"holds is {self.models}, adapters of one backbone for all roles (critic=hydra), so it needs a rank: "
+                "lora=16."
             )
 
     @property
@@ -239,7 +247,8 @@ def row_tokens(job: Job, hidden: int) -> tuple[int, int]:
 
 
 def forward_rows(job: Job, shape: DecoderShape, gpus: int) -> tuple[int, int, int]:
-    """(tokens of the fullest forward, completions in it, tokens of the fullest later forward of the same step) on one GPU.
+    """(tokens of the fullest forward, completions in it, tokens of the fullest later forward of the same step)
+    on one GPU.
 
     Args:
         job: batch and budget.
@@ -412,7 +421,8 @@ class Split:
         if self.stage < least:
             what = "the optimizer's numbers" if least == 1 else "weights, too,"
             raise ConfigError(
-                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is {self.stage}."
+                f"offload={self.offload!r} moves {what} to the host, which stage {least} and above can; stage is "
+                f"{self.stage}."
             )
 
     def part(self, from_stage: int) -> float:
@@ -421,7 +431,8 @@ class Split:
 
 
 def averages(job: Job, shape: DecoderShape | None = None) -> float:
-    """Bytes that the job's optimizer keeps for each trained number: two averages (adamw), one (sgd's momentum), one byte each with their scales (8-bit), a row and
+    """Bytes that the job's optimizer keeps for each trained number: two averages (adamw), one (sgd's momentum), one
+    byte each with their scales (8-bit), a row and
     a column for each matrix (adafactor), one for hidden matrices and two for the rest (muon).
 
     Args:
@@ -587,7 +598,10 @@ def predict_memory(model: Any, job: Job, split: Split = Split()) -> Budget:
         need = sampling_memory(shape, job, split.gpus)
         copies = need["copies"] if split.gather or split.stage < 3 else 0.0  # none of weights that only visit
         at_once, rows = cache_rows(shape, job, split.gpus)
-        size = f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × {job.format.compute:g}"
+        size = (
+            f"2 × {shape.layers} × {shape.keys} × {job.prompt + job.completion} × {at_once} rows × "
+            f"{job.format.compute:g}"
+        )
         terms += [
             MemoryTerm("cache", "keys and values", need["cache"], size, ("sampling",)),
             MemoryTerm(
@@ -629,7 +643,8 @@ def job_of(config: Any, precision: Precision) -> Job:
     longest = config.sampling.max_new_tokens if method.online else data.max_length - data.max_prompt_length
     return Job(
         method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
-        mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1), lora=lora.r if lora else None,
-        moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
-        holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)), device="cuda" if precision.device.type == "cuda" else "cpu",
+        mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1),
+        lora=lora.r if lora else None, moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
+        holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)),
+        device="cuda" if precision.device.type == "cuda" else "cpu",
     )  # fmt: skip

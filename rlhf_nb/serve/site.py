@@ -88,7 +88,9 @@ class Model:
             raise Refused(400, f"{self.name} is a base model without a chat template: use /v1/completions.")
         try:
             with self.lock:
-                return encode_chat(self.tokenizer, prompt) if chat else encode_prompts(self.tokenizer, [prompt])[0]  # type: ignore[arg-type, list-item]
+                if chat:
+                    return encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+                return encode_prompts(self.tokenizer, [prompt])[0]  # type: ignore[list-item]
         except DataError as e:
             raise Refused(400, str(e)) from None
 
@@ -281,7 +283,8 @@ def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
     for i, (name, folder) in enumerate(adapters.items()):
         where = find_model(folder)[1]
         if i == 0:
-            net = load_or_explain("adapter", where, lambda: PeftModel.from_pretrained(net, where, adapter_name=name))  # noqa: B023
+            load = lambda: PeftModel.from_pretrained(net, where, adapter_name=name)  # noqa: B023
+            net = load_or_explain("adapter", where, load)
         else:
             load_or_explain("adapter", where, lambda: net.load_adapter(where, adapter_name=name))  # noqa: B023
     return net.eval()

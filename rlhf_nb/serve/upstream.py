@@ -116,7 +116,8 @@ def find_upstream(name: str, url: str, key: str | None = None) -> Upstream:
     except (httpx.HTTPError, Unreadable, KeyError, TypeError) as e:
         raise ConfigError(
             f"upstreams.{name}: no server of OpenAI's API answers at {url} ({type(e).__name__}: "
-            f"{printable(str(e))[:200]}). Start it first, for example: vllm serve MODEL --port 8001, with the address http://127.0.0.1:8001/v1."
+            f"{printable(str(e))[:200]}). Start it first, for example: vllm serve MODEL --port 8001, with the address "
+            "http://127.0.0.1:8001/v1."
         ) from e
     if name not in known and len(known) != 1:
         raise ConfigError(

@@ -47,7 +47,10 @@ class DistillConfig(TextConfig):
     on_policy: bool = Field(default=True, description="learn on the student's own answers, not on the data's")
     lmbda: float | None = option(
         None,
-        "share of steps with the student's own answers, the rest with the data's (GKD's λ); null: on_policy says 1 or 0",
+        (
+            "share of steps with the student's own answers, the rest with the data's (GKD's λ); null: on_policy says 1 "
+            "or 0"
+        ),
         ge=0,
         le=1,
     )
@@ -67,7 +70,8 @@ class DistillConfig(TextConfig):
         """Whose answers are learnt on is said once."""
         if self.lmbda is not None and "on_policy" in self.model_fields_set:
             raise ValueError(
-                f"lmbda is {self.lmbda:g} and on_policy is {self.on_policy}, and both say whose answers are learnt on: leave one of them out."
+                f"lmbda is {self.lmbda:g} and on_policy is {self.on_policy}, and both say whose answers are learnt on: "
+                "leave one of them out."
             )
         return self
 
@@ -147,8 +151,8 @@ class Distill(TextMethod):
         if self.config.own_share == 1:
             return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, chat=self.chat, warn=warn)
         return tokenize_sft(
-            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, completion_only=data.completion_only,
-            chat=self.chat, warn=warn,
+            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
+            completion_only=data.completion_only, chat=self.chat, warn=warn,
         )  # fmt: skip
 
     def collate(self, rows: list[Row]) -> Any:
@@ -233,7 +237,9 @@ class Distill(TextMethod):
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
-        """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are learnt on: on held-out answers)."""
+        """Divergence from the teacher and agreement with it, on own answers to held-out prompts (where none are
+        learnt on: on held-out answers).
+        """
         if not held_out:
             return {}
         mine: dict[str, tuple[float, float]] = {}
@@ -271,8 +277,8 @@ class DistillTrainer(TextTrainer[DistillConfig]):
 
     @takes_trl
     def __init__(
-        self, config: DistillConfig, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None, eval_rows: list[Row] | None = None,
-        teacher: Any = None, callbacks: Iterable[Callback] = (), **options: Any,
+        self, config: DistillConfig, model: Any = None, tokenizer: Any = None, rows: list[Row] | None = None,
+        eval_rows: list[Row] | None = None, teacher: Any = None, callbacks: Iterable[Callback] = (), **options: Any,
     ) -> None:  # fmt: skip
         self.kind = "prompt" if config.own_share == 1 else "sft"  # type: ignore[misc, assignment]
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts={"teacher": teacher}, **options)

@@ -89,7 +89,8 @@ class DPOConfig(OfflineConfig):
             raise ValueError(str(e)) from e
         if self.reference == "none" and needs:
             raise ValueError(
-                f"reference is 'none', but {', '.join(self.losses)} compares the policy with one. Use 'frozen', or a loss without: simpo, orpo, cpo, alphapo."
+                f"reference is 'none', but {', '.join(self.losses)} compares the policy with one. Use 'frozen', or a "
+                "loss without: simpo, orpo, cpo, alphapo."
             )
         if self.reference == "cached" and self.ld_alpha is not None:
             raise ValueError("reference is 'cached', which keeps sums; ld_alpha weighs single tokens. Use 'frozen'.")
@@ -105,7 +106,9 @@ class ReferencedPairs(PreferenceBatch):
 
 # %% ../../nbs/train/dpo.ipynb #2cfd9ad2
 def _said(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, C] with what counts moved to the left, in its order: an answer of several turns without the turns of others."""
+    """[B, C] with what counts moved to the left, in its order:
+    an answer of several turns without the turns of others.
+    """
     return x.gather(1, (~mask).int().sort(stable=True, dim=1).indices)
 
 
@@ -173,7 +176,9 @@ class DPO(OfflineMethod):
         return {"preference": torch.tensor(len(mini), device=mini.chosen_lens.device), "nll": mini.chosen_mask.sum()}
 
     def micro_batches(self, mini: ReferencedPairs) -> list[ReferencedPairs]:
-        """One forward each: pairs of similar length, within the token budget; losses that sort pairs get all at once."""
+        """One forward each: pairs of similar length, within the token budget;
+        losses that sort pairs get all at once.
+        """
         if self.whole_batch:
             return [mini]
         return split_pairs(mini, self.tokenizer.pad_token_id, self.config.token_budget, self.config.micro_batch_size)
@@ -236,7 +241,9 @@ class DPOTrainer(OfflineTrainer[DPOConfig]):
 
 # %% ../../nbs/train/dpo.ipynb #4531a157
 class ImplicitReward:
-    """The reward that a policy trained on preferences stands for: β · log π/π_ref of an answer. Use it in `RewardModelFn`.
+    """The reward that a policy trained on preferences stands for: β · log π/π_ref of an answer.
+
+    Use it in `RewardModelFn`.
 
     Args:
         model: the trained policy.

@@ -50,8 +50,8 @@ def _length(
 
 
 VERIFIERS: dict[str, Callable[..., Any]] = {
-    "number": Number, "exact": ExactMatch, "choice": MultipleChoice, "format": Matches, "think": ThinkFormat, "json": JsonMatches,
-    "length": _length, "repetition": Repetition, "code": PythonTests,
+    "number": Number, "exact": ExactMatch, "choice": MultipleChoice, "format": Matches, "think": ThinkFormat,
+    "json": JsonMatches, "length": _length, "repetition": Repetition, "code": PythonTests,
 }  # fmt: skip
 _COLUMNS = {"answer": "answer_column", "tests": "tests_column"}  # what they are called in a file
 
@@ -86,7 +86,8 @@ _COMMON = ("weight", "name")
 _OUTSIDE = ("timeout", "retries")
 _KINDS: dict[str, tuple[str, ...]] = {  # the settings that go with each
     "file": ("fn", *_OUTSIDE), "fn": _OUTSIDE, "verify": ("options", *_OUTSIDE), "model": ("mode",),
-    "url": ("columns", "key_env", "batch", *_OUTSIDE), "classifier": ("label", "output", "reads"), "process": ("aggregate", "place"),
+    "url": ("columns", "key_env", "batch", *_OUTSIDE), "classifier": ("label", "output", "reads"),
+    "process": ("aggregate", "place"),
 }  # fmt: skip
 
 
@@ -189,11 +190,13 @@ class RewardEntry(StrictConfig):
             raise ValueError(f"{wrong[0]} goes with {home}, and this entry is {self.where}: leave it out.")
         if kind == "file" and self.fn is None:
             raise ValueError(
-                f"file is {Path(str(self.file)).name}, but fn isn't set: name the function in it, {{file: ..., fn: NAME}}."
+                f"file is {Path(str(self.file)).name}, but fn isn't set: name the function in it, "
+                f"{{file: ..., fn: NAME}}."
             )
         if kind == "fn" and not all(part.strip() for part in str(self.fn).partition(":")):
             raise ValueError(
-                f"fn is {self.fn!r}: write package.module:function, or give the file, too: {{file: rewards.py, fn: NAME}}."
+                f"fn is {self.fn!r}: write package.module:function, or give the file, too: "
+                f"{{file: rewards.py, fn: NAME}}."
             )
         if kind == "verify":
             try:
@@ -264,13 +267,15 @@ def import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as e:
         if e.name is not None and name.startswith(e.name):
             raise ConfigError(
-                f"there is no module {name!r}: it must be installed, on PYTHONPATH, or below the folder where the command is started."
+                f"there is no module {name!r}: it must be installed, on PYTHONPATH, or below the folder where the "
+                "command is started."
             ) from e
         raise ConfigError(f"module {name!r} can't be imported: {e}.") from e
     except (Exception, SystemExit) as e:
         file = traceback.extract_tb(e.__traceback__)[-1]
         raise ConfigError(
-            f"module {name!r} can't be imported: {Path(file.filename).name}, line {file.lineno}: {type(e).__name__}: {e}."
+            f"module {name!r} can't be imported: {Path(file.filename).name}, line {file.lineno}: {type(e).__name__}: "
+            f"{e}."
         ) from e
 
 
@@ -312,8 +317,8 @@ class ServerReward:
     """
 
     def __init__(
-        self, url: str, columns: Sequence[str] | None = None, *, key_env: str | None = None, batch: int = 64, timeout: float = 60.0,
-        retries: int = 4, name: str = "server",
+        self, url: str, columns: Sequence[str] | None = None, *, key_env: str | None = None, batch: int = 64,
+        timeout: float = 60.0, retries: int = 4, name: str = "server",
     ) -> None:  # fmt: skip
         self.url, self.columns, self.key_env, self.batch = url, columns, key_env, batch
         self.timeout, self.retries, self.name = timeout, retries, name
@@ -342,7 +347,8 @@ class ServerReward:
                 json.dumps(body)
             except (TypeError, ValueError) as e:
                 raise RewardError(
-                    f"reward {self.name!r}: the columns {', '.join(chosen)} can't be sent as JSON ({e}): name those that can, columns: [...]."
+                    f"reward {self.name!r}: the columns {', '.join(chosen)} can't be sent as JSON ({e}): name those "
+                    "that can, columns: [...]."
                 ) from e
             how: dict[str, Any] = {"key": read_key(self.key_env), "timeout": self.timeout, "attempts": self.retries + 1}
             reply = ask_server(self.url, body, "a reward server", **how)
@@ -365,7 +371,8 @@ class ServerReward:
 
 # %% ../../nbs/train/entries.ipynb #7ab5bef7
 def load_models(
-    where: str | Sequence[str], *, trust_remote_code: bool = False, token_budget: int = 4096, mode: Literal["mean", "min", "mean_minus_std"] | None = None,
+    where: str | Sequence[str], *, trust_remote_code: bool = False, token_budget: int = 4096,
+    mode: Literal["mean", "min", "mean_minus_std"] | None = None,
     name: str = "reward",
 ) -> RewardModel | Ensemble:  # fmt: skip
     """A reward model, or an ensemble of several.
@@ -437,7 +444,8 @@ def _callable(entry: RewardEntry, ran: dict[Path, ModuleType]) -> Any:
 
 
 def check_entries(entries: Sequence[RewardEntry], key: str = "rewards") -> list[Any]:
-    """What entries name, as far as no model has to be loaded for it: files, functions, verifiers, servers; None for a model.
+    """What entries name, as far as no model has to be loaded for it: files, functions, verifiers, servers;
+    None for a model.
 
     Args:
         entries: of a config.
@@ -457,7 +465,8 @@ def check_entries(entries: Sequence[RewardEntry], key: str = "rewards") -> list[
 
 
 def build_rewards(
-    entries: Any, *, timeout: float | None = 3600.0, trust_remote_code: bool = False, token_budget: int = 4096, device: Any = "cpu", key: str = "rewards",
+    entries: Any, *, timeout: float | None = 3600.0, trust_remote_code: bool = False, token_budget: int = 4096,
+    device: Any = "cpu", key: str = "rewards",
 ) -> Rewards | RewardModel | Ensemble:  # fmt: skip
     """What a list of entries names.
 
@@ -495,8 +504,8 @@ def build_rewards(
     waits = [(e.timeout, e.retries or 0) if isinstance(e, RewardEntry) and e.url is None else (None, 0) for e in known]
     own = Rewards(fns).names
     return Rewards(
-        fns, [e.weight if isinstance(e, RewardEntry) else 1.0 for e in known], [n or o for n, o in zip(names, own)], timeout=timeout,
-        timeouts=[timeout if t is None else t for t, _ in waits], retries=[r for _, r in waits],
+        fns, [e.weight if isinstance(e, RewardEntry) else 1.0 for e in known], [n or o for n, o in zip(names, own)],
+        timeout=timeout, timeouts=[timeout if t is None else t for t, _ in waits], retries=[r for _, r in waits],
     )  # fmt: skip
 
 # %% ../../nbs/train/entries.ipynb #42319196

@@ -314,8 +314,8 @@ def told_of(fitted: Fitted, body: Any) -> str:
     about, layers = fitted.about, fitted.about["layers"]
     reads = f"layers {layers[0]} to {layers[-1]}" if isinstance(layers, list) else f"layer {layers}"
     return (
-        f"head fitted to {about['pairs']:,} pairs: it reads {reads} of {text_config(body).num_hidden_layers}, pulled by "
-        f"{about['ridge']:g}; folds without them order {about['accuracy']:.1%} of them rightly."
+        f"head fitted to {about['pairs']:,} pairs: it reads {reads} of {text_config(body).num_hidden_layers}, pulled "
+        f"by {about['ridge']:g}; folds without them order {about['accuracy']:.1%} of them rightly."
     )
 
 # %% ../../nbs/train/fit_head.ipynb #716fc26c

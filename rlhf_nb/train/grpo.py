@@ -24,12 +24,18 @@ __all__ = ['VARIANTS', 'GRPOConfig', 'overlong_penalty', 'GRPO', 'GRPOTrainer']
 
 # %% ../../nbs/train/grpo.ipynb #15f6f5a2
 VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo": {"per": "sequence", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2, "clip_eps_high": 0.2},
-    "dr_grpo": {"per": "length", "level": "token", "scale": "none", "soft": False, "clip_eps_low": 0.2, "clip_eps_high": 0.2},
-    "dapo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2, "clip_eps_high": 0.28},
-    "bnpo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2, "clip_eps_high": 0.2},
-    "gspo": {"per": "sequence", "level": "sequence", "scale": "group", "soft": False, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
-    "cispo": {"per": "token", "level": "token", "scale": "group", "soft": True, "clip_eps_low": 1.0, "clip_eps_high": 4.0},
+    "grpo": {"per": "sequence", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2},
+    "dr_grpo": {"per": "length", "level": "token", "scale": "none", "soft": False, "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2},
+    "dapo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
+        "clip_eps_high": 0.28},
+    "bnpo": {"per": "token", "level": "token", "scale": "group", "soft": False, "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2},
+    "gspo": {"per": "sequence", "level": "sequence", "scale": "group", "soft": False, "clip_eps_low": 3e-4,
+        "clip_eps_high": 4e-4},
+    "cispo": {"per": "token", "level": "token", "scale": "group", "soft": True, "clip_eps_low": 1.0,
+        "clip_eps_high": 4.0},
 }  # fmt: skip
 
 
@@ -155,7 +161,8 @@ class GRPO(OnlineMethod):
         new = self.module(micro, temperature=cfg.sampling.temperature).logps
         policy = group_surrogate(
             new, micro.need("old_logps"), micro.need("advantages"), mask, clip_eps_low=cfg.switch("clip_eps_low"),
-            clip_eps_high=cfg.switch("clip_eps_high"), level=cfg.switch("level"), soft=cfg.switch("soft"), correction=self.correction(micro), **weigh,
+            clip_eps_high=cfg.switch("clip_eps_high"), level=cfg.switch("level"), soft=cfg.switch("soft"),
+            correction=self.correction(micro), **weigh,
         )  # fmt: skip
         terms = {"policy": (policy, 1.0)}
         if self.kl_coef:
@@ -164,7 +171,8 @@ class GRPO(OnlineMethod):
 
 # %% ../../nbs/train/grpo.ipynb #57ffd691
 @register(
-    "grpo", GRPOConfig, stage=6, rows="prompt", online=True, holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
+    "grpo", GRPOConfig, stage=6, rows="prompt", online=True,
+    holds=lambda c: ("policy", "reference") if c.kl_coef else ("policy",),
     about="Improve a model by a reward, without a critic (variant=grpo, dr_grpo, dapo, bnpo, gspo, cispo).",
 )  # fmt: skip
 class GRPOTrainer(OnlineTrainer[GRPOConfig]):

@@ -58,7 +58,8 @@ class KTOConfig(OfflineConfig):
         """Partners are drawn from the whole data set."""
         if self.data.streaming:
             raise ValueError(
-                "KTO puts each answer under another row's prompt, drawn from all rows, so it can't stream its data. Set data.streaming to false."
+                "KTO puts each answer under another row's prompt, drawn from all rows, so it can't stream its data. "
+                "Set data.streaming to false."
             )
         return self
 
@@ -87,8 +88,8 @@ def partners(rows: Sequence[Row], seed: int) -> list[Row]:
         other = next((r for r in others if r["prompt_ids"] != rows[i]["prompt_ids"]), None)
         if other is None:
             raise DataError(
-                f"all {len(rows)} rows have the same prompt, so no answer can be put under another one, and the baseline would be a guess. "
-                "Use loss=apo_zero_unpaired, which needs none, or more prompts."
+                f"all {len(rows)} rows have the same prompt, so no answer can be put under another one, and the "
+                "baseline would be a guess. Use loss=apo_zero_unpaired, which needs none, or more prompts."
             )
         out[i] = rows[i] | _as_other(other)
     return out
@@ -213,7 +214,9 @@ class KTO(OfflineMethod):
         return batch.both()
 
     def collect(self, batch: LabelledAnswers, step: int) -> LabelledAnswers:
-        """Log-probs of the reference; and KTO's baseline, the mean log-ratio of the strangers' answers over all ranks."""
+        """Log-probs of the reference; and KTO's baseline, the mean log-ratio of the
+        strangers' answers over all ranks.
+        """
         super().collect(batch, step)
         if self.config.loss == "kto":
             with evaluating(self.model):
@@ -240,8 +243,9 @@ class KTO(OfflineMethod):
         baseline = torch.tensor([self.baseline.value], device=ref.device)
         baseline = mismatched_kl(baseline) if cfg.loss == "kto" else baseline
         loss = unpaired_loss(
-            self.module(micro.plain().trim()).logps.sum(1), ref, micro.label, cfg.loss, baseline=baseline, beta=cfg.beta,
-            desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight, desirable_share=self.desirable_share,
+            self.module(micro.plain().trim()).logps.sum(1), ref, micro.label, cfg.loss, baseline=baseline,
+            beta=cfg.beta, desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight,
+            desirable_share=self.desirable_share,
         )  # fmt: skip
         return {"kto": (loss, 1.0)}
 
@@ -253,7 +257,9 @@ class KTO(OfflineMethod):
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
-        """Mean implicit rewards of good and bad held-out answers, their margin, and how often a good one beats a bad one."""
+        """Mean implicit rewards of good and bad held-out answers, their margin,
+        and how often a good one beats a bad one.
+        """
         if not held_out:
             return {}
         rewards, labels, mine = [], [], self.my_share(held_out)
@@ -287,7 +293,10 @@ class KTO(OfflineMethod):
     about="Improve a model by single answers that somebody liked or didn't (loss=kto, bco, apo_zero_unpaired).",
 )  # fmt: skip
 class KTOTrainer(OfflineTrainer[KTOConfig]):
-    """KTO, APO-zero or BCO on single answers, ready to `fit()`; preferences are taken apart. Arguments as in `OfflineTrainer`."""
+    """KTO, APO-zero or BCO on single answers, ready to `fit()`; preferences are taken apart.
+
+    Arguments as in `OfflineTrainer`.
+    """
 
     kind, method_class = "unpaired", KTO
     method: KTO

@@ -88,7 +88,9 @@ class TextMethod(BaseMethod):
         return batch if isinstance(batch, Completions) else None
 
     def models(self) -> list[nn.Module]:
-        """All models that are computed: what is trained, what is only looked at, and a reference, be it a moving one."""
+        """All models that are computed: what is trained, what is only looked at, and a reference,
+        be it a moving one.
+        """
         return [self.module, *self.frozen_modules(), *([] if self.reference is None else [self.reference.model])]
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
@@ -99,10 +101,14 @@ class TextMethod(BaseMethod):
 
     @abstractmethod
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
-        """Rows of text as rows of token ids; those that teach nothing are dropped, and counted in a warning unless `warn` is False."""
+        """Rows of text as rows of token ids; those that teach nothing are dropped,
+        and counted in a warning unless `warn` is False.
+        """
 
     def my_share(self, held_out: Sequence[Row]) -> list[Row]:
-        """This rank's share of the held-out rows: ranks take turns, so that `engine.in_turn` puts their results in order."""
+        """This rank's share of the held-out rows: ranks take turns,
+        so that `engine.in_turn` puts their results in order.
+        """
         return list(held_out[self.engine.rank :: self.engine.world_size])
 
     @contextmanager

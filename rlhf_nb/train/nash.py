@@ -32,7 +32,9 @@ class NashMD(PairMethod):
         return self.noted(self.advantages(scored))
 
     def won(self, r: Rollout) -> Tensor:
-        """[B / 2], how likely the policy's answers beat the opponent's: a judge's word, or σ of the scores' difference."""
+        """[B / 2], how likely the policy's answers beat the opponent's: a judge's word,
+        or σ of the scores' difference.
+        """
         s = r.need("scores").view(-1, 2)
         return s[:, 0] if isinstance(self.rewards.fns[0], Duel) else (s[:, 0] - s[:, 1]).sigmoid()
 

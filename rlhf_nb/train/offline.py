@@ -52,11 +52,13 @@ class OfflineConfig(TextConfig):
         """Each kind of reference has what it needs."""
         if self.reference == "cached" and self.data.streaming:
             raise ValueError(
-                "reference is 'cached', but the data is streamed, so there is no list of answers to compute once. Use 'frozen'."
+                "reference is 'cached', but the data is streamed, so there is no list of answers to compute once. Use "
+                "'frozen'."
             )
         if self.reference == "moving" and self.model.lora is not None:
             raise ValueError(
-                "reference is 'moving', but with LoRA the reference is the base model, which stays. Use 'frozen', or leave out lora."
+                "reference is 'moving', but with LoRA the reference is the base model, which stays. Use 'frozen', or "
+                "leave out lora."
             )
         if self.reference == "moving" and self.reference_model is not None:
             raise ValueError("reference is 'moving', which starts as the policy: leave reference_model out.")
@@ -79,7 +81,8 @@ def check_same_tokens(ours: Any, theirs: Any, where: str, role: str = "reference
     if found:
         raise ModelError(
             f"{role} {where!r} has another tokenizer: {found}. Its log-probs would be about other "
-            "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy starts from)."
+            "words. Use a model with the policy's tokenizer (as a reference usually the SFT model that the policy "
+            "starts from)."
         )
 
 
@@ -211,7 +214,8 @@ class OfflineTrainer(TextTrainer[_O]):
     ) -> None:
         if reference is not None and config.reference in ("moving", "none"):
             raise ConfigError(
-                f"a reference was passed, but config.reference is {config.reference!r}, which has no use for it: set 'frozen' or 'cached', or pass none."
+                f"a reference was passed, but config.reference is {config.reference!r}, which has no use for it: set "
+                "'frozen' or 'cached', or pass none."
             )
         parts = {"reference": reference}
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)

@@ -154,7 +154,8 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     found = {
         "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
         "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
-        "completions/mean_length": lens.mean(), "completions/min_length": lens.min(), "completions/max_length": lens.max(),
+        "completions/mean_length": lens.mean(), "completions/min_length": lens.min(),
+        "completions/max_length": lens.max(),
         "completions/clipped_ratio": 1 - r.finished.float().mean(),
     }  # fmt: skip
     if r.ref_logps is not None:
@@ -192,7 +193,8 @@ def rollout_samples(r: Rollout, n: int) -> list[dict[str, Any]]:
 
 
 def group_metrics(scores: Tensor, group: int) -> dict[str, float]:
-    """Mean score, mean spread within groups, share of groups without spread, and of those among them that are at the best score.
+    """Mean score, mean spread within groups, share of groups without spread,
+    and of those among them that are at the best score.
 
     Args:
         scores: [B], those of a prompt contiguous.
@@ -398,7 +400,9 @@ class OnlineMethod(TextMethod):
         return r.completion_mask & r.finished[:, None] if self.config.mask_truncated else r.completion_mask
 
     def leave_out_cut(self, r: Rollout) -> Rollout:
-        """Mask what nothing is learnt from; after `advantages`, because cut answers are among those that others are compared with."""
+        """Mask what nothing is learnt from; after `advantages`, because cut answers are
+        among those that others are compared with.
+        """
         r.completion_mask = self.learns(r)
         r.advantages = torch.where(r.completion_mask, r.need("advantages"), 0.0)
         return r
@@ -495,8 +499,8 @@ def warn_of_endless(scores: Tensor, ended: Tensor, fixed: float) -> bool:
     below = int(((scores < fixed) & ended).sum())
     if below:
         warnings.warn(
-            f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished answers "
-            "score below that: for those it pays never to end. Take something from the score instead: "
+            f"missing_eos: an answer that never ends gets {fixed:g}, and {below} of {int(ended.sum())} finished "
+            "answers score below that: for those it pays never to end. Take something from the score instead: "
             f"missing_eos_mode=subtract missing_eos={abs(fixed) or 1:g}.",
             stacklevel=3,
         )
@@ -507,8 +511,9 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
     """The reward that `config.reward` names, and rewards to watch beside it.
 
     Args:
-        config: `rewards` are entries (`train.entries`); `reward` is the folder of a reward model, of an ensemble's `member-*` folders, or in
-            a world that is made here "check" (1 for a right answer) or "gold", where it has one.
+        config: `rewards` are entries (`train.entries`); `reward` is the folder of a reward model, of an ensemble's
+            `member-*` folders, or in a world that is made here "check" (1 for a right answer) or "gold", where it has
+            one.
 
     Raises:
         ConfigError: neither names anything.
@@ -519,8 +524,8 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
         return from_entries(config.rewards, config), gold
     if config.reward is None:
         raise ConfigError(
-            "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, rewards=[{verify: number}], "
-            "rewards=[{file: rewards.py, fn: NAME}].",
+            "reward is not set, so there is nothing to maximise: reward=FOLDER of a reward model, or entries, "
+            "rewards=[{verify: number}], rewards=[{file: rewards.py, fn: NAME}].",
             python="In Python a trainer also takes functions, reward=f.",
         )
     if config.reward == "gold" and gold:
@@ -529,8 +534,8 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
         return from_entries(world.check, config), gold
     if config.reward in ("gold", "check") and not Path(config.reward).exists():
         raise ConfigError(
-            f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: name the folder of a reward model, or an "
-            "entry, rewards=[{verify: number}]."
+            f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: "
+            "name the folder of a reward model, or an entry, rewards=[{verify: number}]."
         )
     trust = config.model.trust_remote_code
     return load_models(config.reward, token_budget=config.token_budget, trust_remote_code=trust), gold
@@ -619,7 +624,10 @@ class OnlineTrainer(TextTrainer[_O]):
         super().__init__(config, model, tokenizer, rows, eval_rows, callbacks, parts=parts, **options)
         for name in {*self.method.rewards.names, *self.method.watch} & {*OWN_NUMBERS}:
             warnings.warn(
-                f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' own.",
+                (
+                    f"the reward {name!r} is eval/{shown_as(name)} in evaluations, because eval/{name} is the answers' "
+                    "own."
+                ),
                 DataNote,
                 stacklevel=3,
             )

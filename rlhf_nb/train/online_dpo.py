@@ -40,7 +40,9 @@ class OnlineDPO(PairMethod):
 
     @torch.no_grad()
     def advantages(self, r: Rollout) -> Rollout:
-        """+1 for the best answer of a group, −1 for the worst, 0 for ties; with `mask_truncated` a pair with a cut answer is none, and of more than two only those that ended count."""
+        """+1 for the best answer of a group, −1 for the worst, 0 for ties; with `mask_truncated` a pair with a cut
+        answer is none, and of more than two only those that ended count.
+        """
         n, scores = self.config.num_generations, r.need("scores")
         scores = scores.view(-1, n)
         counts = r.finished.view(-1, n) if self.config.mask_truncated else torch.ones_like(scores, dtype=torch.bool)
@@ -90,7 +92,10 @@ class OnlineDPO(PairMethod):
     about="Improve a model by DPO on pairs of its own answers, which a reward or a judge labels.",
 )  # fmt: skip
 class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
-    """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; arguments as in `OnlineTrainer`. The reward may be a judge."""
+    """Online DPO, or Nash-MD with loss="nash_md", ready to `fit()`; arguments as in `OnlineTrainer`.
+
+    The reward may be a judge.
+    """
 
     def make_method(
         self, config: OnlineDPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any

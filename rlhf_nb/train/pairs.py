@@ -47,17 +47,19 @@ class OnlineDPOConfig(KLBudget, OnlineConfig):
         """The loss is known and pairwise; the bonus has somebody to leave."""
         if self.xpo_alpha and (self.opponent != "reference" or self.loss == "nash_md"):
             raise ValueError(
-                f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is {self.opponent!r}: "
-                "use a loss for pairs, and opponent=reference."
+                f"xpo_alpha moves away from the reference's answers, but loss is {self.loss!r} and opponent is "
+                f"{self.opponent!r}: use a loss for pairs, and opponent=reference."
             )
         if self.sync_every and self.model.lora is not None:
             raise ValueError(
-                "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them out."
+                "sync_every moves the reference, but with LoRA it is the base model, which stays. Leave one of them "
+                "out."
             )
         if self.num_generations > 2 and (self.opponent != "policy" or self.loss == "nash_md"):
             raise ValueError(
-                f"num_generations is {self.num_generations}: the best and the worst of the policy's own answers are compared, but opponent is {self.opponent!r}, "
-                "who writes one answer to one of the policy's. Use num_generations=2, or opponent=policy with a loss for pairs."
+                f"num_generations is {self.num_generations}: the best and the worst of the policy's own answers are "
+                f"compared, but opponent is {self.opponent!r}, who writes one answer to one of the policy's. Use "
+                "num_generations=2, or opponent=policy with a loss for pairs."
             )
         if self.loss == "nash_md":
             return self
@@ -78,7 +80,9 @@ class PairMethod(OnlineMethod):
 
     @property
     def imitates(self) -> bool:  # type: ignore[override]
-        """Of two answers of any origin the better one is preferred; an opponent's answers must be the opponent's own."""
+        """Of two answers of any origin the better one is preferred;
+        an opponent's answers must be the opponent's own.
+        """
         return self.config.opponent == "policy" and self.config.loss != "nash_md"
 
     @torch.no_grad()
@@ -102,7 +106,9 @@ class PairMethod(OnlineMethod):
         return self.add_logps(both[torch.arange(2 * n).view(2, n).t().flatten()])
 
     def pairs(self, r: Rollout) -> Rollout:
-        """The two answers of each group that something is learnt from: the better one and the other; of a group without any, the first two."""
+        """The two answers of each group that something is learnt from: the better one and the other; of a group
+        without any, the first two.
+        """
         n = self.config.num_generations
         if n == 2:
             return r

@@ -113,7 +113,9 @@ class PPO(OnlineMethod):
         self.warming = False  # whether only the critic learns
 
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
-        """Answers with advantages and returns; in the first `critic_warmup_steps` steps only the critic learns from them."""
+        """Answers with advantages and returns; in the first `critic_warmup_steps` steps
+        only the critic learns from them.
+        """
         self.warming = step < self.config.critic_warmup_steps
         answers = self.rollout(batch, step)
         scored = self.score(answers)
@@ -160,7 +162,9 @@ class PPO(OnlineMethod):
         return {"policy": n, "value": n, "entropy": n}
 
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
-        """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy; while the critic warms up, the value loss alone."""
+        """Clipped surrogate + vf_coef · clipped value loss − entropy_coef · entropy; while the critic warms up,
+        the value loss alone.
+        """
         cfg, mask, warming = self.config, micro.completion_mask, self.warming
         how: dict[str, Any] = {"temperature": cfg.sampling.temperature, "token_budget": cfg.token_budget}
         how |= {"head_only": True} if warming else {}
@@ -209,7 +213,8 @@ class PPO(OnlineMethod):
 
 # %% ../../nbs/train/ppo.ipynb #9895aeee
 def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference | None = None) -> PolicyValue:
-    """Policy and critic in the arrangement that `config.critic` asks for; the critic starts from the reward model where there is one.
+    """Policy and critic in the arrangement that `config.critic` asks for;
+    the critic starts from the reward model where there is one.
 
     Args:
         policy: causal language model.
@@ -233,10 +238,13 @@ def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference 
 
 @register(
     "ppo", PPOConfig, stage=5, rows="prompt", online=True, about="Improve a model with PPO, by a reward model.",
-    holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic], "reference"),
+    holds=lambda c: ("policy", *{"separate": ["critic"], "hydra": ["critic adapter"], "shared": []}[c.critic],
+        "reference"),
 )  # fmt: skip
 class PPOTrainer(OnlineTrainer[PPOConfig]):
-    """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`; arguments as in `OnlineTrainer`."""
+    """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`;
+    arguments as in `OnlineTrainer`.
+    """
 
     method_class = PPO
     method: PPO

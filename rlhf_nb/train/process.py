@@ -188,9 +188,9 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
         bins: of the calibration error.
 
     Returns:
-        loss, accuracy (larger is better) with its standard error, ece, brier (smaller is better), correlation of values and labels; with hard labels
-        first_error (share of answers with a wrong step of which the first is found), all_right (share of the others that are let pass), and
-        first_error_f1, each where there are such answers.
+        loss, accuracy (larger is better) with its standard error, ece, brier (smaller is better), correlation of values
+        and labels; with hard labels first_error (share of answers with a wrong step of which the first is found),
+        all_right (share of the others that are let pass), and first_error_f1, each where there are such answers.
 
     Source: Zheng et al., arXiv 2412.06559 (ProcessBench), section 2.4; Guo et al., arXiv 1706.04599 (calibration).
     """
@@ -204,8 +204,8 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
     gap = torch.zeros(bins, dtype=torch.float64).index_add(0, index, p - t)
     clipped = p.clamp(1e-7, 1 - 1e-7)
     out = {
-        "loss": float(-(t * clipped.log() + (1 - t) * (1 - clipped).log()).mean()), "accuracy": accuracy, "accuracy_stderr": stderr,
-        "ece": float(gap.abs().sum() / len(p)), "brier": float((p - t).square().mean()),
+        "loss": float(-(t * clipped.log() + (1 - t) * (1 - clipped).log()).mean()), "accuracy": accuracy,
+        "accuracy_stderr": stderr, "ece": float(gap.abs().sum() / len(p)), "brier": float((p - t).square().mean()),
     }  # fmt: skip
     if len(p) > 1 and float(p.std()) > 0 and float(t.std()) > 0:
         out["correlation"] = float(torch.corrcoef(torch.stack([p, t]))[0, 1])
@@ -229,7 +229,9 @@ def process_report(values: Tensor, labels: Tensor, ends: Tensor, bins: int = 10)
     about="Learn a process reward model from labelled steps.",
 )  # fmt: skip
 class ProcessTrainer(TextTrainer[ProcessConfig]):
-    """Process reward modelling on labelled steps, ready to `fit()`; arguments as in `TextTrainer`; `net` is the model."""
+    """Process reward modelling on labelled steps, ready to `fit()`; arguments as in `TextTrainer`;
+    `net` is the model.
+    """
 
     kind, method_class = "stepwise", Process
     method: Process

@@ -92,7 +92,8 @@ class RAFT(OnlineMethod):
 
 
 @register(
-    "raft", RAFTConfig, stage=12, rows="prompt", online=True, about="Fine-tune a model on the best of its own answers, round after round.",
+    "raft", RAFTConfig, stage=12, rows="prompt", online=True,
+    about="Fine-tune a model on the best of its own answers, round after round.",
 )  # fmt: skip
 class RAFTTrainer(OnlineTrainer[RAFTConfig]):
     """Rejection-sampling fine-tuning, ready to `fit()`; arguments as in `OnlineTrainer`."""

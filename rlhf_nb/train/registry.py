@@ -97,7 +97,9 @@ def add_method(method: MethodInfo) -> None:
 # %% ../../nbs/train/registry.ipynb #f4ca0814
 @cache
 def built_in() -> dict[str, str]:
-    """The package's methods by name, with the module of each: read from the files of this room, of which none is imported."""
+    """The package's methods by name, with the module of each: read from the files of this room,
+    of which none is imported.
+    """
     files = sorted(resources.files("rlhf_nb.train").iterdir(), key=lambda f: f.name)
     above = re.compile(r'^@register\(\s*"([\w-]+)"', re.M)
     texts = {f.name[:-3]: f.read_text(encoding="utf-8") for f in files if f.name.endswith(".py")}
@@ -154,5 +156,6 @@ def of(config: StrictConfig | type[StrictConfig]) -> MethodInfo:
             if method.config is parent:
                 return method
     raise ConfigError(
-        f"{kind.__name__} belongs to no method that is registered: put @register(name, {kind.__name__}, rows=...) above its trainer."
+        f"{kind.__name__} belongs to no method that is registered: put @register(name, {kind.__name__}, rows=...) "
+        "above its trainer."
     )

@@ -51,9 +51,10 @@ def as_recorded(r: Rollout, step: Mapping[str, Any], pad_id: int) -> Rollout:
     ids, mask, lens = pad_rows(step["tokens"], pad_id)
     device = r.completion_ids.device
     return dataclasses.replace(
-        r, completion_ids=ids.to(device), completion_mask=mask.to(device), completion_lens=lens.to(device), finished=torch.tensor(step["finished"], device=device),
-        texts=list(step["texts"]), scores=None, reward_parts={}, rollout_logps=None, old_logps=None, ref_logps=None, values=None, token_rewards=None,
-        advantages=None, returns=None,
+        r, completion_ids=ids.to(device), completion_mask=mask.to(device), completion_lens=lens.to(device),
+        finished=torch.tensor(step["finished"], device=device), texts=list(step["texts"]), scores=None, reward_parts={},
+        rollout_logps=None, old_logps=None, ref_logps=None, values=None, token_rewards=None, advantages=None,
+        returns=None,
     )  # fmt: skip
 
 
@@ -152,7 +153,8 @@ def check_parts(rewards: Any, r: Rollout, step: Mapping[str, Any], number: int) 
                 here = "no opinion" if math.isnan(now) else f"{now:.6g}"
                 asked = f"{step['texts'][row]!r:.80} to {prompt_text(r.prompts[row])[-80:]!r}"
                 raise refuse(
-                    f"reward {name!r} gave {shown} in the notebook, and gives {here} here, at step {number} for {asked}."
+                    f"reward {name!r} gave {shown} in the notebook, and gives {here} here, at step {number} for "
+                    f"{asked}."
                 )
     return worst
 
@@ -196,7 +198,8 @@ _JOBS = (
     "reward_timeout",
 )
 _QUIET: dict[str, Any] = {
-    "console": False, "trackers": [], "replay": None, "stop_on": None, "eval_every": None, "save_every": None, "keep_best": None, "watch": [], "eval": {},
+    "console": False, "trackers": [], "replay": None, "stop_on": None, "eval_every": None, "save_every": None,
+    "keep_best": None, "watch": [], "eval": {},
 }  # fmt: skip
 
 
@@ -207,7 +210,8 @@ def replay(config: OnlineConfig) -> dict[str, Any]:
         config: with `replay`; batch sizes, seed and learning rate are those of the record, whatever the job's own are.
 
     Returns:
-        steps, answers, same_answers (how many were drawn again token for token), worst (largest difference of a reward).
+        steps, answers, same_answers (how many were drawn again token for token), worst (largest difference of a
+        reward).
 
     Raises:
         ConfigError: something differs; a sentence with both values.
@@ -245,8 +249,8 @@ def _compare(trainer: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     exact, answers = here["formats"] == told["formats"] == ["torch.float32"] * 2, len(told["steps"][0]["tokens"])
     if answers // trainer.config.num_generations % here["world_size"]:
         raise refuse(
-            f"the recorded steps have {answers // trainer.config.num_generations} prompts, which {here['world_size']} processes can't share evenly: "
-            "promote a run whose rollout_batch_size fits."
+            f"the recorded steps have {answers // trainer.config.num_generations} prompts, which {here['world_size']} "
+            "processes can't share evenly: promote a run whose rollout_batch_size fits."
         )
     trainer.start(overwrite=True)
     for number, step in enumerate(told["steps"], 1):
@@ -269,8 +273,9 @@ def _again(
     if prompts != step["prompts"]:
         row = next((i for i, (a, b) in enumerate(zip(prompts, step["prompts"])) if a != b), 0)
         raise refuse(
-            f"row {row} of step {number} is another prompt than the notebook's ({prompt_text(r.prompts[row])[-80:]!r}, {len(prompts[row])} tokens against "
-            f"{len(step['prompts'][row])}): the data, their order or the tokenizer differ."
+            f"row {row} of step {number} is another prompt than the notebook's ({prompt_text(r.prompts[row])[-80:]!r}, "
+            f"{len(prompts[row])} tokens against {len(step['prompts'][row])}): the data, their order or the tokenizer "
+            "differ."
         )
     theirs = as_recorded(r, step, trainer.method.tokenizer.pad_token_id)
     with trainer.engine.inference():
@@ -280,8 +285,9 @@ def _again(
         off = sum(abs(a - b) for a, b in zip(logps, step["logps"])) / len(logps)
         if off > bound * (1 if number == 1 else 10):
             raise refuse(
-                f"the model finds the notebook's answers of step {number} {off:.2g} nats a token more or less likely than it did there (at most {bound:g} are "
-                "allowed): is it the same model, with the same adapter and template?"
+                f"the model finds the notebook's answers of step {number} {off:.2g} nats a token more or less likely "
+                f"than it did there (at most {bound:g} are allowed): is it the same model, with the same adapter and "
+                "template?"
             )
     event = trainer.finish_step(trainer.update(r))
     tokens = [ids[:n].tolist() for ids, n in zip(r.completion_ids.cpu(), r.completion_lens.tolist())]
@@ -299,8 +305,8 @@ def _same(found: Mapping[str, Any], step: Mapping[str, Any], number: int, out: d
     if sum(equal) < len(equal) * (1.0 if number == 1 else LATER):
         row = equal.index(False)
         raise refuse(
-            f"{len(equal) - sum(equal)} of {len(equal)} answers of step {number} differ. The first: {step['texts'][row]!r:.80} in the notebook, "
-            f"{found['texts'][row]!r:.80} here."
+            f"{len(equal) - sum(equal)} of {len(equal)} answers of step {number} differ. The first: "
+            f"{step['texts'][row]!r:.80} in the notebook, {found['texts'][row]!r:.80} here."
         )
     for key, was in step["metrics"].items() if all(equal) else ():
         now = found["metrics"].get(key, math.nan)

@@ -98,7 +98,8 @@ class RewardConfig(TextConfig):
         """Only a linear head can be fitted or read several layers, and an adapter belongs to a whole body."""
         if self.fit_head_pairs and self.head != "linear":
             raise ValueError(
-                f"fit_head_pairs is {self.fit_head_pairs}, but head is {self.head!r}: only a linear head is fitted. Set head=linear, or fit_head_pairs=0."
+                f"fit_head_pairs is {self.fit_head_pairs}, but head is {self.head!r}: only a linear head is fitted. "
+                "Set head=linear, or fit_head_pairs=0."
             )
         for key in ("body_layers", "head_layers"):
             if getattr(self, key) == "auto" and not self.fit_head_pairs:
@@ -106,8 +107,8 @@ class RewardConfig(TextConfig):
         if self.head_layers is not None and (self.body_layers is not None or self.head != "linear"):
             key = "body_layers" if self.body_layers is not None else "head"
             raise ValueError(
-                f"head_layers is {self.head_layers}, and {key} is {getattr(self, key)!r}: the body ends behind the last "
-                "of head_layers, and only a linear head reads several. Leave one of the two out."
+                f"head_layers is {self.head_layers}, and {key} is {getattr(self, key)!r}: the body ends behind the "
+                "last of head_layers, and only a linear head reads several. Leave one of the two out."
             )
         keys = {
             "body_layers": self.body_layers is not None,
@@ -117,7 +118,8 @@ class RewardConfig(TextConfig):
         if self.model.lora is not None and any(keys.values()):
             key = next(k for k, given in keys.items() if given)
             raise ValueError(
-                f"{key} and model.lora don't go together: an adapter trains the body, and is saved for the whole of it. Leave one of them out."
+                f"{key} and model.lora don't go together: an adapter trains the body, and is saved for the whole of "
+                "it. Leave one of them out."
             )
         return self
 
@@ -173,7 +175,9 @@ class Reward(TextMethod):
         self.fitted: tuple[str, Fitted] | None = None  # hash of what it depends on, and the fit
 
     def attach(self, engine: Engine, config: TrainConfig) -> None:
-        """Bodies are cut and heads fitted here, on the device and in the format of the run, before anything is wrapped."""
+        """Bodies are cut and heads fitted here, on the device and in the format of the run,
+        before anything is wrapped.
+        """
         super().attach(engine, config)
         layers, several = self.config.body_layers, self.config.head_layers
         for i, member in enumerate(self.members):
@@ -194,7 +198,8 @@ class Reward(TextMethod):
         rows = self.tokenize(self.to_fit, warn=False) if self.to_fit else []
         if not rows:
             raise ConfigError(
-                "fit_head_pairs needs the pairs before the first step, and a stream is read as it goes: set fit_head_pairs=0, or data.streaming=false."
+                "fit_head_pairs needs the pairs before the first step, and a stream is read as it goes: set "
+                "fit_head_pairs=0, or data.streaming=false."
             )
         several, pooled = config.head_layers == "auto", 2 if config.pooling == "both" else 1
         every = several or config.body_layers == "auto"
@@ -245,7 +250,9 @@ class Reward(TextMethod):
         return collate_preferences(rows, self.tokenizer.pad_token_id)
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
-        """Scores of a few answers against the decoder's own (`scoring.check`); members are made alike, so the first speaks for all."""
+        """Scores of a few answers against the decoder's own (`scoring.check`); members are made alike,
+        so the first speaks for all.
+        """
         batch = peek(4)
         if batch is None:
             return None
@@ -342,7 +349,8 @@ def predict(members: Sequence[RewardModel], c: Completions, token_budget: int = 
 
 # %% ../../nbs/train/reward.ipynb #d73f41b1
 def calibration_error(probability: Tensor, bins: int = 10) -> float:
-    """Expected calibration error of predicted choices: mean gap between confidence and accuracy, in [0, 1]; smaller is better.
+    """Expected calibration error of predicted choices: mean gap between confidence and accuracy, in [0, 1];
+    smaller is better.
 
     Args:
         probability: [B], predicted probability of the choice that was made.
@@ -370,8 +378,8 @@ def accuracy_report(scores: Prediction, members: int = 1) -> dict[str, float]:
         members: how many models they come from; their mean score decides.
 
     Returns:
-        loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for ensembles their
-        disagreement.
+        loss, accuracy in [0, 1] (larger is better) and its standard error, margin, ece (smaller is better), and for
+        ensembles their disagreement.
     """
     difference = scores.mean[0::2] - scores.mean[1::2]
     out = {
@@ -392,7 +400,9 @@ class WordBags(NamedTuple):
     longer: Tensor  # float64[pairs], log(tokens of the chosen one / tokens of the rejected one)
 
     def margin(self, weights: Tensor) -> Tensor:
-        """float64[pairs], score of the chosen answer less that of the rejected one; the last weight is that of the length."""
+        """float64[pairs], score of the chosen answer less that of the rejected one;
+        the last weight is that of the length.
+        """
         each = weights[self.token] * self.side
         return (self.longer * weights[-1]).index_add(0, self.pair, each)
 
@@ -450,8 +460,8 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
         held_out: tokenized pairs, at least one.
 
     Returns:
-        Shares in [0, 1] with standard errors: shorter_accuracy (the answer with fewer tokens wins; a tie is half right),
-        words_accuracy (logistic regression on the tokens that occur, and on the length).
+        Shares in [0, 1] with standard errors: shorter_accuracy (the answer with fewer tokens wins; a tie is half
+        right), words_accuracy (logistic regression on the tokens that occur, and on the length).
     """
     test = word_bags(held_out)
     size = 1 + max((t for r in (*rows, *held_out) for t in (*r["chosen_ids"], *r["rejected_ids"])), default=0)
@@ -470,7 +480,8 @@ def baselines(rows: Sequence[Row], held_out: Sequence[Row]) -> dict[str, float]:
 
 # %% ../../nbs/train/reward.ipynb #a7675dd0
 @register(
-    "reward", RewardConfig, stage=3, rows="preference", leaves="reward", holds=lambda c: ("reward model",) * c.ensemble_size,
+    "reward", RewardConfig, stage=3, rows="preference", leaves="reward",
+    holds=lambda c: ("reward model",) * c.ensemble_size,
     about="Learn a reward model from preferences.",
 )  # fmt: skip
 class RewardTrainer(TextTrainer[RewardConfig]):

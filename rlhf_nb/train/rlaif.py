@@ -91,7 +91,8 @@ class JudgeConfig(StrictConfig):
         named = [name for name, there in given.items() if there]
         if len(named) > 1:
             raise ValueError(
-                f"{' and '.join(named)} are given, and only one can judge: leave {'one of them' if len(named) == 2 else 'two of them'} out."
+                f"{' and '.join(named)} are given, and only one can judge: leave "
+                f"{'one of them' if len(named) == 2 else 'two of them'} out."
             )
         return self
 
@@ -192,8 +193,9 @@ class RLAIFConfig(StrictConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": {},
         "toy": {
-            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST_WORLD.name}, "data": {"path": FIRST_WORLD.name, "max_prompt_length": 64},
-            "device": "cpu", "judge": {"model": FIRST_WORLD.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
+            "output_dir": "runs/rlaif", "model": {"name_or_path": FIRST_WORLD.name},
+            "data": {"path": FIRST_WORLD.name, "max_prompt_length": 64}, "device": "cpu",
+            "judge": {"model": FIRST_WORLD.name}, "sampling": {"max_new_tokens": 28}, "prompts": 1024,
         },
     }  # fmt: skip
 
@@ -223,7 +225,8 @@ class RLAIFConfig(StrictConfig):
         """Rewards read no principles."""
         if self.judge.rewards and self.constitution is not None:
             raise ValueError(
-                "constitution gives the judge principles to read, but judge.rewards are computed and read none: leave one of them out, or name a judge.model."
+                "constitution gives the judge principles to read, but judge.rewards are computed and read none: leave "
+                "one of them out, or name a judge.model."
             )
         return self
 
@@ -259,14 +262,16 @@ def make_judge(config: RLAIFConfig, constitution: Constitution | None = None, to
         return RewardJudge(found, tokenizer, c.clarity)
     if c.model is None:
         raise ConfigError(
-            "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, judge.endpoint.url=http://... with "
-            "judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' in the toy world)."
+            "judge is not set, so nobody says which answer is better: judge.model=FOLDER or hub name, "
+            "judge.endpoint.url=http://... with judge.endpoint.model=NAME, or judge.rewards=[{verify: number}] ('toy' "
+            "in the toy world)."
         )
     world = world_of(c.model)
     if world is not None and world.taste is not None:
         if world_of(config.data.path) is not world:
             raise ConfigError(
-                f"judge.model is {c.model!r}, which judges answers of that world only, and data.path is {config.data.path}: name another judge."
+                f"judge.model is {c.model!r}, which judges answers of that world only, and data.path is "
+                f"{config.data.path}: name another judge."
             )
         return toy_judge(config.seed, world)
     where = ModelConfig(name_or_path=c.model, trust_remote_code=config.model.trust_remote_code)
@@ -359,8 +364,8 @@ def sum_statistics(events: Sequence[dict[str, Any]]) -> dict[str, float]:
         events: of type "step", as `Labelling` writes them.
 
     Returns:
-        Sums of pairs, labelled, same, unsure, no_opinion, empty; means of position_bias and flips over the pairs asked; in the toy
-        world `gold/agreement`, the share of labelled pairs on which gold agrees.
+        Sums of pairs, labelled, same, unsure, no_opinion, empty; means of position_bias and flips over the pairs asked;
+        in the toy world `gold/agreement`, the share of labelled pairs on which gold agrees.
     """
     counts = ("pairs", "labelled", "same", "unsure", "no_opinion", "empty")
     out = {k: sum(float(e.get(k, 0)) for e in events) for k in counts}
@@ -385,7 +390,8 @@ _FREE = ("output_dir", "prompts", "chunk", "then", "device", "console")  # may c
 
 @register(
     "rlaif", RLAIFConfig, stage=2, rows="prompt", leaves="pairs",
-    about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or then=reward trains on them.",
+    about="Let a judge label pairs of a model's answers (judge.model=... or judge.endpoint.url=...); then=dpo or "
+    "then=reward trains on them.",
 )  # fmt: skip
 class Labelling:
     """A labelling job, ready to `run()`; several processes share out the prompts of each chunk, and the first writes.
@@ -398,7 +404,8 @@ class Labelling:
     """
 
     def __init__(
-        self, config: RLAIFConfig, model: Any = None, tokenizer: Any = None, judge: Judge | None = None, rows: Sequence[Row] | None = None
+        self, config: RLAIFConfig, model: Any = None, tokenizer: Any = None, judge: Judge | None = None,
+        rows: Sequence[Row] | None = None
     ) -> None:  # fmt: skip
         self.engine = Engine(decide_precision(config.device, config.precision))
         if model is None:
@@ -422,7 +429,8 @@ class Labelling:
             overwrite: delete what another run left.
 
         Raises:
-            RunError: the folder holds another run, or one with settings that would label otherwise; nothing can be written.
+            RunError: the folder holds another run, or one with settings that would label otherwise; nothing can be
+                written.
             RewardError: the judge can't be asked; what is labelled is kept.
             KeyboardInterrupt: it was interrupted; what is labelled is kept.
         """
@@ -476,14 +484,17 @@ class Labelling:
             except Unreadable as e:
                 changes = []
                 warnings.warn(
-                    f"{folder.config_path} can't be read ({e}): nobody knows whether the labels so far had other settings",
+                    (
+                        f"{folder.config_path} can't be read ({e}): nobody knows whether the labels so far had other "
+                        "settings"
+                    ),
                     stacklevel=2,
                 )
             deciding = [c for c in changes if c.split(":")[0].split(".")[0] not in _FREE]
             if deciding:
                 raise RunError(
-                    f"{folder.path} was begun with other settings ({'; '.join(deciding[:3])}), and half of the labels would follow others "
-                    "than the rest: go back to those settings, or choose another output_dir."
+                    f"{folder.path} was begun with other settings ({'; '.join(deciding[:3])}), and half of the labels "
+                    "would follow others than the rest: go back to those settings, or choose another output_dir."
                 )
         folder.open(config, resume, overwrite)
         log, done = EventLog(folder.metrics_path), 0

@@ -42,7 +42,8 @@ class RLOOConfig(KLPrice, OnlineConfig):
         """Comparing with siblings needs some."""
         if self.num_generations < 2 and self.baseline in ("rloo", "group_batch"):
             raise ValueError(
-                f"baseline {self.baseline!r} compares an answer with its siblings, and num_generations is {self.num_generations}: use 2 or more, or baseline=batch."
+                f"baseline {self.baseline!r} compares an answer with its siblings, and num_generations is "
+                f"{self.num_generations}: use 2 or more, or baseline=batch."
             )
         return self
 
@@ -59,7 +60,8 @@ def _known(greedy: Tensor | None) -> Tensor:
 class RLOO(OnlineMethod):
     """REINFORCE with one of four baselines.
 
-    Source: Ahmadian et al., arXiv 2402.14740 (RLOO); Li et al., arXiv 2310.10505 (ReMax); Hu et al., arXiv 2501.03262 (REINFORCE++).
+    Source: Ahmadian et al., arXiv 2402.14740 (RLOO); Li et al., arXiv 2310.10505 (ReMax); Hu et al., arXiv 2501.03262
+    (REINFORCE++).
     """
 
     name = "rloo"
@@ -126,8 +128,8 @@ class RLOO(OnlineMethod):
             {"level": "token", "per": "token"} if self.by_token else {"level": "answer", "per": "sequence"}
         )
         policy = group_surrogate(
-            new, micro.need("old_logps"), micro.need("advantages"), micro.completion_mask, clip_eps_low=cfg.clip_eps_low,
-            clip_eps_high=cfg.clip_eps_high, correction=self.correction(micro), **level,
+            new, micro.need("old_logps"), micro.need("advantages"), micro.completion_mask,
+            clip_eps_low=cfg.clip_eps_low, clip_eps_high=cfg.clip_eps_high, correction=self.correction(micro), **level,
         )  # fmt: skip
         return {"policy": (policy, 1.0)}
 

@@ -48,7 +48,8 @@ def noisy_embeddings(model: Any, alpha: float, rows: Completions, seed: int) -> 
     Args:
         model: a causal language model; each row of its input is one sequence.
         alpha: scale of the noise.
-        rows: what the model is about to read: what follows them in its input is padding, gets no noise and isn't counted as length.
+        rows: what the model is about to read: what follows them in its input is padding, gets no noise and isn't
+            counted as length.
         seed: with a row's tokens it decides the row's noise.
 
     Source: Jain et al., arXiv 2310.05914.

@@ -71,8 +71,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 # %% ../../nbs/train/stage.ipynb #f7983a4c
 _FREE = {  # may change between two sessions of a run
-    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every", "chunk",
-    "recompute", "reward_timeout", "replay",
+    "output_dir", "console", "log_every", "trackers", "keep_checkpoints", "keep_best", "async_save", "save_every",
+    "chunk", "recompute", "reward_timeout", "replay",
 }  # fmt: skip
 
 
@@ -121,7 +121,10 @@ def _say_replayed(config: JobConfig, found: dict[str, Any]) -> None:
             f"{same} of {n} answers token for token" if n else "answers aren't compared one by one on another device"
         )
         print(
-            f"replay: {found['steps']} steps as in the notebook ({drawn}; rewards differ by {found['worst']:.2g} at most)",
+            (
+                f"replay: {found['steps']} steps as in the notebook ({drawn}; rewards differ by {found['worst']:.2g} "
+                "at most)"
+            ),
             flush=True,
         )
 
@@ -150,7 +153,8 @@ def _run_locked(
         stopped = history.stopped
         if (stopped or "").startswith("interrupted"):
             raise KeyboardInterrupt(
-                f"{method.name} was interrupted at step {trainer.step} of {trainer.total_steps}; its checkpoint is saved"
+                f"{method.name} was interrupted at step {trainer.step} of {trainer.total_steps}; its checkpoint is "
+                "saved"
             )
         getattr(trainer.method, "finish", lambda: None)()
         trainer.save_model(made)

@@ -45,9 +45,11 @@ def token_key(config: TextConfig, kind: RowKind, tokenizer: Any, method: TextMet
     parts = parts_of(config.data)
     return cache_key({
         "files": None if (hashes := [files_digest(place_of(p)) for p in parts]) and None in hashes else hashes,
-        "parts": [{k: v for k, v in p.to_dict().items() if k not in _UNTOLD} for p in parts], "weights": weights_of(config.data) or [],
+        "parts": [{k: v for k, v in p.to_dict().items() if k not in _UNTOLD} for p in parts],
+        "weights": weights_of(config.data) or [],
         "settings": {k: v for k, v in settings.items() if (k not in free if named is None else k in named)},
-        "tokenizer": tokenizer_digest(tokenizer), "code": code_digest(file), "method": home.__qualname__, "kind": kind, "seed": config.seed,
+        "tokenizer": tokenizer_digest(tokenizer), "code": code_digest(file), "method": home.__qualname__, "kind": kind,
+        "seed": config.seed,
     })  # fmt: skip
 
 

@@ -74,7 +74,9 @@ if TYPE_CHECKING:
 else:
 
     class _OfConfig:
-        """`TextTrainer[SFTConfig]` is `TextTrainer` while it runs: real generics break classes that are sent to ranks."""
+        """`TextTrainer[SFTConfig]` is `TextTrainer` while it runs:
+        real generics break classes that are sent to ranks.
+        """
 
         def __class_getitem__(cls, config: Any) -> type:
             return cls
@@ -144,8 +146,8 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         )  # fmt: skip
         if known := leaked(getattr(source, "rows", ()), held):
             warnings.warn(
-                f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them is "
-                "memory. Leave them out of one of the two.",
+                f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them "
+                "is memory. Leave them out of one of the two.",
                 stacklevel=3,
             )
         super().__init__(method, source, config, held_out=held, callbacks=callbacks, **options)

@@ -48,7 +48,8 @@ class EvalJudge(JudgeConfig):
         """Rewards that only rate are metrics."""
         if self.rewards and self.against is None:
             raise ValueError(
-                "rewards here compare with a column of the data, and against isn't set: name it, or write the entries under eval.metrics."
+                "rewards here compare with a column of the data, and against isn't set: name it, or write the entries "
+                "under eval.metrics."
             )
         return self
 

@@ -50,14 +50,16 @@ def dataset_rows(data: Any, what: str) -> Any:
             return [dict(zip(data, row)) for row in zip(*data.values())]
     if isinstance(data, Mapping):
         raise DataError(
-            f"{what} has the splits or sets {', '.join(map(str, data))}: give one of them, {what}=data[{next(iter(data), 'train')!r}]."
+            f"{what} has the splits or sets {', '.join(map(str, data))}: give one of them, "
+            f"{what}=data[{next(iter(data), 'train')!r}]."
         )
     if hasattr(data, "to_list"):
         return data.to_list()
     if isinstance(data, Sequence) and not isinstance(data, str):
         return list(data)
     raise DataError(
-        f"{what} is a {type(data).__name__}, expected a list of rows (list(...) makes one), a datasets.Dataset or a pandas table. A stream is read from config.data: path=..., streaming=true; a file is read by read_rows(path)."
+        f"{what} is a {type(data).__name__}, expected a list of rows (list(...) makes one), a datasets.Dataset or a "
+        "pandas table. A stream is read from config.data: path=..., streaming=true; a file is read by read_rows(path)."
     )
 
 # %% ../../nbs/train/words.ipynb #ae35ccad
@@ -82,18 +84,21 @@ def lora_settings(peft_config: Any, model_type: str) -> dict[str, Any]:
 
     if not isinstance(peft_config, LoraConfig):
         raise ConfigError(
-            f"peft_config is a {type(peft_config).__name__}, but adapters here are LoRA: give a LoraConfig, or model.lora.r=16 in the config."
+            f"peft_config is a {type(peft_config).__name__}, but adapters here are LoRA: give a LoraConfig, or "
+            "model.lora.r=16 in the config."
         )
     given, plain = peft_config.to_dict(), LoraConfig().to_dict()
     other = sorted(k for k, v in given.items() if k not in _LORA | _NOTHING and v != plain.get(k))
     if other:
         raise ConfigError(
-            f"peft_config sets {', '.join(f'{k}={given[k]!r}' for k in other)}: adapters here are LoRA with the settings of model.lora (r, alpha, dropout, target_modules, {', '.join(_SAME)}). Leave it out."
+            f"peft_config sets {', '.join(f'{k}={given[k]!r}' for k in other)}: adapters here are LoRA with the "
+            f"settings of model.lora (r, alpha, dropout, target_modules, {', '.join(_SAME)}). Leave it out."
         )
     targets: Any = peft_config.target_modules or LAYERS.get(model_type)
     if targets is None:
         raise ConfigError(
-            f"peft_config names no target_modules, and peft knows none for {model_type!r}: give target_modules='all-linear', or a list."
+            f"peft_config names no target_modules, and peft knows none for {model_type!r}: give "
+            "target_modules='all-linear', or a list."
         )
     targets = targets if targets == "all-linear" else [targets] if isinstance(targets, str) else sorted(targets)
     return {
@@ -127,7 +132,8 @@ def _reward(value: Any, trust: bool) -> Any:
         return RewardModel.load(value, trust_remote_code=trust)
     if isinstance(value, nn.Module) and type(value).__module__.startswith("transformers."):
         raise ConfigError(
-            f"reward is a {type(value).__name__} without its tokenizer: save both in a folder and give reward=FOLDER, or RewardModel.load(FOLDER)."
+            f"reward is a {type(value).__name__} without its tokenizer: save both in a folder and give reward=FOLDER, "
+            "or RewardModel.load(FOLDER)."
         )
     return value
 
@@ -170,7 +176,10 @@ def _fit_embeddings(model: Any, tokens: int) -> None:
     added = resize_embeddings(model, tokens)
     if 2 * added > tokens:
         warnings.warn(
-            f"the tokenizer has {tokens} tokens and the model knew {tokens - added}: {added} were added, all alike. Is it the tokenizer of this model?",
+            (
+                f"the tokenizer has {tokens} tokens and the model knew {tokens - added}: {added} were added, all "
+                "alike. Is it the tokenizer of this model?"
+            ),
             stacklevel=5,
         )
 
@@ -196,12 +205,14 @@ def our_arguments(
     config = kind() if config is None else config
     if not isinstance(config, StrictConfig):
         raise ConfigError(
-            f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write {kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
+            f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write "
+            f"{kind.__name__}(...) of rlhf_nb, which takes TRL's words where they mean the same."
         )
     lacks = sorted(name for name in kind.model_fields if not hasattr(config, name))
     if lacks:
         raise ConfigError(
-            f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write {kind.__name__}(...)."
+            f"{trainer}: the config is a {type(config).__name__}, which says nothing of {', '.join(lacks[:3])}: write "
+            f"{kind.__name__}(...)."
         )
     config, model, tokenizer = cast(Any, config), out.get("model"), out.get("tokenizer")
     if isinstance(tokenizer, str | Path):
@@ -210,7 +221,8 @@ def our_arguments(
         )
     if model is not None and not isinstance(model, str | Path | nn.Module):
         raise ConfigError(
-            f"{trainer}: model is a {type(model).__name__}: give a model of transformers, or the folder or hub name of one."
+            f"{trainer}: model is a {type(model).__name__}: give a model of transformers, or the folder or hub name of "
+            "one."
         )
     if isinstance(model, str | Path):
         config, model = config.replace(model={"name_or_path": str(model)}), None

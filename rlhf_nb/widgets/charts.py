@@ -352,7 +352,10 @@ def line_chart(
     for i, panel in enumerate(panels):
         plot = _Plot(x, _limits(panel, axes), panel.log, width, height)
         place = f"translate({i % columns * width},{i // columns * height})"
-        box = f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 {plot.w} {plot.h}"'
+        box = (
+            f'x="{_LEFT}" y="{_TOP}" width="{plot.w // _UNIT}" height="{plot.h // _UNIT}" viewBox="0 0 '
+            f'{plot.w} {plot.h}"'
+        )
         body = _content(panel, plot)
         if not any(len(line.steps) for line in panel.lines):
             body += svg_text(plot.w // 2, plot.h // 2, panel.empty, size=44, opacity=0.6)

@@ -37,7 +37,8 @@ class LabelQueue:
     Args:
         pairs: what to label; labels that the store holds already are not asked for again.
         store: where decisions go.
-        seed: of the order of pairs (the same for all people, so that who stops early has still labelled the same pairs) and of the sides.
+        seed: of the order of pairs (the same for all people, so that who stops early has still labelled the same pairs)
+            and of the sides.
         shuffle: False asks in the given order.
         fold: characters from which an answer is closed until opened.
         least_seconds: a key that comes sooner after a pair appeared is not a decision about it.
@@ -162,7 +163,8 @@ def unsureness(margins: Tensor, how: str = "auto") -> Tensor:
 
     Args:
         margins: [K, N] or [N], scores of the first answer minus the second, by K models.
-        how: "std", "bald" (information about the members, in nats), "margin" (minus the absolute mean margin); "auto" takes std with several models, else margin.
+        how: "std", "bald" (information about the members, in nats), "margin" (minus the absolute mean margin); "auto"
+            takes std with several models, else margin.
 
     Returns:
         [N], larger is less sure.
@@ -255,18 +257,26 @@ def pair_html(queue: LabelQueue) -> str:
     left, right = queue.sides
     cells = _answer_html("A", left, queue.opened) + _answer_html("B", right, queue.opened)
     prompt = f'<div style="white-space:pre-wrap;padding:4px 0 8px">{escape(prompt_text(queue.current.prompt))}</div>'
-    return f'{prompt}<table style="width:100%;border-collapse:collapse;table-layout:fixed"><tr style="background:none">{cells}</tr></table>'
+    return (
+        f'{prompt}<table style="width:100%;border-collapse:collapse;table-layout:fixed"><tr '
+        f'style="background:none">{cells}</tr></table>'
+    )
 
 
 def progress_html(queue: LabelQueue) -> str:
     """How many of the pairs this person has labelled, in words and as a bar."""
     share = queue.done / len(queue.pairs)
-    bar = f'<div style="height:4px;background:rgba(128,128,128,.25)"><div style="height:4px;width:{share:.1%};background:#0072B2"></div></div>'
+    bar = (
+        '<div style="height:4px;background:rgba(128,128,128,.25)"><div '
+        f'style="height:4px;width:{share:.1%};background:#0072B2"></div></div>'
+    )
     return f"<div>{escape(queue.store.annotator)}: {queue.done} of {len(queue.pairs)} pairs</div>{bar}"
 
 
 def summary_rows(labels: Sequence[Label]) -> list[dict[str, Any]]:
-    """One row per annotator: counts, pace, and how often the left answer was chosen (an even coin, if sides don't matter)."""
+    """One row per annotator: counts, pace, and how often the left answer was chosen (an
+    even coin, if sides don't matter).
+    """
     rows = []
     for who in dict.fromkeys(x.annotator for x in labels):
         mine = [x for x in labels if x.annotator == who]
@@ -282,9 +292,11 @@ def summary_rows(labels: Sequence[Label]) -> list[dict[str, Any]]:
 
 # %% ../../nbs/widgets/collect.ipynb #d2648cf8
 class PreferenceCollector:
-    """A person labels pairs of answers with keyboard or mouse; every label is on the disk before the next pair is shown.
+    """A person labels pairs of answers with keyboard or mouse;
+    every label is on the disk before the next pair is shown.
 
-    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers). A table where there is no front end.
+    Keys: a, b (the better one), t (tie), x (both bad), s (skip), u (undo), o (open long answers). A table where there
+    is no front end.
 
     Args:
         prompts: texts, messages or rows; or pairs of `make_pairs`.
@@ -409,7 +421,9 @@ class PreferenceCollector:
         return table + how + pair_html(self.queue)
 
     def finish(self) -> None:
-        """Put the still in the widget's place, so that the saved notebook holds it; labelling goes on by showing the collector again."""
+        """Put the still in the widget's place, so that the saved notebook holds it;
+        labelling goes on by showing the collector again.
+        """
         if self._handle is not None:
             self._handle.update({"text/html": self.static_html(), "text/plain": repr(self)}, raw=True)
 

@@ -47,7 +47,10 @@ def clip_picture(advantage: float, eps_low: float, eps_high: float) -> Picture:
     high = 2 * max(abs(advantage), 0.1)
     edges = (1 - eps_low, 1 + eps_high)
     flat = f"above {edges[1]:.2f}" if advantage > 0 else f"below {edges[0]:.2f}"
-    says = f"Advantage {advantage:+.1f}: {flat} the push is zero, the token has had its share. On the other side nothing is clipped, however far it strayed."
+    says = (
+        f"Advantage {advantage:+.1f}: {flat} the push is zero, the token has had its share. On the other "
+        "side nothing is clipped, however far it strayed."
+    )
     how: tuple[Any, ...] = ("ratio π / π_old", (-high, high), edges)
     plots = [plot("objective of the token", [free, curve("clipped", x, value)], *how)]
     plots.append(plot("push on log π", [curve("", x, push.tolist(), 1)], *how))
@@ -80,7 +83,10 @@ def gae_picture(gamma: float, lam: float, critic: str, **drawn: float) -> Pictur
     first.append(curve("return", x, returns[0].tolist(), 2, "dash"))
     second = [curve(f"λ = {lam:.2f}", x, now, 0, "bars"), curve("λ = 0", x, none, 4, "dash")]
     second.append(curve("λ = 1", x, every, 3, "dash"))
-    says = f"A surprise is credited to the token before it by {gamma * lam:.0%}, to the one ten before it by {(gamma * lam) ** TOKENS:.0%}."
+    says = (
+        f"A surprise is credited to the token before it by {gamma * lam:.0%}, to the one ten before it by "
+        f"{(gamma * lam) ** TOKENS:.0%}."
+    )
     says = "A perfect critic leaves nothing to be surprised by: every advantage is 0." if critic == "perfect" else says
     return Picture([plot("what came and what was expected", first, "token"), plot("advantage", second, "token")], says)
 
@@ -126,8 +132,8 @@ def preference_picture(beta: float, beta_simpo: float, gamma: float, label_smoot
         pushes.append(curve("", margin.tolist(), (push / zero).tolist(), i))
     target = 0.5 / beta
     says = (
-        f"IPO stops at margin 1/(2β) = {target:.3g} and pulls back beyond; DPO and SimPO get weaker and never stop; KTO gives up on pairs that are "
-        "very wrong as well as on those that are very right."
+        f"IPO stops at margin 1/(2β) = {target:.3g} and pulls back beyond; DPO and SimPO get weaker and never stop; "
+        "KTO gives up on pairs that are very wrong as well as on those that are very right."
     )
     top = max(1.5, min(4.0, float(losses[0].values.max())))
     both = (target,) if target < 60 else ()
@@ -232,7 +238,10 @@ def optimum_picture(beta: float, **drawn: float) -> Picture:
     frontier.append(curve(f"β = {beta:.2g}", [kl], [reward], 0, "dots"))
     facts = [{"E[r]": reward, "KL": kl, "E[r] − β·KL": reward - beta * kl, "β log Z": beta * float(log_z)}]
     best = int(policy.argmax()) + 1
-    says = f"At β = {beta:.2g} answer {best} has {float(policy.max()):.0%}; {kl:.2f} nats bought {reward - float((reference * rewards).sum()):.2f} of reward."
+    says = (
+        f"At β = {beta:.2g} answer {best} has {float(policy.max()):.0%}; {kl:.2f} nats bought "
+        f"{reward - float((reference * rewards).sum()):.2f} of reward."
+    )
     plots = [plot("answers", bars, "answer", (-1.0, 1.0)), plot("reward against KL", frontier, "KL (nats)")]
     return Picture(plots, says, facts)
 
@@ -276,7 +285,8 @@ def best_of_n_picture(n: int, error: float, tails: str) -> Picture:
     near = min(range(len(counts)), key=lambda i: abs(counts[i] - n))
     peak = max(range(len(counts)), key=lambda i: gold[i])
     curves = [
-        curve("proxy", d, proxy, 1), curve("gold", d, gold, 0), curve("Gao's law", d, [u * (alpha - beta * u) for u in d], 2, "dash"),
+        curve("proxy", d, proxy, 1), curve("gold", d, gold, 0),
+        curve("Gao's law", d, [u * (alpha - beta * u) for u in d], 2, "dash"),
         curve("", [d[near], d[near]], [proxy[near], gold[near]], 3, "dots"),
     ]  # fmt: skip
     fact = {"n": counts[near], "KL": d[near] ** 2, "proxy": proxy[near], "gold": gold[near]}
@@ -299,8 +309,8 @@ best_of_n_law = Explorer("Best of n against Gao's law", _knobs, best_of_n_pictur
 
 # %% ../../nbs/widgets/explorers.ipynb #950ed589
 EXPLORERS: dict[str, Explorer] = {
-    "ppo_clip": ppo_clip, "gae_lambda": gae_lambda, "preference_losses": preference_losses, "kl_estimators": kl_estimators,
-    "optimum": optimum, "best_of_n": best_of_n_law,
+    "ppo_clip": ppo_clip, "gae_lambda": gae_lambda, "preference_losses": preference_losses,
+    "kl_estimators": kl_estimators, "optimum": optimum, "best_of_n": best_of_n_law,
 }  # fmt: skip
 
 

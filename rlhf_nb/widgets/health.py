@@ -88,7 +88,10 @@ def _gold(known: Known, config: Mapping[str, Any]) -> Concern:
     before = proxy[then].mean() if then.any() else np.interp((begin + end) / 2, steps, proxy)
     rose = (proxy[now].mean() if now.any() else proxy[-1]) - before
     span = f"step {begin:,.0f}" if begin == end else f"steps {begin:,.0f} to {end:,.0f}"
-    text = f"gold fell from {fell.high:.3g} ({span}) to {fell.now:.3g} since, which luck does in at most {ALPHA:.0%} of runs"
+    text = (
+        f"gold fell from {fell.high:.3g} ({span}) to {fell.now:.3g} since, which luck does in at most "
+        f"{ALPHA:.0%} of runs"
+    )
     if rose <= 0:
         return "watch", f"{text}, and the reward with it"
     back = _way_back(config.get("checkpoints"), lambda step: float(gold[np.abs(at - step).argsort()[:5]].mean()))
@@ -228,15 +231,19 @@ def _stall(known: Known, config: Mapping[str, Any]) -> Concern:
 # %% ../../nbs/widgets/health.ipynb #07bfee79
 CHECKS: dict[str, Callable[[Known, Mapping[str, Any]], Concern]] = {
     "reward": _gold, "KL": _kl, "KL left": _left, "estimators": _estimators, "entropy": _entropy, "value": _value,
-    "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)", "prompts are too easy or too hard; choose others, or resample"),
-    "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit", "raise max_new_tokens, or punish the missing end"),
-    "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped", "steps are too large: lower lr, or fewer inner epochs"),
+    "groups": _above("frac_reward_zero_std", 0.5, 0.85, "of the groups are dead (all answers got the same reward)",
+        "prompts are too easy or too hard; choose others, or resample"),
+    "cut answers": _above("completions/clipped_ratio", 0.05, 0.3, "of the answers were cut at the length limit",
+        "raise max_new_tokens, or punish the missing end"),
+    "clipping": _above("policy/clipfrac_avg", 0.25, 0.5, "of the tokens' ratios were clipped",
+        "steps are too large: lower lr, or fewer inner epochs"),
     "numbers": _skipped, "stalls": _stall,
 }  # fmt: skip
 _NEEDED = (
-    "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold", "objective/kl", "objective/kl_k3", "objective/kl_stderr",
-    "objective/kl_k3_stderr", "policy/entropy_avg", "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm",
-    "skipped", "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
+    "objective/scores", "reward", "eval/reward", "eval/gold", "eval/gold_stderr", "rewards/gold", "gold",
+    "objective/kl", "objective/kl_k3", "objective/kl_stderr", "objective/kl_k3_stderr", "policy/entropy_avg",
+    "objective/entropy", "completions/mean_length", "val/explained_variance", "loss", "grad_norm", "skipped",
+    "perf/stall_s", "perf/step_s", "frac_reward_zero_std", "completions/clipped_ratio", "policy/clipfrac_avg",
 )  # fmt: skip
 
 

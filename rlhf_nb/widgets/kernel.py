@@ -40,7 +40,9 @@ def front_end() -> bool:
 
 # %% ../../nbs/widgets/kernel.ipynb #1fd69862
 def attended() -> bool:
-    """Whether somebody can press a button: a Jupyter front end that could answer `input()`, and ipywidgets to draw with."""
+    """Whether somebody can press a button: a Jupyter front end that could answer `input()`,
+    and ipywidgets to draw with.
+    """
     return front_end() and importlib.util.find_spec("ipywidgets") is not None
 
 
@@ -54,7 +56,8 @@ def show_live(make: Callable[[], Any], html: str, text: str, png: Callable[[], b
         png: the still where there is no front end, for what the HTML would lose on GitHub; None: the HTML.
 
     Returns:
-        A display handle whose `update({"text/html": ...}, raw=True)` replaces the widget; None where there is no front end.
+        A display handle whose `update({"text/html": ...}, raw=True)` replaces the widget; None where there is no front
+        end.
     """
     from IPython.display import Image, display
 
@@ -85,7 +88,10 @@ _PRIVATE = suppress(Exception)
 
 
 class Pump:
-    """Lets widget events through while a cell is busy; see the table above. Whatever fails in it is given up quietly."""
+    """Lets widget events through while a cell is busy; see the table above.
+
+    Whatever fails in it is given up quietly.
+    """
 
     def __init__(self) -> None:
         self.kind, self._subshell, self._routed = pump_kind(), "", list[Any]()

@@ -71,8 +71,8 @@ def make_pairs(
 
     Args:
         prompts: texts, messages, or rows with a `prompt`.
-        policies: {name: answers}, where answers are one text (or several) per prompt, or a function `f(prompts)` that returns
-            them. One policy alone is compared with itself: give it several answers per prompt.
+        policies: {name: answers}, where answers are one text (or several) per prompt, or a function `f(prompts)` that
+            returns them. One policy alone is compared with itself: give it several answers per prompt.
         per_prompt: most pairs of each prompt.
         seed: which pairs, where there are more, and which of a pair comes first.
 
@@ -94,8 +94,8 @@ def make_pairs(
             pairs.append(Pair(prompt, t1, t2, (n1, n2)))
     if not pairs:
         raise DataError(
-            f"none of {len(asked)} prompts has two different answers from {', '.join(said) or 'no policy'}, so there is nothing "
-            "to compare: give two policies, or several answers per prompt."
+            f"none of {len(asked)} prompts has two different answers from {', '.join(said) or 'no policy'}, so there "
+            "is nothing to compare: give two policies, or several answers per prompt."
         )
     return list({p.id: p for p in pairs}.values())
 
@@ -292,7 +292,8 @@ def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> tuple[float, float]:
         a, b: labels of the same things in the same order.
 
     Returns:
-        kappa and its standard error; both NaN without labels, and where both always say the same one word (chance explains it all).
+        kappa and its standard error; both NaN without labels, and where both always say the same one word (chance
+        explains it all).
 
     Raises:
         DataError: different numbers of labels.
@@ -333,7 +334,8 @@ def to_preferences(labels: Sequence[Label], ties: str = "drop") -> list[dict[str
 
     Args:
         labels: standing labels; several people's votes on a pair are counted.
-        ties: "drop" leaves undecided pairs out; "both" keeps those that somebody called a tie, as two rows with opposite winners.
+        ties: "drop" leaves undecided pairs out; "both" keeps those that somebody called a tie, as two rows with
+            opposite winners.
 
     Returns:
         Rows with prompt, chosen, rejected, `votes` (for the winner), `against`, and the two `sources` (chosen first).
@@ -367,7 +369,8 @@ def tally(labels: Sequence[Label]) -> list[dict[str, Any]]:
         labels: standing labels; "both bad" counts as a tie, "skip" not at all.
 
     Returns:
-        Rows with the names `a` and `b`, `a wins`, `ties`, `b wins`, and a's win rate with its Wilson interval (a tie is half a win).
+        Rows with the names `a` and `b`, `a wins`, `ties`, `b wins`, and a's win rate with its Wilson interval (a tie is
+        half a win).
     """
     met: dict[tuple[str, str], list[float]] = {}
     for x in labels:

@@ -27,7 +27,8 @@ class Spec:
 
     Args:
         title: above it.
-        lines: label -> metric names with spaces between, of which the first that is there is taken; `*` stands for all that begin so.
+        lines: label -> metric names with spaces between, of which the first that is there is taken; `*` stands for all
+            that begin so.
         log: a logarithmic axis.
         low, high: what the axis holds in any case.
     """
@@ -40,33 +41,61 @@ class Spec:
 
 
 _REWARD = Spec("reward", {"proxy": "objective/scores reward", "gold": "eval/gold rewards/gold"})
-_KL = Spec("KL to the reference (nats per answer)", {k: f"objective/kl{end}" for k, end in (("k1", ""), ("k3", "_k3"), ("k2", "_k2"))}, low=0.0)  # fmt: skip
+_KL = Spec(
+    "KL to the reference (nats per answer)",
+    {k: f"objective/kl{end}" for k, end in (("k1", ""), ("k3", "_k3"), ("k2", "_k2"))},
+    low=0.0,
+)
 _ENTROPY = Spec("entropy", {"per token": "policy/entropy_avg", "per answer": "objective/entropy"}, low=0.0)
-_LENGTHS = Spec("tokens of an answer", {x: f"completions/{y}_length" for x, y in (("mean", "mean"), ("longest", "max"), ("shortest", "min"))}, low=0.0)  # fmt: skip
-_SHARES = Spec("shares", {"clipped ratios": "policy/clipfrac_avg", "cut answers": "completions/clipped_ratio", "dead groups": "frac_reward_zero_std"}, low=0.0)  # fmt: skip
+_LENGTHS = Spec(
+    "tokens of an answer",
+    {x: f"completions/{y}_length" for x, y in (("mean", "mean"), ("longest", "max"), ("shortest", "min"))},
+    low=0.0,
+)
+_SHARES = Spec(
+    "shares",
+    {
+        "clipped ratios": "policy/clipfrac_avg",
+        "cut answers": "completions/clipped_ratio",
+        "dead groups": "frac_reward_zero_std",
+    },
+    low=0.0,
+)
 _LOSSES = Spec("loss", {"loss": "loss", "eval": "eval/loss"})
 _SPEED = Spec("tokens per second", {"tokens/s": "perf/tokens_per_s"}, low=0.0)
 _TIMES = {"all": "step", "collect": "collect", "update": "update", "eval": "eval", "stalls": "stall"}
 _TIME = Spec("seconds of a step", {label: f"perf/{name}_s" for label, name in _TIMES.items()}, low=0.0)
-_MARGINS = Spec("chosen over rejected", {"accuracy": "rewards/accuracies", "eval": "eval/accuracies eval/rewards/accuracies eval/accuracy"}, low=0.0, high=1.0)  # fmt: skip
-_PAIRS = Spec("implicit rewards", {"chosen": "rewards/chosen", "rejected": "rewards/rejected", "margin": "rewards/margins"})  # fmt: skip
+_MARGINS = Spec(
+    "chosen over rejected",
+    {"accuracy": "rewards/accuracies", "eval": "eval/accuracies eval/rewards/accuracies eval/accuracy"},
+    low=0.0,
+    high=1.0,
+)
+_PAIRS = Spec(
+    "implicit rewards", {"chosen": "rewards/chosen", "rejected": "rewards/rejected", "margin": "rewards/margins"}
+)
 
 LAYOUT: dict[str, tuple[Spec, ...]] = {
     "overview": (_REWARD, _KL, _ENTROPY, _MARGINS, _PAIRS, _LENGTHS, _SHARES, _LOSSES, _SPEED, _TIME),
     "reward": (
-        _REWARD, Spec("parts of the reward", {"": "rewards/*"}), Spec("spread", {"in a group": "reward_std", "scores": "objective/scores_std"}, low=0.0),
-        Spec("reward less the KL's price", {"rlhf": "objective/rlhf_reward", "price": "objective/non_score_reward"}), _MARGINS, _PAIRS,
+        _REWARD, Spec("parts of the reward", {"": "rewards/*"}),
+        Spec("spread", {"in a group": "reward_std", "scores": "objective/scores_std"}, low=0.0),
+        Spec("reward less the KL's price", {"rlhf": "objective/rlhf_reward", "price": "objective/non_score_reward"}),
+        _MARGINS, _PAIRS,
     ),
     "KL": (
         _KL, Spec("price of a nat (kl_coef)", {"kl_coef": "objective/kl_coef"}, low=0.0),
         Spec("moved in this step", {"approx. KL": "policy/approxkl_avg"}, low=0.0), _SHARES, _ENTROPY,
     ),
     "losses": (
-        _LOSSES, Spec("terms of the loss", {"": "loss/*"}), Spec("gradient norm", {"norm": "grad_norm"}, low=0.0), Spec("learning rate", {"lr": "lr"}, low=0.0),
-        Spec("variance explained by the critic", {"explained": "val/explained_variance"}, high=1.0), Spec("ratio new/old", {"mean": "val/ratio"}),
+        _LOSSES, Spec("terms of the loss", {"": "loss/*"}), Spec("gradient norm", {"norm": "grad_norm"}, low=0.0),
+        Spec("learning rate", {"lr": "lr"}, low=0.0),
+        Spec("variance explained by the critic", {"explained": "val/explained_variance"}, high=1.0),
+        Spec("ratio new/old", {"mean": "val/ratio"}),
     ),
     "answers": (_LENGTHS, Spec("cut answers", {"share": "completions/clipped_ratio"}, low=0.0), _ENTROPY),
-    "speed": (_SPEED, _TIME, Spec("memory (MB)", {"resident": "perf/rss_mb", "GPU peak": "perf/cuda_peak_mb"}, low=0.0), Spec("further times and shares", {"": "perf/*"})),
+    "speed": (_SPEED, _TIME, Spec("memory (MB)", {"resident": "perf/rss_mb", "GPU peak": "perf/cuda_peak_mb"}, low=0.0),
+        Spec("further times and shares", {"": "perf/*"})),
     "evaluation": (Spec("eval", {"": "eval/*"}),),
 }  # fmt: skip
 

@@ -32,7 +32,8 @@ def curve(label: str, x: Sequence[float], y: Sequence[float], color: int = 0, ki
 
 
 def plot(
-    title: str, curves: Sequence[Curve], xlabel: str = "", ylim: tuple[float, float] | None = None, marks: Sequence[float] = ()
+    title: str, curves: Sequence[Curve], xlabel: str = "", ylim: tuple[float, float] | None = None,
+    marks: Sequence[float] = ()
 ) -> Panel:  # fmt: skip
     """Curves on common axes.
 
@@ -110,7 +111,8 @@ def _knob_widget(name: str, knob: Knob) -> Any:
         return w.Dropdown(options=list(knob.choices), value=knob.value, **wide)
     if knob.upright:
         return w.FloatSlider(
-            value=knob.value, min=knob.low, max=knob.high, step=knob.step, orientation="vertical", readout=False, description=name,
+            value=knob.value, min=knob.low, max=knob.high, step=knob.step, orientation="vertical", readout=False,
+            description=name,
             layout=w.Layout(width="3em", height="8em"),
         )  # fmt: skip
     if knob.log:

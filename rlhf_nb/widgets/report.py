@@ -35,8 +35,10 @@ __all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
 :root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;font-size:13px;margin:.5em 0}td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
-td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}summary{cursor:pointer;font-weight:600;margin:.6em 0}
+table{border-collapse:collapse;font-size:13px;margin:.5em 0}
+td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
+td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
+summary{cursor:pointer;font-weight:600;margin:.6em 0}
 td.t{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
 """
 
@@ -83,7 +85,10 @@ def html_page(title: str, body: str) -> str:
         title: plain text.
         body: HTML.
     """
-    return f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>'
+    return (
+        '<!doctype html><html lang="en"><head><meta '
+        f'charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>'
+    )
 
 
 def _head(readers: Sequence[RunReader]) -> str:
@@ -103,14 +108,18 @@ def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> st
             (folder / f"{beside.stem}-{group}.png").write_bytes(to_png(*panels))
         except OSError as error:
             raise RunError(f"the figures in {folder} cannot be written: {error}; pass pngs=False, or out=") from error
-    return f"<details{' open' if group == 'overview' else ''}><summary>{escape(group)}</summary>{line_chart(*panels)}</details>"
+    opened = " open" if group == "overview" else ""
+    return f"<details{opened}><summary>{escape(group)}</summary>{line_chart(*panels)}</details>"
 
 # %% ../../nbs/widgets/report.ipynb #5219f189
 def _run_part(reader: RunReader, samples: int) -> str:
     """Events, answers and configuration of one run."""
     events = [e for e in reader.events if e.get("type") not in ("eval", "save")][-100:]
     rows = "".join(
-        f'<tr><td>{escape(e.get("step", ""))}</td><td class="t">{escape(e.get("type"))}</td><td class="t">{escape(event_text(e))}</td></tr>'
+        (
+            f'<tr><td>{escape(e.get("step", ""))}</td><td class="t">{escape(e.get("type"))}</td><td '
+            f'class="t">{escape(event_text(e))}</td></tr>'
+        )
         for e in events
     )
     parts = [f"<details><summary>events of {escape(reader.label)}</summary><table>{rows}</table></details>"]
@@ -135,7 +144,10 @@ def _answer(row: dict[str, Any]) -> str:
     if isinstance(prompt, list):  # messages
         prompt = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, dict))
     step, score = escape(row.get("step", "")), escape(short_number(row.get("score")))
-    return f'<tr><td>{step}</td><td class="t">{escape(str(prompt)[:1500])}</td><td class="t">{escape(said[:3000])}</td><td>{score}</td></tr>'
+    return (
+        f'<tr><td>{step}</td><td class="t">{escape(str(prompt)[:1500])}</td><td '
+        f'class="t">{escape(said[:3000])}</td><td>{score}</td></tr>'
+    )
 
 
 def event_text(event: dict[str, Any]) -> str:
@@ -170,7 +182,9 @@ def _shown(text: str, style: str = "") -> Text:
 
 
 def screen(readers: Sequence[RunReader]) -> RenderableType:
-    """What `watch` shows: where each run stands, its main metrics as numbers and sparklines, lights, the last events."""
+    """What `watch` shows: where each run stands, its main metrics as numbers and sparklines, lights,
+    the last events.
+    """
     parts: list[RenderableType] = []
     for reader in readers:
         parts.append(_shown(f"{reader.label}: {standing(reader)}", style="bold"))

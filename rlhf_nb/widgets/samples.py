@@ -39,7 +39,9 @@ ORDERS = ("step", "reward", "kl", "length")
 
 
 def sample_kl(row: Mapping[str, Any]) -> float:
-    """KL(policy ‖ reference) of one answer, estimated by k1: Σ log π − log π_ref, in nats; NaN where it wasn't measured."""
+    """KL(policy ‖ reference) of one answer, estimated by k1: Σ log π − log π_ref, in nats;
+    NaN where it wasn't measured.
+    """
     policy, reference = row.get("old_logps"), row.get("ref_logps")
     return float(sum(policy) - sum(reference)) if policy and reference else math.nan
 
@@ -63,7 +65,9 @@ _PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", "values", "advantages
 
 
 def _sound(row: Row) -> Row:
-    """A sample whose fields have the kinds that views count on, whatever stands in the file; what doesn't fit is left out."""
+    """A sample whose fields have the kinds that views count on, whatever stands in the file;
+    what doesn't fit is left out.
+    """
     step, parts = row.get("step"), row.get("rewards")
     found = {k: v for k, v in row.items() if k not in (*_PER_TOKEN, "texts")} | {"completion": str(row["completion"])}
     found["step"] = step if _is_number(step) and 0 <= step < 2**53 else 0
@@ -86,7 +90,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     """The newest samples that a run wrote down, oldest first, with `reward`, `kl` and `length`.
 
     Args:
-        run: the run's directory, its `samples.jsonl`, or what `open_samples` gave (then only what is new is looked for).
+        run: the run's directory, its `samples.jsonl`, or what `open_samples` gave (then only what is new is looked
+            for).
         last: how many at most.
 
     Raises:
@@ -104,8 +109,8 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
 
 
 def select_samples(
-    rows: Sequence[Row], by: str = "reward", descending: bool = True, steps: tuple[int, int] | None = None, prompt: str | None = None,
-    text: str = "", n: int | None = None,
+    rows: Sequence[Row], by: str = "reward", descending: bool = True, steps: tuple[int, int] | None = None,
+    prompt: str | None = None, text: str = "", n: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Some of the samples, sorted; rows without the number stand at the end.
 
@@ -373,12 +378,14 @@ def weights_at(run: str | Path, step: int, model: Any) -> Any:
                     p.copy_(saved[prefix + name])
             return copied
     raise RunError(
-        f"the checkpoint of step {step} holds {', '.join(list(saved)[:3])}, ..., but not the weights of a {type(model).__name__}: give the run's own model."
+        f"the checkpoint of step {step} holds {', '.join(list(saved)[:3])}, ..., but not the weights of a "
+        f"{type(model).__name__}: give the run's own model."
     )
 
 # %% ../../nbs/widgets/samples.ipynb #37f038a7
 class Tokens:
-    """One completion as coloured tokens: hover for numbers; keys a, s, k, v, p, e, u (or the buttons) switch the measure.
+    """One completion as coloured tokens: hover for numbers; keys a, s, k, v, p, e, u (or the buttons)
+    switch the measure.
 
     Args:
         sample: a row of `samples.jsonl`.
@@ -436,7 +443,8 @@ class Tokens:
 
 # %% ../../nbs/widgets/samples.ipynb #1b760d85
 class Samples:
-    """Browse a run's rollouts, live or last week's: sort, filter, follow a prompt through time, read an answer token by token.
+    """Browse a run's rollouts, live or last week's: sort, filter, follow a prompt through time,
+    read an answer token by token.
 
     Args:
         run: the run's directory, or a `samples.jsonl`.
@@ -497,8 +505,8 @@ class Samples:
                 found.append((a[-1], b[0]))
         if not found:
             raise DataError(
-                f"no prompt has answers both in steps {early} and {late} of {self.run}: let both checkpoints answer the same prompts (weights_at), "
-                "or write more samples (samples_per_step)."
+                f"no prompt has answers both in steps {early} and {late} of {self.run}: let both checkpoints answer "
+                "the same prompts (weights_at), or write more samples (samples_per_step)."
             )
         random.Random(seed).shuffle(found)
         return found[:n]
@@ -599,7 +607,8 @@ class _Browser:
         book.prompt, book.steps = self.prompt.value, self.steps.value
         self.rows = book.select(200)
         lines = (
-            f"{r['step']:>4} | {_number(r['reward'])} | {_number(r['kl'])} | {r['length']:>3} | {_cut(r['completion'].strip(), 60)}"
+            f"{r['step']:>4} | {_number(r['reward'])} | {_number(r['kl'])} | {r['length']:>3} | "
+            f"{_cut(r['completion'].strip(), 60)}"
             for r in self.rows
         )
         self.list.options = [(line, i) for i, line in enumerate(lines)]
@@ -607,7 +616,9 @@ class _Browser:
         self.show()
 
     def press(self, key: str) -> None:
-        """A key of the field: n and b go through the list (JupyterLab keeps the arrows for itself), letters choose the measure."""
+        """A key of the field: n and b go through the list (JupyterLab keeps the arrows for itself),
+        letters choose the measure.
+        """
         at = self.list.index
         if key in ("n", "b") and at is not None:
             self.list.index = min(max(at + (1 if key == "n" else -1), 0), len(self.rows) - 1)
