@@ -115,10 +115,8 @@ def page(folder: Path, words: list[str]) -> str:
         report({w: short}, folder / "r.html", pngs=False).read_text() for w in words
     ]  # each word once as the run's name
     board = Dashboard({words[3]: run}, widgets=False)
-    for reader in board.readers:
-        reader.poll()
     for board.group in ("overview", "losses", "evaluation", "all"):
-        made += [board.curves(), board.words()]
+        made += board.refresh(force=True) or ()
     shown = Samples(run)
     made += [shown.table(), *(shown.detail(row) for row in shown.rows)]
     store = LabelStore(folder / "labels.jsonl", words[4])

@@ -334,7 +334,7 @@ class PreferenceCollector:
         """Write them to a file; see `export_preferences`."""
         return export_preferences(self.labels(), path, ties)
 
-    def annotator_agreement(self) -> list[AnnotatorAgreement]:
+    def agreement(self) -> list[AnnotatorAgreement]:
         """How far people agree; see `cohen_kappa`."""
         return annotator_agreement(self.labels())
 
