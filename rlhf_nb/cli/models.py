@@ -16,7 +16,8 @@ __all__ = ['EXPORT_BOUNDS', 'export_command', 'merge_command', 'push_command']
 
 # %% ../../nbs/cli/models.ipynb #c1530a05
 EXPORT_BOUNDS = {  # of export.formats, with the largest KL that each may cost; a test compares them
-    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1, "onnx": 1e-5, "onnx-int8": 0.02,
+    "safetensors": 0.01, "gguf-f16": 0.001, "gguf-q8_0": 0.02, "gguf-q4_0": 0.1, "gguf-q4_k_m": 0.1, "onnx": 1e-5,
+    "onnx-int8": 0.02,
     "program": 1e-5,
 }  # fmt: skip
 _BOUNDS = ", ".join(f"{name} {bound:g}" for name, bound in EXPORT_BOUNDS.items())
@@ -27,12 +28,16 @@ def export_command(
     model: str = typer.Argument(..., help="directory of a model or adapter, or short name (smollm2, ...)"),
     to: str = typer.Option(..., "--to", "-t", metavar="FORMAT", help=", ".join(EXPORT_BOUNDS)),
     out: Path = _Out,
-    on: str = typer.Option(None, "--on", metavar="FILE", help="held-out prompts that the price is measured on; default: a few that come with the package"),
+    on: str = typer.Option(None, "--on", metavar="FILE",
+        help="held-out prompts that the price is measured on; default: a few that come with the package"),
     limit: int = typer.Option(32, "--limit", min=2, help="the first so many rows of FILE"),
     answer_tokens: int = typer.Option(32, "--answer-tokens", min=1, help="longest answer that is compared"),
-    reward: str = typer.Option(None, "--reward", help="what may be lost: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"),
-    max_kl: float = typer.Option(None, "--max-kl", min=0.0, help="largest KL(model ‖ copy) that is kept, nats a token; default: " + _BOUNDS),
-    max_lost: float = typer.Option(None, "--max-lost", help="largest loss of reward that is kept, in its own units; default: any"),
+    reward: str = typer.Option(None, "--reward",
+        help="what may be lost: folder of a reward model, or an entry such as '{file: rewards.py, fn: NAME}'"),
+    max_kl: float = typer.Option(None, "--max-kl", min=0.0,
+        help="largest KL(model ‖ copy) that is kept, nats a token; default: " + _BOUNDS),
+    max_lost: float = typer.Option(None, "--max-lost",
+        help="largest loss of reward that is kept, in its own units; default: any"),
     force: bool = typer.Option(False, "--force", help="keep a copy that is beyond a bound"),
     dtype: str = typer.Option("auto", "--dtype", help="of safetensors: auto (as it is), fp32, bf16, fp16"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="of safetensors: largest file of weights"),
@@ -45,8 +50,8 @@ def export_command(
         from rlhf_nb.export.formats import EXPORT_RECORD
 
         done = export_named(
-            model, to, out, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl, max_lost=max_lost, force=force,
-            dtype=dtype, shard_size=shard_size, overwrite=overwrite,
+            model, to, out, on=on, limit=limit, answer_tokens=answer_tokens, reward=reward, max_kl=max_kl,
+            max_lost=max_lost, force=force, dtype=dtype, shard_size=shard_size, overwrite=overwrite,
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")
@@ -68,16 +73,27 @@ _Merged = typer.Option(..., "--out", "-o", help="folder of the merged model")
 def merge_command(
     models: list[str] = _Models,
     out: Path = _Merged,
-    method: str = typer.Option("linear", "--method", "-m", help="linear (a soup), greedy (a soup of those that help), slerp, task_arithmetic, ties, dare_linear, dare_ties, warp"),
-    base: str = typer.Option(None, "--base", help="the model that all were fine-tuned from: of task_arithmetic, ties, dare and warp"),
-    weights: str = typer.Option(None, "--weights", "-w", metavar="W,...", help="one number for all, or one a model; below 0 subtracts"),
-    density: str = typer.Option(None, "--density", metavar="D,...", help="of ties and dare: share of a task vector's entries that stay"),
-    t: str = typer.Option(None, "--t", metavar="T,...", help="of slerp: 0 is the first model, 1 the second; several are stretched over the layers"),
-    scale: str = typer.Option(None, "--scale", metavar="S,...", help="λ: how far from the base; 0 is the base, 1 all of it"),
-    normalize: bool = typer.Option(None, "--normalize/--no-normalize", help="divide by the sum of weights; default: of linear and ties"),
-    rescale: str = typer.Option(None, "--rescale", help="of ties and dare, what is left is made longer: density, l1 or none; default: density for dare"),
-    dtype: str = typer.Option("auto", "--dtype", help="number format that is written: auto (the first model's), fp32, bf16, fp16"),
-    adapter: bool = typer.Option(False, "--adapter", help="all are LoRA adapters of one model: write one adapter (linear, task_arithmetic; exact)"),
+    method: str = typer.Option("linear", "--method", "-m",
+        help="linear (a soup), greedy (a soup of those that help), slerp, task_arithmetic, ties, dare_linear, "
+        "dare_ties, warp"),
+    base: str = typer.Option(None, "--base",
+        help="the model that all were fine-tuned from: of task_arithmetic, ties, dare and warp"),
+    weights: str = typer.Option(None, "--weights", "-w", metavar="W,...",
+        help="one number for all, or one a model; below 0 subtracts"),
+    density: str = typer.Option(None, "--density", metavar="D,...",
+        help="of ties and dare: share of a task vector's entries that stay"),
+    t: str = typer.Option(None, "--t", metavar="T,...",
+        help="of slerp: 0 is the first model, 1 the second; several are stretched over the layers"),
+    scale: str = typer.Option(None, "--scale", metavar="S,...",
+        help="λ: how far from the base; 0 is the base, 1 all of it"),
+    normalize: bool = typer.Option(None, "--normalize/--no-normalize",
+        help="divide by the sum of weights; default: of linear and ties"),
+    rescale: str = typer.Option(None, "--rescale",
+        help="of ties and dare, what is left is made longer: density, l1 or none; default: density for dare"),
+    dtype: str = typer.Option("auto", "--dtype",
+        help="number format that is written: auto (the first model's), fp32, bf16, fp16"),
+    adapter: bool = typer.Option(False, "--adapter",
+        help="all are LoRA adapters of one model: write one adapter (linear, task_arithmetic; exact)"),
     seed: int = typer.Option(0, "--seed", help="of dare's draws, and of greedy's answers"),
     shard_size: str = typer.Option("5GB", "--shard-size", help="largest file of weights"),
     suite: str = typer.Option(None, "--suite", "-s", help="of greedy: the suite that chooses, by name or YAML file"),
@@ -91,8 +107,9 @@ def merge_command(
         from rlhf_nb.hub.merging import merge_named, merged_told
 
         done, recipe = merge_named(
-            models, out, method=method, base=base, weights=weights, density=density, t=t, scale=scale, normalize=normalize, rescale=rescale,
-            dtype=dtype, adapter=adapter, seed=seed, shard_size=shard_size, suite=suite, file=file, limit=limit, overwrite=overwrite,
+            models, out, method=method, base=base, weights=weights, density=density, t=t, scale=scale,
+            normalize=normalize, rescale=rescale, dtype=dtype, adapter=adapter, seed=seed, shard_size=shard_size,
+            suite=suite, file=file, limit=limit, overwrite=overwrite,
         )  # fmt: skip
         for note in done.notes:
             tell(f"Note: {note}.")
@@ -112,7 +129,7 @@ def push_command(
     message: str = typer.Option(None, help="of the commit"),
     debug: bool = Debug,
 ) -> None:
-    """Send a run's model to the hub: private unless --public, with a model card whose commands run, and a notebook that rebuilds its figure."""
+    """Send a run's model to the hub, private unless --public, with a card whose commands run, and a notebook."""
     with told(debug, f"{me()} push {place} {name}"):
         if to and not dry_run:
             raise ConfigError("--to names the folder of a dry run: add --dry-run.")
@@ -121,7 +138,8 @@ def push_command(
 
         folder = (Path(to) if to else Path(place) / "push") if dry_run else None
         where = push_to_hub(
-            place, name, public=public, revision=revision, license=license, samples=samples, dry_run=folder, message=message, say=tell
+            place, name, public=public, revision=revision, license=license, samples=samples, dry_run=folder,
+            message=message, say=tell
         )  # fmt: skip
         tell(where, err=False)
         if dry_run:

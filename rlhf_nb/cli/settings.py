@@ -101,14 +101,15 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         line = " ".join(filter(None, [_me(), command, kind]))
         more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
         raise ConfigError(
-            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. Type one of\n"
-            f"  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+            f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
+            f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002
 _SHOWN = (  # settings that `--help` shows, as far as a method has them
-    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef", "critic", "num_generations",
-    "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r", "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
+    "model.name_or_path", "data.path", "reward", "output_dir", "epochs", "steps", "loss", "variant", "beta", "kl_coef",
+    "critic", "num_generations", "rollout_batch_size", "mini_batch_size", "optimizer.lr", "model.lora.r",
+    "data.max_length", "sampling.max_new_tokens", "save_every", "seed",
 )  # fmt: skip
 
 
@@ -137,7 +138,8 @@ def settings_help(kind: str, command: str) -> str:
 GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed under Train
     "Start": ("demo", "data", "doctor", "run", "chat"),
     "Train": (
-        "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft", "label-steps", "sweep", "fork", "config",
+        "sft", "rlaif", "reward", "process", "ppo", "grpo", "rloo", "online-dpo", "dpo", "kto", "distill", "raft",
+        "label-steps", "sweep", "fork", "config",
     ),
     "Look": ("watch", "report", "overopt"),
     "Judge": ("eval", "compare", "attack", "lm-eval"),
@@ -145,14 +147,17 @@ GROUPS = {  # as `--help` shows them; a method that is named nowhere is listed u
     "Operate": ("plan", "launch", "runs", "metrics", "export", "merge", "push"),
 }  # fmt: skip
 EXAMPLES = {  # the line that is typed most
-    "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo", "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl",
-    "run": "run --config runs/demo", "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2", "fork": "fork runs/ppo --at 40 kl_coef=0.2",
-    "label-steps": "label-steps smollm2 questions.jsonl --out steps.jsonl", "watch": "watch runs/ppo", "report": "report runs/ppo",
-    "overopt": "overopt runs/ppo", "eval": "eval runs/ppo/model --suite legs", "compare": "compare runs/eval/old runs/eval/new",
+    "demo": "demo", "data": "data pairs.jsonl --model smollm2 --for dpo",
+    "doctor": "doctor dpo model.name_or_path=smollm2 data.path=pairs.jsonl", "run": "run --config runs/demo",
+    "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
+    "fork": "fork runs/ppo --at 40 kl_coef=0.2", "label-steps": "label-steps smollm2 questions.jsonl --out steps.jsonl",
+    "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
+    "eval": "eval runs/ppo/model --suite legs", "compare": "compare runs/eval/old runs/eval/new",
     "attack": "attack runs/reward/model --data pairs.jsonl", "lm-eval": "lm-eval smollm2 --tasks hellaswag --limit 100",
-    "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2", "feedback": "feedback feedback.jsonl",
-    "monitor": "monitor traffic.jsonl --once", "cycle": "cycle feedback.jsonl", "plan": "plan ppo model.name_or_path=smollm2 --gpus 8",
-    "launch": "launch ppo --config run.yaml --processes 2", "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
+    "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
+    "feedback": "feedback feedback.jsonl", "monitor": "monitor traffic.jsonl --once", "cycle": "cycle feedback.jsonl",
+    "plan": "plan ppo model.name_or_path=smollm2 --gpus 8", "launch": "launch ppo --config run.yaml --processes 2",
+    "metrics": "metrics runs/ppo", "export": "export runs/ppo/model --to gguf-q8_0 --out exported",
     "merge": "merge runs/a/model runs/b/model --out merged", "push": "push runs/ppo OWNER/NAME",
 }  # fmt: skip
 
@@ -206,7 +211,8 @@ def written_facts() -> dict[str, Any]:
         command, flat = method.command or name, method.config.preset("default").flat()
         keys = {".".join(key.split(".")[:n]) for key in flat for n in range(1, key.count(".") + 2)}
         out["methods"][name] = {
-            "command": command, "about": method.about, "keys": sorted(k for k in keys if method.config.has(k)), "settings": settings_help(name, command), "init": init(name),
+            "command": command, "about": method.about, "keys": sorted(k for k in keys if method.config.has(k)),
+            "settings": settings_help(name, command), "init": init(name),
         }  # fmt: skip
     return out
 

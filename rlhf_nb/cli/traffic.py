@@ -30,29 +30,23 @@ _Set = typer.Option(None, "--set", metavar="KEY=VALUE", help="any setting (docs/
 
 
 def serve_command(
-    models: list[str] = _Models,
-    model: list[str] = _Model,
-    adapter: list[str] = _Adapter,
+    models: list[str] = _Models, model: list[str] = _Model, adapter: list[str] = _Adapter,
     config: str = SettingsFile,
     host: str = typer.Option(None, help="address to listen on; default 127.0.0.1, others need --keys"),
     port: int = typer.Option(None, help="default 8000; 0: any that is free"),
     keys: str = typer.Option(None, help="file with hashed API keys"),
-    new_key: str = typer.Option(
-        None, "--new-key", metavar="NAME", help="print a new key and its line for that file, and end"
-    ),
-    upstream: list[str] = _Upstream,
-    split: list[str] = _Split,
-    shadow: list[str] = _Shadow,
+    new_key: str = typer.Option(None, "--new-key", metavar="NAME",
+        help="print a new key and its line for that file, and end"),
+    upstream: list[str] = _Upstream, split: list[str] = _Split, shadow: list[str] = _Shadow,
     page: bool = typer.Option(False, "--page", help="a chat page at /"),
-    feedback: str = typer.Option(
-        None, metavar="FILE", help="what users say of answers, at /v1/feedback and on the page"
-    ),
+    feedback: str = typer.Option(None, metavar="FILE",
+        help="what users say of answers, at /v1/feedback and on the page"),
     traffic: str = typer.Option(None, metavar="FILE", help="a line for each answer: times and lengths"),
     log_text: bool = typer.Option(False, "--log-text", help="its texts, too"),
     more: list[str] = _Set,
     plan: bool = typer.Option(False, "--plan", help="say how much memory it takes, and end"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Answer OpenAI's clients with your models: /v1/chat/completions, /v1/completions, /v1/models."""
     with told(debug):
         if new_key is not None:
@@ -68,8 +62,9 @@ def serve_command(
         logging.getLogger("rlhf_nb.serve").setLevel("INFO")
         settings = read_settings(
             config, [*(models or []), *(model or [])], more, adapters=named_places(adapter, "--adapter"),
-            upstreams=named_places(upstream, "--upstream"), host=host, port=port, keys=keys, split=shares_of(split, "--split"),
-            shadow=shares_of(shadow, "--shadow"), traffic=traffic, log_text=log_text, page=page, feedback=feedback,
+            upstreams=named_places(upstream, "--upstream"), host=host, port=port, keys=keys,
+            split=shares_of(split, "--split"), shadow=shares_of(shadow, "--shadow"), traffic=traffic, log_text=log_text,
+            page=page, feedback=feedback,
         )  # fmt: skip
         if not (settings.models or settings.upstreams):
             raise ConfigError(
@@ -90,18 +85,12 @@ _Page = typer.Option(None, "--html", help="write it as a page")
 
 
 def monitor_command(
-    log: Path = _Log,
-    overrides: list[str] = Overrides,
-    feedback: Path = _Feedback,
-    config: str = SettingsFile,
+    log: Path = _Log, overrides: list[str] = Overrides, feedback: Path = _Feedback, config: str = SettingsFile,
     every: float = typer.Option(60.0, "--every", min=1.0, help="seconds between two readings"),
     once: bool = typer.Option(False, "--once", help="read, tell and end; exit code 3 if there is an alert"),
-    json_file: Path = _Json,
-    prom_file: Path = _Prometheus,
-    page: Path = _Page,
-    debug: bool = Debug,
-) -> None:
-    """Follow a server's traffic: reward, drift, length, refusals, satisfaction and latency of each version, with alerts."""
+    json_file: Path = _Json, prom_file: Path = _Prometheus, page: Path = _Page, debug: bool = Debug,
+) -> None:  # fmt: skip
+    """Follow a server's traffic: reward, drift, length, refusals, satisfaction and latency by version, with alerts."""
     with told(debug):
         from rlhf_nb.feedback.follow import monitor_traffic
         from rlhf_nb.feedback.monitor import MonitorConfig
@@ -120,15 +109,19 @@ _Export = typer.Option(None, "--export", metavar="OUT", help="write rows that da
 
 def feedback_command(
     file: str = typer.Argument(..., metavar="FILE", help="the store, or the file of the preference collector"),
-    user: str = typer.Option(None, "--forget", metavar="USER", help="delete all that a user said (id as the server got it, or the hash), and list the models that saw it"),
+    user: str = typer.Option(None, "--forget", metavar="USER",
+        help="delete all that a user said (id as the server got it, or the hash), and list the models that saw it"),
     models: list[Path] = _Folders,
     traffic: list[Path] = _Logs,
     export: Path = _Export,
     kind: str = typer.Option("pairs", "--as", help="of --export: pairs (reward models, DPO) or kto"),
     heads: bool = typer.Option(False, "--heads", help="count heads: no limits, no reliabilities, outliers stay"),
-    most: int = typer.Option(None, "--most", min=1, help="votes of one user; default: three times the median user's, at least 20"),
-    scrub: bool = typer.Option(False, "--scrub", help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
-    names: bool = typer.Option(False, "--names", help="with --scrub: people's names, too, or an error where no spaCy model is there to find them"),
+    most: int = typer.Option(None, "--most", min=1,
+        help="votes of one user; default: three times the median user's, at least 20"),
+    scrub: bool = typer.Option(False, "--scrub",
+        help="of --export: replace e-mail addresses, phone numbers, ... (needs presidio-analyzer)"),
+    names: bool = typer.Option(False, "--names",
+        help="with --scrub: people's names, too, or an error where no spaCy model is there to find them"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Look at what users said: counts, agreement, users who stand out; export rows to train on; forget a user."""
@@ -136,7 +129,8 @@ def feedback_command(
         from rlhf_nb.feedback.look import look_at_feedback
 
         look_at_feedback(
-            file, forget_user=user, models=models, traffic=traffic or (), export=export, kind=kind, heads=heads, most=most,
+            file, forget_user=user, models=models, traffic=traffic or (), export=export, kind=kind, heads=heads,
+            most=most,
             scrub=scrub, names=names
         )  # fmt: skip
 
@@ -149,15 +143,17 @@ def cycle_command(
     words: list[str] = Overrides,
     config: str = SettingsFile,
     models: str = typer.Option(None, "--models", help="folder of versions; default: models"),
-    promoted: str = typer.Option(None, "--promote", metavar="VERSION", help="make a version current, and do nothing else"),
-    back: bool = typer.Option(False, "--roll-back", help="end a trial, or make the version before current again, and do nothing else"),
+    promoted: str = typer.Option(None, "--promote", metavar="VERSION",
+        help="make a version current, and do nothing else"),
+    back: bool = typer.Option(False, "--roll-back",
+        help="end a trial, or make the version before current again, and do nothing else"),
     history: bool = typer.Option(False, "--history", help="what happened to the versions, and why"),
     reason: str = typer.Option("by hand", "--reason", help="for the history, with --promote and --roll-back"),
     again: bool = typer.Option(False, "--again", help="learn although no feedback came since the last turn"),
     toy: bool = typer.Option(False, "--toy", help="start from the toy presets: tiny models"),
     debug: bool = Debug,
 ) -> None:  # fmt: skip
-    """Close the circle: learn from what users said, and promote the new version if it passes; or go back. Exit code 3: it was refused, or taken back."""
+    """Learn from what users said, promote what passes, or go back; exit code 3: it was refused or taken back."""
     event = ""
     with told(debug):
         from rlhf_nb.feedback.versions import Versions, promote_version, roll_back_version

@@ -17,36 +17,32 @@ from ..errors import RunError, printable
 __all__ = ['sweep_command', 'fork_command', 'overopt_command']
 
 # %% ../../nbs/cli/trials.ipynb #c1520a05
-_Words = typer.Argument(None, metavar="[KEY=VALUE]...", help="kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all")  # fmt: skip
+_Words = typer.Argument(
+    None,
+    metavar="[KEY=VALUE]...",
+    help="kl_coef=0.01,0.05 tries two values, optimizer.lr=log:1e-6..1e-4 a range; one value holds for all",
+)
 _SweepTo = typer.Option(None, "--to", help="the sweep's folder; default: runs/sweep/METHOD")
 _Run = typer.Argument(..., help="the run's directory")
 
 
 def sweep_command(
-    what: str = typer.Argument(
-        ..., metavar="METHOD|SETTINGS.yaml", help="a method, or a file that describes the sweep"
-    ),
+    what: str = typer.Argument(..., metavar="METHOD|SETTINGS.yaml",
+        help="a method, or a file that describes the sweep"),
     words: list[str] = _Words,
     seeds: int = typer.Option(None, "--seeds", min=1, help="how many, the same for every candidate; default: 3"),
     search: str = typer.Option(None, "--search", help="grid (default), random, halving or hyperband"),
     trials: int = typer.Option(None, "--trials", min=1, help="candidates to draw"),
-    metric: str = typer.Option(
-        None, "--metric", help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have"
-    ),
-    minimize: bool = typer.Option(
-        None, "--minimize/--maximize", help="which way is better; default: as the metric's name says"
-    ),
+    metric: str = typer.Option(None, "--metric",
+        help="what is compared; default: gold, accuracy, reward or loss, the first that all runs have"),
+    minimize: bool = typer.Option(None, "--minimize/--maximize",
+        help="which way is better; default: as the metric's name says"),
     processes: int = typer.Option(None, "--processes", "-n", min=1, help="runs at the same time; default: 1"),
-    config: str = ConfigFile,
-    toy: bool = Toy,
-    to: Path = _SweepTo,
-    overwrite: bool = typer.Option(
-        False,
-        "--overwrite",
-        help="throw away the runs in the sweep's folder; without it, the same line goes on with them",
-    ),
+    config: str = ConfigFile, toy: bool = Toy, to: Path = _SweepTo,
+    overwrite: bool = typer.Option(False, "--overwrite",
+        help="throw away the runs in the sweep's folder; without it, the same line goes on with them"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Try settings on the same seeds and data, and say which differences are real."""
     with told(debug, " ".join([me(), *sys.argv[1:]])):
         from rlhf_nb.pipeline.stage_sweep import read_sweep, sweep_table, winners_lines
@@ -67,16 +63,14 @@ def sweep_command(
 
 def fork_command(
     run: Path = _Run,
-    overrides: list[str] = typer.Argument(
-        None, metavar="[KEY=VALUE]...", help="what is changed, for example kl_coef=0.05"
-    ),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...",
+        help="what is changed, for example kl_coef=0.05"),
     at: int = typer.Option(None, "--at", help="steps that both futures share; left out: show the run's forks"),
     to: Path = typer.Option(None, "--to", help="folder of the fork; default: RUN-forkSTEP-1 beside the run"),
-    prepare: bool = typer.Option(
-        False, "--prepare", help="only make the folder; its method's command with --resume goes on"
-    ),
+    prepare: bool = typer.Option(False, "--prepare",
+        help="only make the folder; its method's command with --resume goes on"),
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Another future of a run: from a step on, with changed settings and the same random numbers."""
     with told(debug, again()):
         from rlhf_nb.pipeline.fork import family_told, prepare_fork, run_fork
@@ -88,8 +82,8 @@ def fork_command(
             tell(f"{made.folder}: {'; '.join(made.changes) or 'nothing changed'}, from step {at} on{steps}.", err=False)
             if made.differs:
                 tell(
-                    f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or version. The fork "
-                    "shares random numbers, not bits."
+                    f"Note: the steps made again differ from the run's log ({made.differs}): other threads, machine or "
+                    "version. The fork shares random numbers, not bits."
                 )
             if prepare:
                 return
