@@ -13,8 +13,7 @@ import yaml
 from .errors import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'trl_words', 'known', 'elsewhere', 'moved', 'translate',
-           'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'trl_words', 'known', 'elsewhere', 'moved', 'translate', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache

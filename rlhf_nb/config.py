@@ -16,9 +16,9 @@ from .strict import StrictConfig, explain, merge, option, parse_overrides, read_
 _all_ = ["StrictConfig", "explain", "merge", "option", "parse_overrides", "read_config_file"]
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart',
-           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig', 'StrictConfig', 'explain',
-           'merge', 'option', 'parse_overrides', 'read_config_file']
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart', 'DataConfig',
+           'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig', 'StrictConfig', 'explain', 'merge',
+           'option', 'parse_overrides', 'read_config_file']
 
 # %% ../nbs/config.ipynb #e8aa16ab
 def _path(value: Any) -> Any:

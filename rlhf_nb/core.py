@@ -32,11 +32,11 @@ _all_ = [
 ]  # fmt: skip
 
 # %% auto #0
-__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments',
-           'pick_device', 'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state',
-           'evaluating', 't_share', 't_quantile', 'Stopped', 'stoppable', 'safe_point', 'stops_at_once',
-           'stop_from_handler', 'CheckpointError', 'ConfigError', 'DataError', 'Interval', 'ModelError', 'RewardError',
-           'RlhfError', 'RunError', 'check_choice', 'did_you_mean', 'mended', 'printable', 'read_interval', 'suggest']
+__all__ = ['DTYPES', 'BF16_FROM', 'BF16_PAYS', 'GPU', 'probe_gpu', 'probe_cpu', 'Precision', 'growing_segments', 'pick_device',
+           'decide_precision', 'derive_seed', 'seed_everything', 'rng_state', 'set_rng_state', 'evaluating', 't_share',
+           't_quantile', 'Stopped', 'stoppable', 'safe_point', 'stops_at_once', 'stop_from_handler', 'CheckpointError',
+           'ConfigError', 'DataError', 'Interval', 'ModelError', 'RewardError', 'RlhfError', 'RunError', 'check_choice',
+           'did_you_mean', 'mended', 'printable', 'read_interval', 'suggest']
 
 # %% ../nbs/core.ipynb #ea410878
 class GPU(NamedTuple):

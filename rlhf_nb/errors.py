@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # %% auto #0
-__all__ = ['mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError',
-           'RewardError', 'RunError', 'suggest', 'did_you_mean', 'listed', 'check_choice', 'Interval', 'read_interval']
+__all__ = ['mended', 'printable', 'RlhfError', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'RewardError',
+           'RunError', 'suggest', 'did_you_mean', 'listed', 'check_choice', 'Interval', 'read_interval']
 
 # %% ../nbs/errors.ipynb #178c2c79
 _UNSEEN = re.compile(  # what moves the cursor, commands the terminal, or turns the order of letters round

@@ -19,8 +19,7 @@ from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['read_config_file', 'merge', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option',
-           'StrictConfig']
+__all__ = ['read_config_file', 'merge', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option', 'StrictConfig']
 
 # %% ../nbs/strict.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

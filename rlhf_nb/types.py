@@ -21,9 +21,9 @@ from .core import DataError, RunError
 _all_ = ["Bool", "Float", "Int"]
 
 # %% auto #0
-__all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together',
-           'where_true', 'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch',
-           'PreferenceBatch', 'Rollout', 'LossSum', 'Bool', 'Float', 'Int']
+__all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true',
+           'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
+           'Rollout', 'LossSum', 'Bool', 'Float', 'Int']
 
 # %% ../nbs/types.ipynb #020a0002
 _KEPT = "_rlhf_nb_host"

@@ -13,8 +13,8 @@ import yaml
 from .errors import mended, printable
 
 # %% auto #0
-__all__ = ['MAX_DEPTH', 'MAX_LINE', 'GIVE_UP', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value',
-           'Line', 'json_lines', 'parse_yaml', 'dump_yaml']
+__all__ = ['MAX_DEPTH', 'MAX_LINE', 'GIVE_UP', 'MAX_CONFIG', 'MAX_VALUES', 'FLOAT', 'Unreadable', 'mend', 'json_value', 'Line',
+           'json_lines', 'parse_yaml', 'dump_yaml']
 
 # %% ../nbs/untrusted.ipynb #e91e278a
 MAX_DEPTH = 64  # brackets in brackets

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = 500  # lines of code in a module
+WIDE = 120  # characters of a line
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -129,6 +130,16 @@ def test_no_class_is_spread_over_two() -> None:
 def test_long_modules_say_why() -> None:
     found = too_long(ROOT)
     assert not found, "\n".join(found)
+
+
+def test_no_line_is_wider_than_a_page() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number} has {len(line)} characters, more than {WIDE}"
+        for path in modules(ROOT).values()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > WIDE and not line.startswith("__all__ = [")  # which nbdev wraps for itself
+    ]
+    assert not wide, "\n".join(wide)
 
 
 def test_public_names_say_something() -> None:

@@ -41,8 +41,8 @@ _Floats = NDArray[np.float64]
 TextScore = Callable[[Sequence[Any], Sequence[str]], Any]  # (prompts, completions) → a number each
 
 # %% auto #0
-__all__ = ['TextScore', 'Change', 'sentences', 'usual_changes', 'stock_phrases', 'AttackFinding', 'AttackResult',
-           'HackTest', 'RewardAttack', 'AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of']
+__all__ = ['TextScore', 'Change', 'sentences', 'usual_changes', 'stock_phrases', 'AttackFinding', 'AttackResult', 'HackTest',
+           'RewardAttack', 'AttackConfig', 'scorer_of', 'attack', 'attack_table', 'examples_of']
 
 # %% ../../nbs/bench/attack.ipynb #a4990007
 class Change(NamedTuple):

@@ -26,8 +26,8 @@ from .suites import Row, Suite, Work, criteria_of, dialogue, replace_file
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged',
-           'pair_work', 'judged_of']
+__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged', 'pair_work',
+           'judged_of']
 
 # %% ../../nbs/bench/results.ipynb #83b24b5b
 class Metric(StrictConfig):

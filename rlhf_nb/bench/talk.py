@@ -32,8 +32,8 @@ from ..decode.stops import Stops, parse_stops
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings',
-           'answer_prompts', 'hold_chat']
+__all__ = ['HELP', 'Manner', 'read_generation', 'manner_of', 'Partner', 'converse', 'decoder_settings', 'answer_prompts',
+           'hold_chat']
 
 # %% ../../nbs/bench/talk.ipynb #13ce1d8b
 _OURS = ("temperature", "top_k", "top_p", "min_p")

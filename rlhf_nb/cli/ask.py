@@ -17,8 +17,8 @@ from ..console import me, tell
 from ..errors import ConfigError
 
 # %% auto #0
-__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command',
-           'attack_command', 'lm_eval_command', 'label_steps_command']
+__all__ = ['DECODERS', 'sample_command', 'chat_command', 'get_command', 'eval_command', 'compare_command', 'attack_command',
+           'lm_eval_command', 'label_steps_command']
 
 # %% ../../nbs/cli/ask.ipynb #c1510a05
 DECODERS = (  # of decode.named; a test compares them

@@ -17,8 +17,8 @@ from ..console import note, rank, tell
 from ..errors import RlhfError
 
 # %% auto #0
-__all__ = ['Debug', 'MethodName', 'Overrides', 'ConfigFile', 'SettingsFile', 'Toy', 'Resume', 'Overwrite', 'told',
-           'print_rich', 'typed_words']
+__all__ = ['Debug', 'MethodName', 'Overrides', 'ConfigFile', 'SettingsFile', 'Toy', 'Resume', 'Overwrite', 'told', 'print_rich',
+           'typed_words']
 
 # %% ../../nbs/cli/options.ipynb #c1500a05
 @contextmanager

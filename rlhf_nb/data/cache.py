@@ -21,8 +21,8 @@ from ..untrusted import json_value
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'Made', 'files_digest', 'tokenizer_digest', 'code_digest', 'cache_key', 'default_folder',
-           'write_rows', 'CachedRows', 'kept_tokens']
+__all__ = ['Row', 'Made', 'files_digest', 'tokenizer_digest', 'code_digest', 'cache_key', 'default_folder', 'write_rows',
+           'CachedRows', 'kept_tokens']
 
 # %% ../../nbs/data/cache.ipynb #22906f5b
 def files_digest(path: str | Path) -> str | None:

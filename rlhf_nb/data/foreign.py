@@ -22,8 +22,8 @@ MEMORY = 4 << 30  # bytes of address space of the child
 LONGEST = 1 << 24  # characters of what a template makes of one dialogue
 
 # %% auto #0
-__all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'check_tokenizer_rules',
-           'check_expression', 'try_tokenizer']
+__all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'check_tokenizer_rules', 'check_expression',
+           'try_tokenizer']
 
 # %% ../../nbs/data/foreign.ipynb #1f8b030d
 def _compiled(template: str) -> Any:

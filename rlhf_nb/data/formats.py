@@ -29,10 +29,10 @@ class DataWarning(UserWarning):
     """Rows were cut, dropped or repaired: how many of how many, why, and what can be done."""
 
 # %% auto #0
-__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN',
-           'ASSISTANT', 'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
-           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt',
-           'to_format', 'format_of', 'whole_rows', 'to_rows']
+__all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
+           'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
+           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt', 'to_format',
+           'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first

@@ -16,9 +16,9 @@ from . import toy
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'END', 'LARGEST', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error',
-           'right_result', 'right_way', 'speak', 'value_of_prefix', 'legs_prompts', 'legs_demonstrations', 'step_row',
-           'legs_steps', 'legs_pairs', 'build_tokenizer', 'build_model']
+__all__ = ['Row', 'END', 'LARGEST', 'SLIP', 'BY', 'SIGNS', 'Sum', 'sums', 'read_sum', 'split_legs', 'first_error', 'right_result',
+           'right_way', 'speak', 'value_of_prefix', 'legs_prompts', 'legs_demonstrations', 'step_row', 'legs_steps',
+           'legs_pairs', 'build_tokenizer', 'build_model']
 
 # %% ../../nbs/data/legs.ipynb #9c276c0c
 END = ";"  # stands between two legs

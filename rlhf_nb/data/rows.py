@@ -21,8 +21,8 @@ from .sources import StreamSource, deduplicate, hold_out, row_key
 from .worlds import RowKind, Row, made_rows, names, world_of
 
 # %% auto #0
-__all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
-           'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'RunOnRows', 'seeds_of', 'leaked']
+__all__ = ['place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows', 'load_rows',
+           'load_parts', 'held_out_of_stream', 'stream_rows', 'RunOnRows', 'seeds_of', 'leaked']
 
 # %% ../../nbs/data/rows.ipynb #96e347be
 def place_of(data: DataConfig) -> str:

@@ -17,9 +17,9 @@ from ..errors import listed
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'RoleTerm', 'read_role',
-           'Reading', 'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather',
-           'shape_table', 'shapes_of', 'recognise', 'read_as', 'note_shape']
+__all__ = ['Row', 'ATTRIBUTES', 'PLAIN', 'SYSTEM', 'SPEAKERS', 'SHAPES', 'ROW_FORMATS', 'RoleTerm', 'read_role', 'Reading',
+           'DataNote', 'NothingToCompare', 'Shape', 'instructions', 'from_question', 'gather', 'shape_table',
+           'shapes_of', 'recognise', 'read_as', 'note_shape']
 
 # %% ../../nbs/data/shapes.ipynb #e95c4425
 class RoleTerm(NamedTuple):

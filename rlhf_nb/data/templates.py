@@ -14,11 +14,10 @@ from .foreign import RefusedProgram, render_chats
 from .formats import ASSISTANT, HUMAN, Message, Text
 
 # %% auto #0
-__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'train_bpe',
-           'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
-           'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
-           'opens_answer', 'as_chat', 'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_pairs', 'encode_prompt',
-           'encode_pair']
+__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'train_bpe', 'make_chat_template',
+           'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts', 'encode_continuations', 'Encoded',
+           'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank', 'opens_answer', 'as_chat',
+           'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_pairs', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/data/templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"

@@ -17,13 +17,13 @@ import torch
 from ..core import DataError, ModelError, check_choice, derive_seed, suggest
 
 # %% auto #0
-__all__ = ['FACTS', 'ANIMALS', 'ASK', 'QUESTION_KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS',
-           'PHRASES', 'FACT_VALUES', 'PRICES', 'PERSONAS', 'TASTE', 'CLARITY', 'PAD', 'BOS', 'EOS', 'UNK', 'WORD',
-           'SIZES', 'Animal', 'number_word', 'Question', 'group_words', 'all_questions', 'read_question',
-           'train_prompts', 'test_prompts', 'Claim', 'sentence', 'say', 'read_sentence', 'AnswerReading',
-           'judge_claim', 'read_answer', 'Prices', 'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows',
-           'taste', 'label_probability', 'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer',
-           'build_tokenizer', 'toy_model_config', 'build_model']
+__all__ = ['FACTS', 'ANIMALS', 'ASK', 'QUESTION_KINDS', 'HELLO', 'PROMPT', 'SAY', 'SAY_SUM', 'OPENERS', 'CLOSERS', 'PHRASES',
+           'FACT_VALUES', 'PRICES', 'PERSONAS', 'TASTE', 'CLARITY', 'PAD', 'BOS', 'EOS', 'UNK', 'WORD', 'SIZES',
+           'Animal', 'number_word', 'Question', 'group_words', 'all_questions', 'read_question', 'train_prompts',
+           'test_prompts', 'Claim', 'sentence', 'say', 'read_sentence', 'AnswerReading', 'judge_claim', 'read_answer',
+           'Prices', 'gold_parts', 'gold_reward', 'check_answer', 'speak', 'sft_rows', 'taste', 'label_probability',
+           'preferences_from_samples', 'preference_rows', 'vocabulary', 'word_tokenizer', 'build_tokenizer',
+           'toy_model_config', 'build_model']
 
 # %% ../../nbs/data/toy.ipynb #85d92670
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ Row = dict[str, Any]
 RowKind = Literal["sft", "preference", "unpaired", "prompt", "stepwise"]
 
 # %% auto #0
-__all__ = ['Row', 'RowKind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of',
-           'model_world', 'world_for', 'gold_of', 'made_rows', 'toy_presets']
+__all__ = ['Row', 'RowKind', 'HELD_OUT', 'ROW_COUNTS', 'WORLDS', 'FIRST_WORLD', 'World', 'names', 'world_of', 'model_world',
+           'world_for', 'gold_of', 'made_rows', 'toy_presets']
 
 # %% ../../nbs/data/worlds.ipynb #6bee5312
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from ..rollout.sampler import addresses
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft',
-           'words_vote', 'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
+__all__ = ['Weigher', 'best_of_curve', 'best_of_bound', 'best_of_kl', 'choice_bound', 'weigh_best', 'weigh_soft', 'words_vote',
+           'weigh_votes', 'pick_different', 'OneOfMany', 'best_of_n', 'Rejection']
 
 # %% ../../nbs/decode/choose.ipynb #2526faf9
 def _shares(values: Sequence[float], by: Sequence[float]) -> list[float]:

@@ -25,9 +25,9 @@ from ..rollout.sampler import eval_mode, sample
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'sentence_features',
-           'count_tokens', 'fill_up', 'Compressed', 'SentenceRule', 'Missed', 'missed', 'fit_sentence_rule',
-           'latest_tokens', 'random_choice']
+__all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'sentence_features', 'count_tokens',
+           'fill_up', 'Compressed', 'SentenceRule', 'Missed', 'missed', 'fit_sentence_rule', 'latest_tokens',
+           'random_choice']
 
 # %% ../../nbs/decode/compress.ipynb #cf3a06a3
 class Unit(NamedTuple):

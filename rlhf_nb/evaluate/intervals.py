@@ -21,10 +21,10 @@ from ..sequential import bets, log_wealth
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Estimate', 'cluster_means', 'mean_interval', 'share_interval', 'bootstrap_interval', 'sign_flip_test',
-           'Comparison', 'points_of', 'compare_paired', 'confidence_sequence', 'Decision', 'decide',
-           'LengthControlled', 'length_controlled', 'pass_interval', 'majority_interval', 'holm', 'several_note',
-           'Calibration', 'reliability_bins', 'calibration']
+__all__ = ['Estimate', 'cluster_means', 'mean_interval', 'share_interval', 'bootstrap_interval', 'sign_flip_test', 'Comparison',
+           'points_of', 'compare_paired', 'confidence_sequence', 'Decision', 'decide', 'LengthControlled',
+           'length_controlled', 'pass_interval', 'majority_interval', 'holm', 'several_note', 'Calibration',
+           'reliability_bins', 'calibration']
 
 # %% ../../nbs/evaluate/intervals.ipynb #b298a888
 class Estimate(NamedTuple):

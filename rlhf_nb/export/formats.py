@@ -35,8 +35,8 @@ from ..untrusted import Unreadable, json_value
 EXPORT_RECORD = "export.json"
 
 # %% auto #0
-__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported',
-           'earlier_files', 'check_target', 'export_model', 'readme']
+__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported', 'earlier_files',
+           'check_target', 'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
 class Format(NamedTuple):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'PlannedTensor', 'plan_tensors',
-           'write_gguf', 'open_gguf']
+__all__ = ['ARCHITECTURES', 'TYPES', 'neighbours', 'check_architecture', 'type_of', 'PlannedTensor', 'plan_tensors', 'write_gguf',
+           'open_gguf']
 
 # %% ../../nbs/export/gguf.ipynb #a864009
 def neighbours(weight: Tensor, heads: int) -> Tensor:

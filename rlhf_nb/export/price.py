@@ -21,8 +21,8 @@ from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
 
 # %% auto #0
-__all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts',
-           'held_out', 'Lost', 'Price', 'measure_copy', 'too_dear']
+__all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts', 'held_out',
+           'Lost', 'Price', 'measure_copy', 'too_dear']
 
 # %% ../../nbs/export/price.ipynb #a860007
 Forward = Callable[[Sequence[int], Any], tuple[Tensor, Any]]

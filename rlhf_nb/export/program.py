@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['Cached', 'past_shape', 'example', 'as_program', 'logit_gap', 'write_program', 'forward_of_cached',
-           'open_program']
+__all__ = ['Cached', 'past_shape', 'example', 'as_program', 'logit_gap', 'write_program', 'forward_of_cached', 'open_program']
 
 # %% ../../nbs/export/program.ipynb #a865007
 class Cached(nn.Module):

@@ -21,8 +21,7 @@ from .slots import Slots
 from .workers import spread, workers_for
 
 # %% auto #0
-__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'FastDecoder', 'prefill', 'decode_step', 'Queue', 'run',
-           'decode']
+__all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'FastDecoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
 
 # %% ../../nbs/fast/decode.ipynb #f80a6664
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]

@@ -22,8 +22,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
-           'draws_numbers']
+__all__ = ['HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
 
 # %% ../../nbs/fast/workers.ipynb #7bb3b47c
 _SMALL = 1_000_000  # parameters; from here on, cores take batches of their own

@@ -20,8 +20,8 @@ from .store import Feedback
 from ..train.reward import fit_words, word_bags
 
 # %% auto #0
-__all__ = ['ESTABLISHED', 'PRIOR', 'Vote', 'accounts', 'votes_of', 'limited', 'VoteEstimate', 'dawid_skene',
-           'margins_of_others', 'User', 'Aggregate', 'aggregate']
+__all__ = ['ESTABLISHED', 'PRIOR', 'Vote', 'accounts', 'votes_of', 'limited', 'VoteEstimate', 'dawid_skene', 'margins_of_others',
+           'User', 'Aggregate', 'aggregate']
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720006
 class Vote(NamedTuple):

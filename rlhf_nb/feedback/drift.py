@@ -16,8 +16,8 @@ _Floats = NDArray[np.float64]
 Labels = NDArray[np.float32]  # [K, N], 1 where a row is dealt to the first sample
 
 # %% auto #0
-__all__ = ['Labels', 'ngram_features', 'gaussian_gram', 'discrepancy', 'permutation_p', 'rank_distance', 'Drift',
-           'drift_test', 'AlarmBudget']
+__all__ = ['Labels', 'ngram_features', 'gaussian_gram', 'discrepancy', 'permutation_p', 'rank_distance', 'Drift', 'drift_test',
+           'AlarmBudget']
 
 # %% ../../nbs/feedback/drift.ipynb #f57566d9
 _SIZES = (3, 4, 5)

@@ -42,8 +42,8 @@ from ..models.load import load_model, load_tokenizer
 from ..widgets.html import escape, table_html
 
 # %% auto #0
-__all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'open_alerts', 'print_looks',
-           'as_json', 'as_prometheus', 'as_page', 'monitor_traffic', 'check_there', 'follow']
+__all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'open_alerts', 'print_looks', 'as_json',
+           'as_prometheus', 'as_page', 'monitor_traffic', 'check_there', 'follow']
 
 # %% ../../nbs/feedback/follow.ipynb #b21a8f35
 class Sources:

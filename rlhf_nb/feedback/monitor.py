@@ -28,9 +28,9 @@ Score = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[float | N
 Features = Callable[[Sequence[str]], NDArray[np.float64]]
 
 # %% auto #0
-__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'MonitorConfig', 'check_bounds',
-           'Alert', 'Base', 'MonitorLook', 'Gatherer', 'ChangeTests', 'clock_time', 'Version', 'Report', 'Monitor',
-           'version_report', 'bounds_crossed', 'Findings', 'findings']
+__all__ = ['HOUR', 'DAY', 'CLOCKS', 'Score', 'Features', 'MEASURES', 'SHARES', 'MonitorConfig', 'check_bounds', 'Alert', 'Base',
+           'MonitorLook', 'Gatherer', 'ChangeTests', 'clock_time', 'Version', 'Report', 'Monitor', 'version_report',
+           'bounds_crossed', 'Findings', 'findings']
 
 # %% ../../nbs/feedback/monitor.ipynb #9fef74c9
 def _of_answer(of: Callable[[str], float]) -> Callable[[LoggedRequest], float]:

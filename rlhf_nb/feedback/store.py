@@ -23,8 +23,7 @@ from ..untrusted import Unreadable, json_lines, mend
 from ..widgets.labels import VERDICTS, Pair
 
 # %% auto #0
-__all__ = ['THUMBS', 'Feedback', 'line_of', 'feedback_of', 'Names', 'FeedbackStore', 'erase', 'Forgotten', 'forget',
-           'copies_of']
+__all__ = ['THUMBS', 'Feedback', 'line_of', 'feedback_of', 'Names', 'FeedbackStore', 'erase', 'Forgotten', 'forget', 'copies_of']
 
 # %% ../../nbs/feedback/store.ipynb #f8700006
 THUMBS = ("up", "down")

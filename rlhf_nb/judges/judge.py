@@ -26,9 +26,9 @@ Texts = Sequence[Any]  # one text or list of messages per row
 Criteria = Sequence[str] | None  # by what to judge, one per row; None leaves it to the judge
 
 # %% auto #0
-__all__ = ['Opinions', 'Texts', 'Criteria', 'JudgeMode', 'Judge', 'judged_text', 'Verdicts', 'BothOrders',
-           'verdicts_of', 'FunctionJudge', 'fill_template', 'check_gaps', 'JudgeTemplate', 'TemplateJudge',
-           'Agreement', 'agreement', 'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
+__all__ = ['Opinions', 'Texts', 'Criteria', 'JudgeMode', 'Judge', 'judged_text', 'Verdicts', 'BothOrders', 'verdicts_of',
+           'FunctionJudge', 'fill_template', 'check_gaps', 'JudgeTemplate', 'TemplateJudge', 'Agreement', 'agreement',
+           'JudgeReward', 'Duel', 'as_duel', 'among_siblings', 'Labelled', 'label_pairs']
 
 # %% ../../nbs/judges/judge.ipynb #46b74760
 class Judge(Protocol):

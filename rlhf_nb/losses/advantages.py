@@ -14,8 +14,7 @@ from .kl import KLKind, check_tokens, kl_estimate, wide
 from ..types import Bool, Float
 
 # %% auto #0
-__all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline',
-           'group_advantages']
+__all__ = ['kl_shaped_rewards', 'gae', 'Moments', 'moments', 'merge_moments', 'whiten', 'rloo_baseline', 'group_advantages']
 
 # %% ../../nbs/losses/advantages.ipynb #ad1b373a
 @torch.no_grad()

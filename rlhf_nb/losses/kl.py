@@ -13,8 +13,8 @@ from ..core import CheckpointError, ConfigError, DataError, RunError, did_you_me
 from ..types import Bool, Float, LossSum
 
 # %% auto #0
-__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report',
-           'kl_loss', 'FixedKL', 'AdaptiveKL']
+__all__ = ['KLKind', 'check_tokens', 'wide', 'kl_terms', 'kl_estimate', 'MeanError', 'mean_and_error', 'kl_report', 'kl_loss',
+           'FixedKL', 'AdaptiveKL']
 
 # %% ../../nbs/losses/kl.ipynb #9fefeca4
 def check_tokens(mask: Bool[Tensor, "..."], **tensors: Float[Tensor, "..."]) -> None:

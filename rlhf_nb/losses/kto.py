@@ -16,8 +16,8 @@ from .kl import wide
 from ..types import Bool, Float, LossSum
 
 # %% auto #0
-__all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean',
-           'suggest_weights', 'check_unpaired', 'unpaired_loss']
+__all__ = ['UNPAIRED', 'weigh_sides', 'kto', 'apo_zero_unpaired', 'bco', 'mismatched_kl', 'RunningMean', 'suggest_weights',
+           'check_unpaired', 'unpaired_loss']
 
 # %% ../../nbs/losses/kto.ipynb #66937bd1
 def _sides(log_ratios: Tensor, labels: Tensor, *scalars: Tensor | float) -> Tensor:

@@ -19,10 +19,10 @@ from .reward import check_pairs, check_smoothing, logistic
 from ..types import Float, Int, LossSum
 
 # %% auto #0
-__all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 'hinge', 'ipo', 'dpo_norm', 'discopop',
-           'exo', 'nca', 'bco_pair', 'sppo_hard', 'apo_zero', 'apo_down', 'aot', 'aot_unpaired', 'mean_logps',
-           'sum_logps', 'simpo', 'cpo', 'log_odds', 'orpo', 'power_rewards', 'alphapo', 'dpop', 'nll', 'wpo_weights',
-           'desensitize', 'Entry', 'find_loss', 'PairOptions', 'check_losses', 'preference_loss']
+__all__ = ['DIVERGENCES', 'LOSSES', 'PairLogps', 'log_ratios', 'dpo', 'robust', 'hinge', 'ipo', 'dpo_norm', 'discopop', 'exo',
+           'nca', 'bco_pair', 'sppo_hard', 'apo_zero', 'apo_down', 'aot', 'aot_unpaired', 'mean_logps', 'sum_logps',
+           'simpo', 'cpo', 'log_odds', 'orpo', 'power_rewards', 'alphapo', 'dpop', 'nll', 'wpo_weights', 'desensitize',
+           'Entry', 'find_loss', 'PairOptions', 'check_losses', 'preference_loss']
 
 # %% ../../nbs/losses/preference.ipynb #e79d2fdb
 class PairLogps(NamedTuple):

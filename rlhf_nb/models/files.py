@@ -25,8 +25,8 @@ from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'quiet', 'load_or_explain',
-           'pretrained', 'base_of_adapter', 'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'quiet', 'load_or_explain', 'pretrained',
+           'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:

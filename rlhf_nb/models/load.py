@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout',
-           'weights_dtype', 'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model',
-           'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter',
-           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
-           'quiet']
+__all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
+           'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
+           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
+           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
+           'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained', 'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]

@@ -21,9 +21,9 @@ from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_confi
 from ..untrusted import Unreadable, dump_yaml, json_value
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect',
-           'warp', 'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models',
-           'told_place', 'portable_recipe', 'merge_adapters']
+__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
+           'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place',
+           'portable_recipe', 'merge_adapters']
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide_copy(x: Tensor) -> Tensor:

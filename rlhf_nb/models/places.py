@@ -11,8 +11,8 @@ from ..core import ModelError, suggest
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_folder', 'read_origin', 'find_copy',
-           'resolve', 'near_short_name']
+__all__ = ['SHORT_NAMES', 'COMPLETE', 'split_revision', 'cache_folder', 'copy_folder', 'read_origin', 'find_copy', 'resolve',
+           'near_short_name']
 
 # %% ../../nbs/models/places.ipynb #3e3adac4
 SHORT_NAMES = {

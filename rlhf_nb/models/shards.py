@@ -23,8 +23,8 @@ from ..untrusted import Unreadable, json_value
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
 # %% auto #0
-__all__ = ['SHARD_BYTES', 'SHARD_DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter',
-           'ModelTensors', 'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
+__all__ = ['SHARD_BYTES', 'SHARD_DTYPES', 'BESIDE', 'TensorEntry', 'read_table', 'read_tensor', 'Adapter', 'ModelTensors',
+           'plan_shards', 'write_shards', 'write_config', 'copy_beside', 'write_beside']
 
 # %% ../../nbs/models/shards.ipynb #a335007
 SHARD_DTYPES = {

@@ -35,8 +35,7 @@ if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told insid
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle',
-           'history_lines']
+__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle', 'history_lines']
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):

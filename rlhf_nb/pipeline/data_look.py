@@ -27,9 +27,9 @@ from ..data.rows import raw_rows, reading_of
 from ..data.worlds import Row
 
 # %% auto #0
-__all__ = ['LOOKED_AT', 'STYLES', 'MARKS', 'LookConfig', 'FileLook', 'look_at', 'roles', 'twice', 'leaks',
-           'contradictions', 'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'row_parts',
-           'text_parts', 'painted', 'print_look']
+__all__ = ['LOOKED_AT', 'STYLES', 'MARKS', 'LookConfig', 'FileLook', 'look_at', 'roles', 'twice', 'leaks', 'contradictions',
+           'same_sides', 'tokenized', 'without_refused', 'word_counts', 'histogram', 'row_parts', 'text_parts',
+           'painted', 'print_look']
 
 # %% ../../nbs/pipeline/data_look.ipynb #e297614d
 class LookConfig(StrictConfig):

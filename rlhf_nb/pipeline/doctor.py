@@ -41,10 +41,10 @@ from ..data.worlds import Row
 from ..models.policy import dropout_left_out
 
 # %% auto #0
-__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows',
-           'check_data', 'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed',
-           'estimate_memory', 'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving',
-           'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+__all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
+           'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
+           'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'StageStart',
+           'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]

@@ -23,8 +23,8 @@ from ..train.registry import MethodInfo, methods
 from ..train.stage import JobConfig, StageResult, make_trainer, read_json, run_stage, write_json
 
 # %% auto #0
-__all__ = ['SHARED', 'FORK_METRICS', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork',
-           'Futures', 'Relative', 'compare_futures', 'family', 'family_told']
+__all__ = ['SHARED', 'FORK_METRICS', 'ForkedAt', 'settings_of', 'Prepared', 'prepare_fork', 'run_fork', 'fork', 'Futures',
+           'Relative', 'compare_futures', 'family', 'family_told']
 
 # %% ../../nbs/pipeline/fork.ipynb #f0690007
 SHARED = {  # settings that decide what parent and fork have in common

@@ -28,8 +28,8 @@ from ..train.entries import RewardEntry
 from ..widgets.html import escape
 
 # %% auto #0
-__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_stage_rules',
-           'check_kept', 'verdict_table', 'settings_text', 'verdict_page']
+__all__ = ['Rule', 'GatesConfig', 'Check', 'Verdict', 'check_reward_model', 'check_policy', 'check_stage_rules', 'check_kept',
+           'verdict_table', 'settings_text', 'verdict_page']
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900006
 class Rule(StrictConfig):

@@ -27,8 +27,8 @@ from ..train.stage import write_json
 Say = Callable[[str], None]
 
 # %% auto #0
-__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story',
-           'step_sentence', 'answers_side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
+__all__ = ['Say', 'MODEL', 'QUESTIONS', 'fetch_model', 'demo_world', 'ask', 'DemoScore', 'score_of', 'Story', 'step_sentence',
+           'answers_side_by_side', 'Shown', 'settings', 'check_folder_is_ours', 'real_demo']
 
 # %% ../../nbs/pipeline/real.ipynb #31968e65
 MODEL = "smollm2"

@@ -24,8 +24,8 @@ from ..train.stage import lasting, read_json, write_json
 from .sweep import Search, Swept, nested, sweep
 
 # %% auto #0
-__all__ = ['split_values', 'read_words', 'StageSweep', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines',
-           'best_first', 'winner_of', 'sweep_stage']
+__all__ = ['split_values', 'read_words', 'StageSweep', 'SweepConfig', 'read_sweep', 'sweep_table', 'winners_lines', 'best_first',
+           'winner_of', 'sweep_stage']
 
 # %% ../../nbs/pipeline/stage_sweep.ipynb #s9220007
 _RANGE = re.compile(r"(log:)?\s*([-+.\de]+)\s*\.\.\s*([-+.\de]+)")

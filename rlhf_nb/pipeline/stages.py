@@ -56,9 +56,9 @@ from ..train.stage import StageResult, lasting, read_json, run_stage, write_json
 from ..types import PromptBatch
 
 # %% auto #0
-__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'StagePlan',
-           'Gatekeeper', 'RLHFPipeline', 'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards',
-           'judge_pair', 'collect_results', 'spread_out']
+__all__ = ['CLASSIC', 'BaseConfig', 'PipelineConfig', 'add_stages', 'make_base', 'train_on_labels', 'StagePlan', 'Gatekeeper',
+           'RLHFPipeline', 'held_out_prompts', 'judges_for', 'judge_policies', 'trusted_rewards', 'judge_pair',
+           'collect_results', 'spread_out']
 
 # %% ../../nbs/pipeline/stages.ipynb #24947408
 class BaseConfig(StrictConfig):

@@ -35,8 +35,8 @@ from ..train.stage import JobConfig, lasting, make_trainer, read_json, run_stage
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve_jobs',
-           'nested', 'Swept', 'check_candidates', 'sweep', 'summary']
+__all__ = ['METRICS', 'Search', 'reached', 'run_share', 'metrics_at', 'questions_at', 'device_for', 'serve_jobs', 'nested',
+           'Swept', 'check_candidates', 'sweep', 'summary']
 
 # %% ../../nbs/pipeline/sweep.ipynb #s6940014
 class _Pause(Callback):

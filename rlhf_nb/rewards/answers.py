@@ -18,9 +18,9 @@ from ..core import ConfigError, RewardError, suggest
 Percent = Literal["unit", "hundredth"]
 
 # %% auto #0
-__all__ = ['Percent', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer',
-           'extract_number', 'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch',
-           'extract_choice', 'MultipleChoice', 'pass_at_k', 'majority_vote']
+__all__ = ['Percent', 'completion_text', 'after_thinking', 'TextReward', 'AnswerReward', 'final_answer', 'extract_number',
+           'asks_for_percent', 'RightNumber', 'Number', 'normalize_text', 'ExactMatch', 'extract_choice',
+           'MultipleChoice', 'pass_at_k', 'majority_vote']
 
 # %% ../../nbs/rewards/answers.ipynb #0207043f
 def completion_text(completion: Any) -> str:

@@ -34,8 +34,8 @@ from ..types import Completions, Rollout
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble',
-           'apply_eos_penalty', 'RunningNormalizer']
+__all__ = ['log', 'RolloutScorer', 'check_reader', 'Rewards', 'CanScore', 'RewardModelFn', 'Ensemble', 'apply_eos_penalty',
+           'RunningNormalizer']
 
 # %% ../../nbs/rewards/base.ipynb #c8c7e2ee
 class _WrongForm(ValueError):

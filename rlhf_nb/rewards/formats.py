@@ -15,8 +15,8 @@ from ..core import ConfigError, RewardError, check_choice
 from .answers import TextReward, after_thinking, completion_text
 
 # %% auto #0
-__all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition',
-           'Length', 'Repetition', 'Gated']
+__all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition', 'Length',
+           'Repetition', 'Gated']
 
 # %% ../../nbs/rewards/formats.ipynb #f0f36f87
 class Matches(TextReward):

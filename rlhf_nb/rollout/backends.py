@@ -22,8 +22,8 @@ from rlhf_nb.rollout.sampler import (
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler',
-           'needs_scoring', 'sampling_metrics']
+__all__ = ['Request', 'Sampler', 'OurSampler', 'answers_to_tensors', 'TransformersContinuous', 'make_sampler', 'needs_scoring',
+           'sampling_metrics']
 
 # %% ../../nbs/rollout/backends.ipynb #874653ef
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ Right = Callable[
 ]  # f(prompts, completions, **columns): 1 (more than ½) where an answer is right
 
 # %% auto #0
-__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps',
-           'exact_value']
+__all__ = ['Right', 'StepLabels', 'stderr_of_share', 'Beginnings', 'find_beginnings', 'count_right', 'label_steps', 'exact_value']
 
 # %% ../../nbs/rollout/steps.ipynb #d8cdca8f
 class StepLabels(NamedTuple):

@@ -26,8 +26,8 @@ from .engine import Engine
 from .log import EventLog, History, RunDir
 
 # %% auto #0
-__all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'SampleLog', 'short_number',
-           'pick_columns', 'where_time_goes', 'step_line', 'steps_table', 'Progress', 'Trackers']
+__all__ = ['Flags', 'RunView', 'Callback', 'Callbacks', 'EarlyStop', 'BudgetStop', 'SampleLog', 'short_number', 'pick_columns',
+           'where_time_goes', 'step_line', 'steps_table', 'Progress', 'Trackers']
 
 # %% ../../nbs/run/callbacks.ipynb #7b4e7a54
 @dataclass

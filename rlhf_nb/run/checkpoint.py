@@ -27,9 +27,8 @@ from ..files import FileRefused, open_regular, read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
-__all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint',
-           'checkpoints_in', 'clean_leftovers', 'problem_of', 'latest_complete', 'load_checkpoint', 'Part', 'snapshot',
-           'AsyncWriter']
+__all__ = ['Tensors', 'PATIENCE', 'HURRY', 'split_state', 'join_state', 'fsync_path', 'save_checkpoint', 'checkpoints_in',
+           'clean_leftovers', 'problem_of', 'latest_complete', 'load_checkpoint', 'Part', 'snapshot', 'AsyncWriter']
 
 # %% ../../nbs/run/checkpoint.ipynb #fdfd2e0a
 _MARK = "__tensor__"

@@ -40,9 +40,8 @@ def add_pairs(
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy',
-           'weigh', 'Ranks', 'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state',
-           'load_engine_state']
+__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh', 'Ranks',
+           'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state', 'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:

@@ -29,8 +29,8 @@ from rlhf_nb.run.strategy import (
 _log = logging.getLogger("rlhf_nb.run.strategies")
 
 # %% auto #0
-__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero',
-           'blocks_of', 'Sharded', 'connect']
+__all__ = ['deepspeed_config', 'check_insides', 'free_memory', 'streamed', 'FrozenShards', 'SharedOut', 'Zero', 'blocks_of',
+           'Sharded', 'connect']
 
 # %% ../../nbs/run/strategies.ipynb #abc349f5
 def deepspeed_config(

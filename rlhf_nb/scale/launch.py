@@ -41,9 +41,9 @@ from ..train.stage import JobConfig, read_json, run_stage, write_json
 from ..untrusted import json_value
 
 # %% auto #0
-__all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure',
-           'Attempt', 'watch_attempt', 'Launched', 'check_launch', 'check_machines', 'wait_for_others', 'launch',
-           'fork_problem', 'fork_launch']
+__all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt',
+           'watch_attempt', 'Launched', 'check_launch', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
+           'fork_launch']
 
 # %% ../../nbs/scale/launch.ipynb #0726eebb
 def accelerate_settings(

@@ -15,10 +15,10 @@ from ..core import ConfigError, ModelError, Precision
 from ..train.registry import Held, MethodInfo, get, of
 
 # %% auto #0
-__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'DecoderShape',
-           'decoder_shape', 'NumberFormat', 'engine_format', 'Job', 'row_tokens', 'forward_rows', 'layer_activations',
-           'activations', 'head_memory', 'cache_rows', 'sampling_memory', 'MemoryTerm', 'Weights', 'roles_of', 'Split',
-           'averages', 'weight_terms', 'update_terms', 'Budget', 'predict_memory', 'job_of']
+__all__ = ['NUMBER_FORMATS', 'KEPT_LOGITS', 'Moment', 'MOMENTS', 'MEMORY_ROLES', 'Offload', 'DecoderShape', 'decoder_shape',
+           'NumberFormat', 'engine_format', 'Job', 'row_tokens', 'forward_rows', 'layer_activations', 'activations',
+           'head_memory', 'cache_rows', 'sampling_memory', 'MemoryTerm', 'Weights', 'roles_of', 'Split', 'averages',
+           'weight_terms', 'update_terms', 'Budget', 'predict_memory', 'job_of']
 
 # %% ../../nbs/scale/topology.ipynb #997d9368
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place',
-           'head_logps', 'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
+__all__ = ['KEEP_LOGITS', 'CHUNK_LOGITS', 'CHUNK_GRADIENT', 'CHUNK_ROWS', 'HeadOptions', 'gradients_in_place', 'head_logps',
+           'read_head', 'logit_transform', 'split_head', 'text_config', 'embedding_of', 'width_of']
 
 # %% ../../nbs/scoring/head.ipynb #20b01249
 KEEP_LOGITS = (

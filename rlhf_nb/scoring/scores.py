@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 
 # %% auto #0
-__all__ = ['log', 'FULL', 'Pooling', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps',
-           'completion_values', 'pool_row', 'completion_reads', 'sequence_scores', 'logps']
+__all__ = ['log', 'FULL', 'Pooling', 'hidden_states', 'one_forward', 'TokenScores', 'completion_logps', 'completion_values',
+           'pool_row', 'completion_reads', 'sequence_scores', 'logps']
 
 # %% ../../nbs/scoring/scores.ipynb #769b0853
 def hidden_states(

@@ -26,8 +26,8 @@ def uvicorn() -> Any:
     return package_of_serving("uvicorn")
 
 # %% auto #0
-__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'uvicorn', 'patient_protocol', 'PatientReading',
-           'check_json', 'read_body', 'check_host', 'gone', 'unless_gone', 'bind', 'make_server']
+__all__ = ['MOST_HEAD', 'MOST_HEADERS', 'MOST_PARTS', 'LEAST_PART', 'uvicorn', 'patient_protocol', 'PatientReading', 'check_json',
+           'read_body', 'check_host', 'gone', 'unless_gone', 'bind', 'make_server']
 
 # %% ../../nbs/serve/door.ipynb #5e889006
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"

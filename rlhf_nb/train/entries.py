@@ -31,9 +31,9 @@ from ..rewards.process import load_process_reward
 from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFormat, near_target, soft_overlong
 
 # %% auto #0
-__all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of',
-           'ServerReward', 'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards',
-           'RewardedRun', 'from_entries']
+__all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of', 'ServerReward',
+           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards', 'RewardedRun',
+           'from_entries']
 
 # %% ../../nbs/train/entries.ipynb #c7172439
 def _length(

@@ -27,9 +27,9 @@ from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'FitPace',
-           'kept_states', 'Fit', 'thirds', 'joined_states', 'fit_head', 'Fitted', 'fit_members', 'set_heads',
-           'told_of', 'read_fit', 'keep_fit', 'pieces_of']
+__all__ = ['RIDGES', 'FOLDS', 'PIECE', 'HEAD_FILE', 'PIECES', 'fit_logistic', 'difference_states', 'FitPace', 'kept_states',
+           'Fit', 'thirds', 'joined_states', 'fit_head', 'Fitted', 'fit_members', 'set_heads', 'told_of', 'read_fit',
+           'keep_fit', 'pieces_of']
 
 # %% ../../nbs/train/fit_head.ipynb #7ba8eb96
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)

@@ -44,9 +44,9 @@ from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watc
 from ..types import PromptBatch, Rollout, host
 
 # %% auto #0
-__all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples',
-           'group_metrics', 'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'check_draws',
-           'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
+__all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
+           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'check_draws', 'evaluate_held_out',
+           'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:

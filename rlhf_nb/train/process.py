@@ -27,8 +27,7 @@ from .trainer import TextTrainer
 from ..types import Completions, LossSum, pad_rows
 
 # %% auto #0
-__all__ = ['StepConfig', 'ProcessConfig', 'LabelledSteps', 'Process', 'collate_steps', 'process_report',
-           'ProcessTrainer']
+__all__ = ['StepConfig', 'ProcessConfig', 'LabelledSteps', 'Process', 'collate_steps', 'process_report', 'ProcessTrainer']
 
 # %% ../../nbs/train/process.ipynb #a28a82a5
 class StepConfig(StrictConfig):

@@ -18,8 +18,7 @@ Held = Literal["policy", "critic", "critic adapter", "reference", "reward model"
 _Trainer = TypeVar("_Trainer", bound=Callable[..., Any])
 
 # %% auto #0
-__all__ = ['Held', 'on_register', 'MethodInfo', 'register', 'add_method', 'built_in', 'methods', 'get', 'config_of',
-           'of']
+__all__ = ['Held', 'on_register', 'MethodInfo', 'register', 'add_method', 'built_in', 'methods', 'get', 'config_of', 'of']
 
 # %% ../../nbs/train/registry.ipynb #75076702
 @dataclass(frozen=True)

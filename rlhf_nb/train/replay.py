@@ -24,8 +24,8 @@ from ..types import Rollout, pad_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['REPLAYED_NUMBERS', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded', 'step_of',
-           'about', 'record', 'refuse', 'check_parts', 'read_replay', 'replay']
+__all__ = ['REPLAYED_NUMBERS', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded', 'step_of', 'about',
+           'record', 'refuse', 'check_parts', 'read_replay', 'replay']
 
 # %% ../../nbs/train/replay.ipynb #0846279f
 _FORMAT = 1

@@ -55,8 +55,8 @@ from ..data.rows import load_rows
 from ..data.worlds import Row
 
 # %% auto #0
-__all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of',
-           'known_pairs', 'append_rows', 'keep_rows', 'sum_statistics', 'Labelling']
+__all__ = ['JudgeConfig', 'RewardJudge', 'toy_judge', 'RLAIFConfig', 'make_judge', 'check_judge', 'columns_of', 'known_pairs',
+           'append_rows', 'keep_rows', 'sum_statistics', 'Labelling']
 
 # %% ../../nbs/train/rlaif.ipynb #8d90abfe
 class JudgeConfig(StrictConfig):

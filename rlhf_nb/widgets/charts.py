@@ -17,8 +17,8 @@ from .html import escape, svg_page, svg_text
 Floats = npt.NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step',
-           'Axes', 'ticks', 'tick_text', 'line_chart', 'to_png']
+__all__ = ['Floats', 'PALETTE', 'DASHES', 'color_of', 'smooth', 'thin', 'Curve', 'Band', 'Mark', 'Panel', 'nice_step', 'Axes',
+           'ticks', 'tick_text', 'line_chart', 'to_png']
 
 # %% ../../nbs/widgets/charts.ipynb #ed442d8e
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -24,8 +24,8 @@ from .labels import AnnotatorAgreement, Answers, Label, LabelStore, Pair, annota
 from .labels import export_preferences, make_pairs, tally, to_preferences
 
 # %% auto #0
-__all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html',
-           'summary_rows', 'PreferenceCollector']
+__all__ = ['KEYS', 'LabelQueue', 'unsureness', 'least_sure', 'pair_margins', 'pair_html', 'progress_html', 'summary_rows',
+           'PreferenceCollector']
 
 # %% ../../nbs/widgets/collect.ipynb #cb12e9da
 KEYS = {"a": "A", "b": "B", "t": "tie", "x": "both bad", "s": "skip", "u": "undo", "o": "open"}

@@ -23,8 +23,8 @@ from .kernel import show_live
 from .plots import Explorer, Knob, Picture, curve, plot
 
 # %% auto #0
-__all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum',
-           'TAILS', 'best_of_n_law', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
+__all__ = ['ppo_clip', 'TOKENS', 'CRITICS', 'gae_lambda', 'LENGTH', 'preference_losses', 'kl_estimators', 'optimum', 'TAILS',
+           'best_of_n_law', 'EXPLORERS', 'clip_picture', 'gae_picture', 'preference_picture', 'kl_picture',
            'optimal_policy', 'optimum_picture', 'best_of_n_picture', 'Explorers']
 
 # %% ../../nbs/widgets/explorers.ipynb #09c9335e

@@ -27,8 +27,8 @@ from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
 
 # %% auto #0
-__all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'AnnotatorAgreement',
-           'cohen_kappa', 'annotator_agreement', 'to_preferences', 'tally', 'export_preferences']
+__all__ = ['Answers', 'VERDICTS', 'Pair', 'make_pairs', 'answers_of', 'Label', 'LabelStore', 'AnnotatorAgreement', 'cohen_kappa',
+           'annotator_agreement', 'to_preferences', 'tally', 'export_preferences']
 
 # %% ../../nbs/widgets/labels.ipynb #72ebeaa7
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from .html import escape
 from .reader import RunReader, spell_seconds, open_runs
 
 # %% auto #0
-__all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'standing', 'words_html',
-           'runs_html', 'still']
+__all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'standing', 'words_html', 'runs_html',
+           'still']
 
 # %% ../../nbs/widgets/panels.ipynb #9a56a37d
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from ..untrusted import dump_yaml
 from .reader import RunReader, open_runs
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition',
-           'serve_metrics']
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition', 'serve_metrics']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
