@@ -158,6 +158,7 @@ def test_what_tests_cost_is_counted_with_the_processes_they_start(tmp_path: Path
     times = tmp_path / "times.txt"
     here = [sys.executable, "-m", "pytest", "-q", "-p", "cpu_times", "-p", "no:cacheprovider", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RLHF_NB_TEST_TIMES": str(times)}
+    env.pop("PYTEST_ADDOPTS", None)  # of the run that this test belongs to
     done = subprocess.run(here, env=env, cwd=tmp_path, capture_output=True, text=True)
     seconds = {x.split("::")[1]: float(x.split(" ")[0]) for x in times.read_text().splitlines()}
     assert min(seconds["test_here"], seconds["test_there"]) > 5 * seconds["test_nothing"] + 0.05, seconds
