@@ -148,7 +148,7 @@ def test_what_failed_before_a_slice_was_cut_off_fails(tmp_path: Path) -> None:
 
 
 def test_what_tests_cost_is_counted_with_the_processes_they_start(tmp_path: Path) -> None:
-    work = "sum(range(10**7))"
+    work = "sum(range(5 * 10**7))"
     (tmp_path / "test_x.py").write_text(
         "import subprocess, sys\n"
         f"def test_here(): {work}\n"
