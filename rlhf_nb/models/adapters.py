@@ -446,10 +446,7 @@ def _config_on(policy: Any, adapter: ScalarAdapter) -> Any:
 
 # %% ../../nbs/models/adapters.ipynb #6d86c02f
 def hydra(
-    policy: Any,
-    reward: RewardModel | str | Path | None = None,
-    lora: LoraSettings | None = None,
-    seed: int = 0,
+    policy: Any, reward: RewardModel | str | Path | None = None, lora: LoraSettings | None = None, seed: int = 0
 ) -> PolicyValue:
     """Policy, value, reward and reference on one frozen backbone.
 

@@ -346,11 +346,7 @@ with torch.no_grad():
     score = torch.cat([{pooled}]) @ weight - body.config.reward_bias
 ```
 """
-_READS = {
-    "last": "states[-1]",
-    "mean": "states.mean(0)",
-    "both": "states[-1], states[len(prompt_ids) :].mean(0)",
-}
+_READS = {"last": "states[-1]", "mean": "states.mean(0)", "both": "states[-1], states[len(prompt_ids) :].mean(0)"}
 
 
 def _plain_way(model: RewardModel) -> str:
