@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub, which reads it once
+os.environ.setdefault("COLUMNS", "200")  # tables wrap at the same words on every machine, whatever else they show there
 SHIFTED = str(Path(__file__).resolve().parent / "shifted")
 
 if os.environ.get("RLHF_NB_TEST_SEED", "0") not in ("", "0"):
