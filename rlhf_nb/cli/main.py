@@ -33,7 +33,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
            'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
+           'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -191,6 +192,13 @@ app.command(
 _OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
+def _tell_next(*left: Any) -> None:
+    """The commands that make sense now."""
+    from rlhf_nb.pipeline.results import next_lines
+
+    _tell("Next:" + "".join(f"\n  {_me()} {line}" for line in next_lines(*left)), err=False)
+
+
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     """What a config describes: one method, or a pipeline (`then` of labelling makes one)."""
     if kind == "run" or getattr(cfg, "then", None) is not None:
@@ -201,6 +209,9 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
         results = pipeline.run(resume=resume, overwrite=overwrite)
         if cfg.console:
             show_results(results, pipeline.path)
+        last = next(reversed(results["policies"]), None)
+        if last is not None:
+            _tell_next("policy", pipeline.path / last / "model", pipeline.path / last, None, cfg.data)
         return
     from rlhf_nb.train.registry import get
     from rlhf_nb.train.stage import run_stage
@@ -215,6 +226,7 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
     numbers = ", ".join(f"{k} {done.metrics[k]:.4g}" for k in shown)
     left = "Labels" if labels else "Model"
     _tell(f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}: {done.model}", err=False)
+    _tell_next(get(kind).leaves, done.model, Path(cfg.output_dir), cfg.model.name_or_path, cfg.data.path)
 
 # %% ../../nbs/cli/main.ipynb #66ba4047
 @app.command()
@@ -423,7 +435,26 @@ def report(
     with told(debug):
         import rlhf_nb.widgets.report as views
 
-        _tell(str(views.report(runs, out)), err=False)
+        made = views.report(runs, out)
+        _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
+
+# %% ../../nbs/cli/main.ipynb #ab200001
+@runs_app.command("list")
+def runs_list(
+    folder: Path = typer.Argument(Path("runs"), help="where runs are looked for, up to three levels deep"),
+    debug: bool = Debug,
+) -> None:
+    """List the runs in a folder, the newest last: method, where each stands, what it left."""
+    with told(debug):
+        from rlhf_nb.widgets.reader import find_runs, open_runs
+
+        for place in find_runs(folder):
+            (reader,) = open_runs(place)
+            reader.poll()
+            left = ", ".join(name for name in ("model", "report.html") if (place / name).exists())
+            _tell(f"{place}  {reader.status}" + (f"; {left}" if left else ""), err=False)
+        if not find_runs(folder):
+            _tell(f"There is no run in {folder}. Begin one: {_me()} demo", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
 @runs_app.command()

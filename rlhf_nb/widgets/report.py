@@ -22,7 +22,7 @@ from rich.text import Text
 from ..run.callbacks import short_number
 from ..core import RunError, printable
 from .charts import line_chart, thin, to_png
-from .health import health_of
+from ..run.health import health_of
 from .html import escape
 from .panels import LAYOUT, control_text, group_panels, lights_html, runs_html, standing
 from ..untrusted import dump_yaml
