@@ -131,10 +131,10 @@ def get_command(
 
 # %% ../../nbs/cli/ask.ipynb #c1510a07
 _Places = typer.Argument(
-    ...,
-    metavar="RESULTS...",
-    help="folders of results of one suite (with --suite: models, too), and settings KEY=VALUE",
+    ..., metavar="RESULTS...", help="folders of results of one suite, or with --suite models; and settings KEY=VALUE"
 )
+_Rows = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name")
+_Limit = typer.Option(None, "--limit", min=1, help="the first so many rows")
 
 
 def _is_setting(word: str) -> bool:
@@ -147,9 +147,7 @@ def eval_command(
         help="directory, GGUF file, short name (smollm2, ...) or hub name"),
     overrides: list[str] = Overrides,
     suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = SettingsFile,
+    file: str = _Rows, limit: int = _Limit, config: str = SettingsFile,
     overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
     schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
     debug: bool = Debug,
@@ -181,12 +179,9 @@ def eval_command(
 
 def compare_command(
     results: list[str] = _Places,
-    suite: str = typer.Option(None, "--suite", "-s", help="models among RESULTS are asked this first"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = SettingsFile,
-    debug: bool = Debug,
-) -> None:
+    suite: str = typer.Option(None, "--suite", "-s", help="what models among RESULTS are asked first"),
+    file: str = _Rows, limit: int = _Limit, config: str = SettingsFile, debug: bool = Debug,
+) -> None:  # fmt: skip
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
     judge.endpoint.url=... or judge_rule=... compares the answers themselves.
     """

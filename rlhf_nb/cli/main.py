@@ -189,14 +189,6 @@ app.command(
         "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation."
     ),
 )(_run_pipeline)
-_OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
-
-
-def _tell_next(*left: Any) -> None:
-    """The commands that make sense now."""
-    from rlhf_nb.pipeline.results import next_lines
-
-    _tell("Next:" + "".join(f"\n  {_me()} {line}" for line in next_lines(*left)), err=False)
 
 
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
@@ -209,24 +201,13 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
         results = pipeline.run(resume=resume, overwrite=overwrite)
         if cfg.console:
             show_results(results, pipeline.path)
-        last = next(reversed(results["policies"]), None)
-        if last is not None:
-            _tell_next("policy", pipeline.path / last / "model", pipeline.path / last, None, cfg.data)
         return
-    from rlhf_nb.train.registry import get
+    from rlhf_nb.pipeline.results import stage_told
     from rlhf_nb.train.stage import run_stage
 
     done = run_stage(cfg, resume, overwrite)
-    if _rank():
-        return  # the first of several processes speaks for all
-    labels = get(kind).leaves == "pairs"
-    shown = (
-        [k for k in _OF_LABELS if k in done.metrics] if labels else [k for k in done.metrics if k.startswith("eval/")]
-    )
-    numbers = ", ".join(f"{k} {done.metrics[k]:.4g}" for k in shown)
-    left = "Labels" if labels else "Model"
-    _tell(f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}: {done.model}", err=False)
-    _tell_next(get(kind).leaves, done.model, Path(cfg.output_dir), cfg.model.name_or_path, cfg.data.path)
+    if not _rank():  # the first of several processes speaks for all
+        _tell(stage_told(cfg, done), err=False)
 
 # %% ../../nbs/cli/main.ipynb #66ba4047
 @app.command()
@@ -438,25 +419,16 @@ def report(
         made = views.report(runs, out)
         _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
-# %% ../../nbs/cli/main.ipynb #ab200001
-@runs_app.command("list")
-def runs_list(
-    folder: Path = typer.Argument(Path("runs"), help="where runs are looked for, up to three levels deep"),
-    debug: bool = Debug,
-) -> None:
-    """List the runs in a folder, the newest last: method, where each stands, what it left."""
-    with told(debug):
-        from rlhf_nb.widgets.reader import find_runs, open_runs
-
-        for place in find_runs(folder):
-            (reader,) = open_runs(place)
-            reader.poll()
-            left = ", ".join(name for name in ("model", "report.html") if (place / name).exists())
-            _tell(f"{place}  {reader.status}" + (f"; {left}" if left else ""), err=False)
-        if not find_runs(folder):
-            _tell(f"There is no run in {folder}. Begin one: {_me()} demo", err=False)
-
 # %% ../../nbs/cli/main.ipynb #93000002
+@runs_app.command("list")
+def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
+    """List the runs in a folder, the newest last: where each stands, and what it left."""
+    with told(debug):
+        import rlhf_nb.widgets.report as views
+
+        _tell(views.runs_told(folder), err=False)
+
+
 @runs_app.command()
 def rollback(
     folder: Path = typer.Argument(..., help="the run's directory"),

@@ -13,13 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from .gates import Verdict, verdict_table
+from ..console import me
 from ..core import printable
 from ..data.worlds import model_world, world_of
 from ..files import read_regular
+from ..train.registry import of
+from ..train.stage import StageResult
 from ..untrusted import MAX_LINE
 
 # %% auto #0
-__all__ = ['show_results', 'next_lines']
+__all__ = ['next_lines', 'stage_told', 'next_told', 'show_results']
 
 # %% ../../nbs/pipeline/results.ipynb #d0260006
 def _plain(prompt: Any) -> str:
@@ -57,30 +60,6 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
         table.add_row(Text(printable(stage)), *cells, *more)
     return table
 
-# %% ../../nbs/pipeline/results.ipynb #d0260007
-def show_results(results: dict[str, Any], path: Path) -> None:
-    """Answers before and after, and a table of all policies."""
-    console = Console(highlight=False, force_jupyter=False)
-    for sample in results["samples"]:
-        console.print(_answers(sample))
-    if results["policies"]:
-        console.print(_policies(results["policies"]))
-    if any("gold" in p for p in results["policies"].values()):
-        console.print(
-            "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model "
-            "believes."
-        )
-    if results.get("gates"):
-        console.print(verdict_table([Verdict.from_dict(v) for v in results["gates"]], str(results["final"])))
-    scores = results["stages"].get("reward", {})
-    if "eval/accuracy" in scores:
-        other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
-        console.print(f"The reward model orders {scores['eval/accuracy']:.0%} of held-out pairs rightly{other}.")
-    labels = results["stages"].get("rlaif", {})
-    if "judge/accuracy" in labels:
-        console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
-    console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
-
 # %% ../../nbs/pipeline/results.ipynb #ab100002
 def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, data: str | None = None) -> list[str]:
     """What to type after a training, without the program's name.
@@ -108,3 +87,48 @@ def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, da
     world = world_of(data) or model_world(began)
     question = world.question if world is not None else "Hello."
     return [f"sample {place} {shlex.quote(question.replace(chr(10), chr(92) + 'n'))}", seen]
+
+
+_OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
+
+
+def stage_told(config: Any, done: StageResult) -> str:
+    """How a stage went, and what to type now."""
+    leaves = of(config).leaves
+    shown = [k for k in done.metrics if (k in _OF_LABELS if leaves == "pairs" else k.startswith("eval/"))]
+    numbers = "".join(f"{k} {done.metrics[k]:.4g}, " for k in shown).removesuffix(", ")
+    left = f"{'Labels' if leaves == 'pairs' else 'Model'}: {done.model}"
+    following = next_told(leaves, done.model, Path(config.output_dir), config.model.name_or_path, config.data.path)
+    return f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}\n{following}"
+
+
+def next_told(*left: Any) -> str:
+    """`next_lines` as a text for a terminal."""
+    return "\n  ".join(["Next:", *(f"{me()} {line}" for line in next_lines(*left))])
+
+# %% ../../nbs/pipeline/results.ipynb #d0260007
+def show_results(results: dict[str, Any], path: Path) -> None:
+    """Answers before and after, and a table of all policies."""
+    console = Console(highlight=False, force_jupyter=False)
+    for sample in results["samples"]:
+        console.print(_answers(sample))
+    if results["policies"]:
+        console.print(_policies(results["policies"]))
+    if any("gold" in p for p in results["policies"].values()):
+        console.print(
+            "gold: what an answer is really worth, by a judge that no model ever sees. proxy: what the reward model "
+            "believes."
+        )
+    if results.get("gates"):
+        console.print(verdict_table([Verdict.from_dict(v) for v in results["gates"]], str(results["final"])))
+    scores = results["stages"].get("reward", {})
+    if "eval/accuracy" in scores:
+        other = f"; a bag of words {scores['eval/words_accuracy']:.0%}" if "eval/words_accuracy" in scores else ""
+        console.print(f"The reward model orders {scores['eval/accuracy']:.0%} of held-out pairs rightly{other}.")
+    labels = results["stages"].get("rlaif", {})
+    if "judge/accuracy" in labels:
+        console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
+    console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
+    last = path / next(reversed(results["policies"]), "")
+    if (last / "model").is_dir():
+        console.print(printable(next_told("policy", last / "model", last)), soft_wrap=True, markup=False)
