@@ -357,7 +357,7 @@ def translate(
             )
         out = {k: v for k, v in data.items() if k not in words} | rows
     updates = _updates(data, rows, has)
-    counted = {k: math.ceil(n / updates) for k in UPDATES if _whole(n := out.get(k)) and not has(k)}
+    counted = {k: math.ceil(out[k] / updates) for k in UPDATES if _whole(out.get(k)) and not has(k)}
     data = out = out | counted if updates > 1 else out
     said: dict[str, str] = {}  # who said what a setting is
     foreign = [k for k in data if isinstance(k, str) and not has(k)]

@@ -675,7 +675,7 @@ def _epoch_steps(source: Source, config: TrainConfig, group: int) -> int | None:
             f"eval_every is {config.eval_every!r} and save_every is {config.save_every!r}, but the source doesn't "
             "know how long an epoch is: give a number of steps."
         )
-    return max(1, math.ceil(len(source) * group / config.rollout_batch_size))
+    return max(1, math.ceil(len(source) * group / config.rollout_batch_size))  # type: ignore[arg-type]
 
 
 def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:

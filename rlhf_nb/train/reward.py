@@ -523,8 +523,8 @@ class RewardTrainer(TextTrainer[RewardConfig]):
                 keep_fit(self.run_dir.path, of, fitted)
                 self.event("fit", **fitted.about)
 
-    def predict(self, c: Any, *words: Any, **named: Any) -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """Mean and disagreement of the members' scores for completions; of a data set what TRL's `predict` gives."""
-        if not isinstance(c, Completions):
-            return super().predict(c, *words, **named)
-        return predict(self.members, c, self.config.token_budget)
+        if not isinstance(test_dataset, Completions):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        return predict(self.members, test_dataset, self.config.token_budget)

@@ -162,8 +162,10 @@ class SFT(TextMethod):
             labels[i, p : p + n] = torch.where(torch.tensor(mask[:n]), torch.tensor(row["completion_ids"]), -100)
         found, at_once = [], max(1, self.config.token_budget // width)
         with self.alone():
-            for x, m, y in zip(*(t.to(self.engine.device).split(at_once) for t in (ids, seen, labels))):
-                logits = self.module.model(input_ids=x, attention_mask=m).logits
+            model: Any = self.module.model
+            for at in range(0, len(rows), at_once):
+                x, m, y = (t[at : at + at_once].to(self.engine.device) for t in (ids, seen, labels))
+                logits = model(input_ids=x, attention_mask=m).logits
                 found.append((logits if reduce is None else reduce(logits, y)).cpu())
         return torch.cat(found).float().numpy() if reduce is None else torch.cat(found).numpy(), labels.numpy()
 

@@ -256,9 +256,10 @@ class TextTrainer(Trainer, _OfConfig[_T]):
 
     def _tokens(self, rows: Any) -> list[Row]:
         """Rows of any kind of data set as this method's tokens."""
-        data, rows = self.config.data, dataset_rows(rows, "eval_dataset")
+        data, rows = self.args.data, dataset_rows(rows, "eval_dataset")
         read = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, self.config.seed)))
-        return self.method.tokenize(read, warn=False)
+        found: list[Row] = self.method.tokenize(read, warn=False)
+        return found
 
     def held_out_numbers(self) -> dict[str, float]:
         """As in `Trainer`, and what `compute_metrics` says of the predictions."""
@@ -293,7 +294,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         return state
 
     @property
-    def args(self) -> _T:
+    def args(self) -> Any:
         """TRL's place of the settings."""
         return self.config
 
