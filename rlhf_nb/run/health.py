@@ -221,7 +221,8 @@ def _value(known: Known, config: Mapping[str, Any]) -> Concern:
     if now >= 0.05:
         return "ok", f"explains {now:.0%} of the returns' variance"
     advice = "lower lr or raise vf_coef, or start it from the reward model"
-    text = f"the critic explains {now:.2g} of the returns' variance, {'less' if now < 0 else 'no more'} than a constant would"
+    less = "less" if now < 0 else "no more"
+    text = f"the critic explains {now:.2g} of the returns' variance, {less} than a constant would"
     return "watch" if now > -1 and config.get("vf_coef") != 0 else "bad", f"{text}: {advice}"
 
 
