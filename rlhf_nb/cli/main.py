@@ -422,7 +422,7 @@ def report(
 # %% ../../nbs/cli/main.ipynb #93000002
 @runs_app.command("list")
 def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
-    """List the runs in a folder, the newest last: where each stands, and what it left."""
+    """List the runs in a folder, the newest last: how far each is, and what it left."""
     with told(debug):
         import rlhf_nb.widgets.report as views
 

@@ -256,7 +256,7 @@ def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console
 
 # %% ../../nbs/widgets/report.ipynb #ab400001
 def runs_told(folder: str | Path) -> str:
-    """A line for each run in a folder, the newest last: where it stands, and what it left."""
+    """A line for each run in a folder, the newest last: how far it is, and what it left."""
     lines = []
     for place in find_runs(folder):
         (reader,) = open_runs(place)
