@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from rlhf_nb.cli.settings import EXAMPLES, GROUPS, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDING = ROOT / "docs" / "figures" / "first_minutes.svg"
 COMMANDS = {name for names in GROUPS.values() for name in names}
 NAMES = {*COMMANDS, "smollm2", "toy", "sums", "legs", "gold", "init", "show", "list", "rollback", "accelerate", "run"}
 PROGRAM = re.compile(r"(?:\.venv/bin/)?rlhf-nb\s+(?=[a-z{-])")
@@ -72,6 +74,12 @@ def of_markdown(text: str, where: str) -> Iterator[Suggestion]:
                 if match:
                     yield Suggestion(where, _strip(line.strip()[match.end() :]))
     yield from in_prose(re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), where)
+
+
+def in_recording() -> Iterator[Suggestion]:
+    """Of the picture in the README."""
+    for line in re.findall(r'class="t"[^>]*>\$ rlhf-nb ([^<]+)<', RECORDING.read_text(encoding="utf-8")):
+        yield Suggestion(RECORDING.name, unescape(line))
 
 
 def in_notebooks() -> Iterator[Suggestion]:
@@ -147,7 +155,7 @@ def in_messages() -> Iterator[Suggestion]:
 def all_lines() -> list[Suggestion]:
     """Every command line that is suggested, once each."""
     found: dict[str, Suggestion] = {}
-    for suggestion in (*on_pages(), *in_notebooks(), *in_help(), *in_messages()):
+    for suggestion in (*on_pages(), *in_recording(), *in_notebooks(), *in_help(), *in_messages()):
         if suggestion.text:
             found.setdefault(suggestion.text, suggestion)
     return list(found.values())
