@@ -34,3 +34,8 @@ def test_advice_about_columns_is_tried_before_it_is_given(row: dict[str, Any], r
         if promised:
             names = dict(pair.split(": ") for pair in promised[1].split(", "))
             assert list(to_rows(renamed([row], names), purpose)) and reads
+
+
+def test_advice_that_helps_is_given() -> None:
+    with pytest.raises(DataError, match=r"data\.columns=\{request: prompt, reply: completion\} reads them so"):
+        list(to_rows([{"request": "Q?", "reply": "A."}], "sft"))
