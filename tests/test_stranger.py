@@ -374,7 +374,9 @@ def test_a_template_that_rewrites_earlier_turns_weighs_the_last() -> None:
     asked = strict.apply_chat_template([*dialogues()[0]["prompt"], *dialogues()[0]["chosen"][:2]], tokenize=False)
     chosen = [i for i, counts in zip(row["chosen_ids"], row["chosen_mask"], strict=True) if counts]
     assert "eat mice." in strict.decode(chosen) and len(chosen) <= 6 and row["chosen_mask"][0] is False
-    assert strict.decode(row["prompt_ids"] + row["chosen_ids"]).startswith(strict.decode(strict(asked)["input_ids"]))
+    assert strict.decode(row["prompt_ids"] + row["chosen_ids"]).startswith(
+        strict.decode(strict(asked, add_special_tokens=False)["input_ids"])
+    )
     with pytest.raises(DataError, match=r"pair 0 has 2 turns.*can't be weighed as one answer. data.turns=last"):
         tokenize_preferences(dialogues()[:1], strict, turns="together")
     single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}

@@ -22,8 +22,15 @@ from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
 from .shapes import DataNote
-from .templates import Answered, as_chat, encode_answers, encode_continuations, encode_dialogues
-from .templates import encode_prompts, is_blank, pairs_as_chat
+from rlhf_nb.data.templates import (
+    Answered,
+    as_chat,
+    counted_turns,
+    encode_answers,
+    encode_continuations,
+    encode_dialogues,
+)
+from .templates import encode_prompts, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
@@ -394,24 +401,6 @@ def _counting(mask: list[bool]) -> list[bool] | None:
     return None if all(mask) else mask
 
 
-def _counted(rows: list[Answered], turns: str, where: str) -> list[Answered]:
-    """The rows of an answer with the turns that count: all of the assistant's, or the last.
-
-    Raises:
-        DataError: they are to count together, and the template rewrites earlier ones.
-    """
-    prompt, ids, mask = rows[-1]
-    if turns == "last":
-        first = len(mask) - next((n for n, counts in enumerate(reversed(mask)) if not counts), len(mask))
-        return [(prompt, ids, [counts and n >= first for n, counts in enumerate(mask)])]
-    if turns == "together" and len(rows) > 1:
-        raise DataError(
-            f"{where} has {len(rows)} turns of the assistant, and the chat template rewrites earlier ones, so they "
-            "can't be weighed as one answer. data.turns=last weighs the last."
-        )
-    return rows
-
-
 def _silent(row: Row) -> bool:
     """Whether a demonstration has nothing to learn from."""
     if "text" in row:
@@ -461,7 +450,7 @@ def tokenize_sft(
     if warn:
         _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
     whole = turns if completion_only else "all"
-    found = [_counted(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
+    found = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
     for prompt, completion, mask in chain.from_iterable(found):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):
@@ -493,16 +482,6 @@ def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[li
             4,
         )
     return kept, total
-
-
-def _shared(ours: Answered, theirs: Answered) -> tuple[list[int], Answered, Answered]:
-    """Two answers behind the prompt that they share: what differs in their prompts is read with the answers, and
-    doesn't count."""
-    (a, chosen, counts), (b, rejected, other) = ours, theirs
-    n = len(a) if a == b else next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    pairs = ((a[n:], chosen, counts), (b[n:], rejected, other))
-    first, second = ((a[:n], [*rest, *ids], [False] * len(rest) + mask) for rest, ids, mask in pairs)
-    return a[:n], first, second
 
 
 def tokenize_preferences(
@@ -547,10 +526,10 @@ def tokenize_preferences(
     if warn:
         _warn_spelled([*asked[: len(kept)], *answers], tok)
     encoded = encode_answers(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
-    sides = [_counted(rows, turns, f"pair {i % len(kept)}")[-1] for i, rows in enumerate(encoded)]
+    sides = [counted_turns(rows, turns, f"pair {i % len(kept)}")[-1] for i, rows in enumerate(encoded)]
     out = []
     for row, one, other in zip(kept, sides[: len(kept)], sides[len(kept) :]):
-        prompt, (_, chosen, ours), (_, rejected, theirs) = _shared(one, other)
+        prompt, (_, chosen, ours), (_, rejected, theirs) = share_prompt(one, other)
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
             was_cut = len(a) < len(chosen) or len(b) < len(rejected)

@@ -20,7 +20,7 @@ __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMP
            'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
            'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
            'opens_answer', 'as_chat', 'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_answers', 'encode_pairs',
-           'encode_prompt', 'encode_pair']
+           'counted_turns', 'share_prompt', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/data/templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -627,6 +627,39 @@ def encode_pairs(
 ) -> list[Answered]:
     """`encode_answers` with one row for each pair: of several the last one's."""
     return [rows[-1] for rows in encode_answers(tok, prompts, completions, tools)]
+
+
+def counted_turns(rows: list[Answered], turns: str, where: str) -> list[Answered]:
+    """The rows of an answer with the turns that count: all of the assistant's, or the last turn alone.
+
+    Args:
+        rows: of `encode_answers`, for one answer.
+        turns: "all" (each row is learnt), "together" (the answer is weighed as one), or "last".
+        where: how to call the answer in an error.
+
+    Raises:
+        DataError: they are to count together, and the template rewrites earlier ones.
+    """
+    prompt, ids, mask = rows[-1]
+    if turns == "last":
+        first = len(mask) - next((n for n, counts in enumerate(reversed(mask)) if not counts), len(mask))
+        return [(prompt, ids, [counts and n >= first for n, counts in enumerate(mask)])]
+    if turns == "together" and len(rows) > 1:
+        raise DataError(
+            f"{where} has {len(rows)} turns of the assistant, and the chat template rewrites earlier ones, so they "
+            "can't be weighed as one answer. data.turns=last weighs the last."
+        )
+    return rows
+
+
+def share_prompt(ours: Answered, theirs: Answered) -> tuple[list[int], Answered, Answered]:
+    """Two answers behind the prompt that they share: what differs in their prompts is read with the answers, and
+    doesn't count."""
+    (a, chosen, counts), (b, rejected, other) = ours, theirs
+    n = len(a) if a == b else next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    pairs = ((a[n:], chosen, counts), (b[n:], rejected, other))
+    first, second = ((a[:n], [*rest, *ids], [False] * len(rest) + mask) for rest, ids, mask in pairs)
+    return a[:n], first, second
 
 
 def encode_prompt(tok: Any, prompt: Text) -> list[int]:
