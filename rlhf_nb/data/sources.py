@@ -485,15 +485,9 @@ def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[li
 
 
 def tokenize_preferences(
-    rows: Iterable[Row],
-    tok: Any,
-    max_length: int | None = None,
-    *,
-    max_prompt_length: int | None = None,
-    chat: bool | None = None,
-    warn: bool = True,
-    turns: str = "last",
-) -> list[Row]:
+    rows: Iterable[Row], tok: Any, max_length: int | None = None, *,
+    max_prompt_length: int | None = None, chat: bool | None = None, warn: bool = True, turns: str = "last",
+) -> list[Row]:  # fmt: skip
     """Preference pairs as tokens. Pairs that say nothing (identical sides, an empty side) are dropped and counted.
 
     Args:
