@@ -242,7 +242,7 @@ def without_none(value: Any) -> Any:
 
 
 _THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
-_THINKS = ("reasoning_content", "thinking", "reasoning")  # keys that hold what was thought, whoever wrote the file
+_THINKS = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts
 
 
 def thoughts_of(message: Mapping[str, Any]) -> tuple[str, str]:

@@ -185,7 +185,7 @@ _MARK = "\ue000"  # a character for private use, which no template writes
 
 
 def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: str) -> tuple[str, str]:
-    """What stands before the last of some messages, an answer, and the answer, both as the template writes them now.
+    """The text before the last of some messages, an answer, and the answer, both as the template writes them now.
 
     Where the mark that asks for an answer isn't what the template writes in front of this one, the switch for thoughts
     is tried. A template that leaves the thoughts out of an answer, though it asks for some, is shown a mark in their
@@ -243,7 +243,7 @@ def _calls_written(message: Message, turn: int, answer: str) -> None:
 
 
 def _cut(messages: list[Message], spoken: Sequence[tuple[str, str]], whole: str, eos: str) -> list[list[Piece]]:
-    """Pieces of a dialogue from what stands before each answer, and the answers: one list, or one for each answer where
+    """Pieces of a dialogue from the text before each answer, and the answers: one list, or one for each answer where
     the template writes an answer in another way once more was said."""
     pieces, each, done, last = list[Piece](), list[list[Piece]](), "", len(messages) - 1
     turns, kept = [i for i, m in enumerate(messages) if m["role"] == "assistant"], True
@@ -274,8 +274,8 @@ def dialogue_pieces(
 
     Returns:
         For each dialogue one list of pieces; where the template rewrites earlier turns, so that a prefix of the
-        messages is no prefix of the text, one list for each answer, with what stands before it as the template writes
-        it when this answer is the last. With `ask` always one.
+        messages is no prefix of the text, one list for each answer, behind the text that the template writes in
+        front of it when this answer is the last. With `ask` always one.
 
     Raises:
         DataError: the template refuses a dialogue, leaves out its tools, calls of them or thoughts, or rewrites an
@@ -586,8 +586,8 @@ def encode_answers(
 
     Returns:
         For each pair a list of one tuple (prompt ids, completion ids with exactly one final EOS, mask of the
-        completion), or of one for each answer where the template rewrites earlier turns. What stands behind the last
-        answer is left out.
+        completion), or of one for each answer where the template rewrites earlier turns. The text behind the
+        last answer is left out.
 
     Raises:
         DataError: a completion is empty, doesn't start with an answer, or is of another kind than its prompt; see also
