@@ -83,6 +83,7 @@ export: $(STAMP)  ## notebooks -> package, README and the table of contents
 	$(BIN)/python .ci/export.py
 	$(BIN)/python .ci/order.py
 	$(BIN)/python .ci/readme.py
+	$(BIN)/python .ci/trl_page.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check rlhf_nb nbs tests benchmarks .ci
