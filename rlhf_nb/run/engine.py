@@ -145,7 +145,7 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
 class StopVote:
     """Whether all ranks leave one piece of work (a rollout, say) before its end: all do, or none does.
 
-    A rank that was told to stop says that it stands at a safe point and waits for the others, without a collective.
+    A rank that was told to stop tells the others that it is at a safe point and waits for them, without a collective.
     What is decided first counts: "stop" by the last rank that came; "go" by a rank that has ended the work, or that
     waited in vain, because another one waits for it inside a collective.
 
