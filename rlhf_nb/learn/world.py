@@ -62,7 +62,7 @@ def shipped_model(role: str) -> nn.Module:
 
 
 def shipped_scores() -> dict[str, Tensor]:
-    """float32[256, 128] each: `proxy` and `gold` of 128 answers by `sft` to each of 256 questions that are new to it."""
+    """float32[256, 128] each: `proxy` and `gold` of 128 answers by `sft` to each of 256 questions new to it."""
     from safetensors.torch import load_file
 
     read = load_file(_shipped().parent / "best_of.safetensors")
