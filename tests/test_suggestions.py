@@ -47,7 +47,7 @@ WORDS = {  # metavariables
     "MODEL": "tiny", "A": "tiny", "B": "other", "C": "third", "PROMPT": "Hello.", "RUN": "runs/ppo", "FOLDER": "runs/ppo", "STEP": "1",
     "FORMAT": "gguf-q8_0", "OUT": "out", "SOUP": "soup", "TUNED": "other", "BEFORE": "tiny", "SFT": "tiny", "USER": "u-17", "SUITE": "sums",
     "METHOD": "sft", "GIB": "15", "FILE": "pairs.jsonl", "DATA": "questions.jsonl", "HELD_OUT_FILE": "held.jsonl", "VERSION": "8d1f0c2a77b1",
-    "OWNER/NAME": "owner/name", "NAME": "sums", "KEY=VALUE": "seed=1", "FORK": "runs/ppo", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
+    "OWNER/NAME": "owner/name", "IMAGE": "registry/rlhf-nb", "NAME": "sums", "KEY=VALUE": "seed=1", "FORK": "runs/ppo", "OTHER_FOLDER": "runs/eval/new", "MINE.yaml": "run_all.yaml",
     "NAME@REVISION": "owner/name@main",
 }  # fmt: skip
 OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something else there
