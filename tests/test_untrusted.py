@@ -101,6 +101,16 @@ def test_a_few_hundred_damaged_files() -> None:
     assert len(done) == len(fuzz.TARGETS)
 
 
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("adapter", 1), ("config.yaml", 258), ("pairs.jsonl", 750), ("pairs.jsonl", 1097), ("pairs.jsonl", 1351)],
+)
+def test_what_twenty_thousand_files_found(name: str, number: int, tmp_path: Path) -> None:
+    """A path of megabytes, many values of YAML, a role that is a list, a number beyond floats: five cases of seed 2711."""
+    fuzz.prepare(tmp_path)
+    assert not fuzz.case(name, number, 2711)
+
+
 def test_fuzzing_can_find_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(folder: Path, data: bytes) -> None:
         [json.loads(line)["request"] for line in data.splitlines() if line]

@@ -223,7 +223,7 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
                 f"'role' and 'content'.{other}"
             )
         if m["role"] not in ROLES:
-            raise DataError(f"{where}[{i}] has the role {m['role']!r}; known roles are {', '.join(ROLES)}.")
+            raise DataError(f"{where}[{i}] has the role {m['role']!r:.40}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m.get("content") or "", str):
             raise DataError(f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}), not text.")
     return (
@@ -338,7 +338,7 @@ def format_hh(messages: Sequence[Message]) -> str:
     marks = {"user": HUMAN, "assistant": ASSISTANT}
     for i, m in enumerate(messages):
         if m["role"] not in marks:
-            raise DataError(f"messages[{i}] has the role {m['role']!r}; HH dialogues know only user and assistant.")
+            raise DataError(f"messages[{i}] has the role {m['role']!r:.40}; HH dialogues know only user and assistant.")
     return "".join(f"{marks[m['role']]} {m['content']}".rstrip() for m in messages)
 
 # %% ../../nbs/data/formats.ipynb #b58e912f
@@ -438,7 +438,7 @@ def _margin(value: Any, where: str) -> float:
     """A margin as a finite number."""
     try:
         margin = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         raise DataError(f"{where} is {value!r:.40}; expected a finite number: by how much chosen is better.")
@@ -480,7 +480,7 @@ def _worth(value: Any, where: str) -> bool | float:
     """A step's label: a truth value, or a share between 0 and 1; CSV files bring it as text."""
     try:
         share = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return _label(value, where)
     if isinstance(value, bool) or share in (0.0, 1.0):
         return bool(share)

@@ -83,7 +83,7 @@ def resolve(name: str, revision: str | None = None) -> str:
     Raises:
         ModelError: a short name, or one with a revision, that was never fetched; says which line fetches it.
     """
-    if Path(name).expanduser().exists():
+    if os.path.exists(os.path.expanduser(name)):  # False for what is too long to be a path
         return name
     copy = find_copy(name, revision)
     if copy is not None:
