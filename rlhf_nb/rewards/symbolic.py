@@ -16,7 +16,8 @@ __all__ = ['in_latex', 'SameMathematics']
 
 # %% ../../nbs/rewards/symbolic.ipynb #5a1b0006
 _SIGNS = (
-    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*(\w+)", r"\\sqrt{\1}"), (r"(?<![A-Za-z\\])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*(\w+)", r"\\sqrt{\1}"),
+    (r"(?<![A-Za-z\\])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
     ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\le "), ("≥", r"\\ge "), ("∪", r"\\cup "), ("∈", r"\\in "),
     ("[−–]", "-"), ("[×·]", r"\\cdot "),
     ("²", "^2"), ("³", "^3"), (r"\\(?:dfrac|tfrac)", r"\\frac"), (r"\\left|\\right|\\displaystyle", ""),
