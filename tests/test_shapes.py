@@ -156,6 +156,87 @@ def test_a_file_of_each_shape(tmp_path: Path, name: str, kind: Any, row: Any) ->
     assert kept.next_batch(len(found)) == found, "a stream reads the same"
 
 
+SHEPHERD = "{q} Step 1: Look. {x}\nStep 2: {a} {y}"
+XLAM_TOOLS = [
+    {"name": "tide", "description": "of a day", "parameters": {"day": {"type": "integer", "description": "which"}}}
+]
+STEPS = [
+    {
+        "completions": [{"text": "Look.", "rating": 1}, {"text": "Sleep.", "rating": -1}],
+        "human_completion": None,
+        "chosen_completion": 0,
+    },
+    {"completions": [{"text": "No.", "rating": -1}], "human_completion": None, "chosen_completion": None},
+]
+ARENA = [
+    {"winner": w, "conversation_a": [user(Q[0]), says(A[0])], "conversation_b": [user(Q[0]), says(B[0])]}
+    for w in ("model_a", "tie")
+]
+MORE: dict[str, tuple[list[dict[str, Any]], str, dict[str, Any]]] = {  # shape: rows, purpose, what the first becomes
+    "openai_pairs": ([{"input": {"messages": ASKED, "tools": [], "parallel_tool_calls": True}, "preferred_output": [says(A[0])], "non_preferred_output": [says(B[0])]}],
+                     "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    "arena": (ARENA, "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    "arena_answers": ([{"prompt": Q[0], "response_a": B[0], "response_b": A[0], "winner": "B"}], "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])]}),
+    "math_shepherd": ([{"input": SHEPHERD.format(q=Q[0], a=A[0], x="ки", y="ки"), "label": SHEPHERD.format(q=Q[0], a=A[0], x="+", y="-"), "task": "GSM8K"}],
+                      "stepwise", {"prompt": Q[0], "completions": ["Step 1: Look.", f"Step 2: {A[0]}"], "labels": [True, False], "task": "GSM8K"}),
+    "prm800k": ([{"question": {"problem": Q[0], "ground_truth_answer": "den"}, "label": {"steps": STEPS, "finish_reason": "found_error"}}],
+                "stepwise", {"prompt": Q[0], "completions": ["Look.", "No."], "labels": [True, False]}),
+    "numina": ([{"problem": Q[0], "solution": A[0], "answer": "den", "problem_type": "Algebra"}], "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
+    "xlam": ([{"id": 0, "query": Q[0], "answers": json.dumps([{"name": "tide", "arguments": {"day": 3}}]), "tools": json.dumps(XLAM_TOOLS)}],
+             "sft", {"id": 0, "messages": [user(Q[0]), {**says(""), "tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": {"day": 3}}}]}],
+                     "tools": [{"type": "function", "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": XLAM_TOOLS[0]["parameters"]}}}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_shapes(tmp_path: Path, name: str) -> None:
+    rows, kind, first = MORE[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataWarning)
+        found = load_rows(DataConfig(path=str(path)), kind)[0]  # type: ignore[arg-type]
+    assert found == [first], "a tie compares nothing"
+    title = next(s.title for s in SHAPES if s.name == name)
+    code, text = look(str(path), "--rows", "0")
+    assert code == 0 and title in " ".join(text.split()), text
+
+
+def test_what_those_shapes_can_not_hold_is_said() -> None:
+    with pytest.raises(DataError, match="row 0, winner is 'both of them'; known are model_a"):
+        list(to_rows([{**ARENA[0], "winner": "both of them"}], "preference"))
+    with pytest.raises(DataError, match="step 2 of the input ends in no \\+ or - there"):
+        list(
+            to_rows(
+                [{**MORE["math_shepherd"][0][0], "label": SHEPHERD.format(q=Q[0], a=A[0], x="+", y="?")}], "stepwise"
+            )
+        )
+
+
+def test_two_readings_that_say_the_same_are_one() -> None:
+    """Magpie has each dialogue twice; where the two differ, it is asked which."""
+    row = {"instruction": Q[0], "response": A[0], "conversations": FILES["sharegpt"][0]["conversations"]}
+    assert list(to_rows([row], "sft"))[0]["messages"] == [user(Q[0]), says(A[0])]
+    assert next(to_rows([row], "prompt"))["prompt"] == ASKED
+    with pytest.raises(DataError, match="data.shape=sharegpt or data.shape=alpaca"):
+        list(to_rows([{**row, "response": B[0]}], "sft"))
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video"])
+def test_pictures_are_refused_with_their_column(column: str) -> None:
+    row = {"messages": [user(Q[0]), says(A[0])], column: [{"path": "den.png"}]}
+    with pytest.raises(
+        DataError, match=rf"row 0, {column}: the row has pictures.*data.columns={{{column}: null}} goes without"
+    ):
+        list(to_rows([row], "sft"))
+    assert list(to_rows([{**row, column: []}], "sft"))
+
+
+def test_lines_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(f"{A[0]}\n\n{A[1]}\r\n")
+    assert load_rows(DataConfig(path=str(tmp_path / "book.txt")), "sft")[0] == [{"text": A[0]}, {"text": A[1]}]
+
+
 def test_all_fifteen_are_covered() -> None:
     assert len(FILES) == 15 and set(FILES) == {n for n, _, _ in EXPECTED} | {"tools"}
 
@@ -286,7 +367,7 @@ def test_tools_and_calls_go_through_the_template(tmp_path: Path, tok: Any) -> No
 
 def test_every_entry_of_the_table_is_tried_here() -> None:
     read = {s.name for s in SHAPES for rows in FILES.values() if s.columns(rows[0])}
-    more = {"sharegpt_pairs", "alpaca_pairs", "ranking"}
+    more = {"sharegpt_pairs", "alpaca_pairs", "ranking", *MORE}
     assert read | more == {s.name for s in SHAPES}
     turns = {
         "conversations": [{"from": "human", "value": Q[0]}],

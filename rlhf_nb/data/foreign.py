@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ LONGEST = 1 << 24  # characters of what a template makes of one dialogue
 
 # %% auto #0
 __all__ = ['SECONDS', 'MEMORY', 'LONGEST', 'RefusedProgram', 'render_chats', 'check_tokenizer_rules', 'check_expression',
-           'try_tokenizer']
+           'same_mathematics', 'try_tokenizer']
 
 # %% ../../nbs/data/foreign.ipynb #1f8b030d
 def _compiled(template: str) -> Any:
@@ -87,6 +88,15 @@ def _search(pattern: str, texts: list[str]) -> int:
     return sum(len(re.findall(pattern, text)) for text in texts)
 
 
+def _alike(right: str, said: str) -> bool:
+    """(in the child) Whether two answers in LaTeX are the same mathematics."""
+    import importlib
+
+    judge: Any = importlib.import_module("math_verify")
+    sides = [judge.parse(f"${text}$", parsing_timeout=None) for text in (right, said)]
+    return bool(judge.verify(*sides, timeout_seconds=None))
+
+
 def _child(memory: int) -> None:
     """(in the child) Do one job a line of JSON; a job that takes too much CPU ends the process."""
     import json
@@ -95,12 +105,18 @@ def _child(memory: int) -> None:
     import sys
 
     kept: dict[str, Any] = {}
-    jobs: dict[str, Any] = {"probe": _probe, "search": _search}
+    jobs: dict[str, Any] = {"probe": _probe, "search": _search, "alike": _alike}
     jobs["render"] = lambda **job: _render_all(kept=kept, **job)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin.buffer:
         job = json.loads(line)
+        if job["do"] == "alike":
+            import importlib
+            import logging
+
+            importlib.import_module("math_verify")  # takes a second, which no comparison should pay
+            logging.disable()
         signal.setitimer(signal.ITIMER_PROF, job.pop("seconds"))  # its signal ends the process
         try:
             answer = {"value": jobs[job.pop("do")](**job)}
@@ -113,7 +129,7 @@ def _child(memory: int) -> None:
         sys.stdout.flush()
 
 
-_INSIDE = (_compiled, _render_all, _probe, _search, _child)  # what is sent into the child
+_INSIDE = (_compiled, _render_all, _probe, _search, _alike, _child)  # what is sent into the child
 
 # %% ../../nbs/data/foreign.ipynb #9aa419be
 class RefusedProgram(DataError):
@@ -305,6 +321,20 @@ def check_expression(pattern: str) -> None:
         RefusedProgram: says why.
     """
     _helper.ask("search", pattern=pattern, texts=_trials([pattern], [pattern])[1])
+
+
+@lru_cache(maxsize=8192)
+def same_mathematics(right: str, said: str, seconds: float = SECONDS) -> bool:
+    """Whether two answers in LaTeX are the same mathematics, as math-verify sees it; False where it takes too long.
+
+    Args:
+        right, said: numbers, terms, equations, tuples, sets, intervals, matrices.
+        seconds: of CPU for the comparison.
+    """
+    try:
+        return bool(_helper.ask("alike", seconds, right=right, said=said))
+    except RefusedProgram:
+        return False
 
 
 def try_tokenizer(file: Path) -> None:

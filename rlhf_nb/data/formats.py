@@ -603,10 +603,19 @@ def _checked(row: Row, fmt: str, where: str, shape: Shape | None, given: Row) ->
         raise DataError(said) from e
 
 
+_SEEN = ("image", "images", "video", "videos", "audio", "audios")
+
+
 def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, Shape | None]:
     """A row in normal form, and the shape it came in."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is {type(row).__name__} ({row!r:.40}); each row must be a dict of columns.")
+    seen = next((c for c in _SEEN if row.get(c) is not None and row[c] not in ("", [])), None)
+    if seen is not None:
+        raise DataError(
+            f"{where}, {seen}: the row has pictures or sound, and models are trained on text here. "
+            f"data.columns={{{seen}: null}} goes without them."
+        )
     allowed = SFT_FORMATS if to == "sft" else PROMPTED if to == "prompt" else tuple(COLUMNS) if to is None else (to,)
     there, given = set(_present(row)), row
     native = {

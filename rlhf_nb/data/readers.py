@@ -26,7 +26,7 @@ OpenRows = Callable[[], Iterator[Row]]  # opens a dataset from its start
 __all__ = ['OpenRows', 'FILE_KINDS', 'PACKED', 'MAX_FILE', 'open_rows', 'read_rows']
 
 # %% ../../nbs/data/readers.ipynb #b15b7523
-FILE_KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # files we read
+FILE_KINDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")  # files we read
 PACKED = (".gz", ".zst")  # what all but parquet and arrow may be packed as
 
 
@@ -174,7 +174,15 @@ def _arrow(path: Path) -> Iterator[Row]:
             yield from batch.to_pylist()
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+def _txt(path: Path) -> Iterator[Row]:
+    """The lines of a text, each a row; blank ones are skipped."""
+    with _bytes(path) as file:
+        yield from ({"text": line.rstrip("\r\n")} for line in _text_lines(file) if line.strip())
+
+
+_READERS = {
+    ".txt": _txt, ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow,
+}  # fmt: skip
 
 
 def _read(path: Path, kind: str) -> Iterator[Row]:

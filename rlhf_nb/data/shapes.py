@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core import DataError, check_choice, derive_seed
 from ..errors import listed
+from ..untrusted import json_value
 
 Row = dict[str, Any]
 
@@ -344,6 +345,83 @@ def _together(first: Row, rows: list[Row]) -> Row:
     return {**first, "response": [r["response"] for r in rows], "helpfulness": ratings}
 
 # %% ../../nbs/data/shapes.ipynb #fc6e2369
+def _openai(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+    """OpenAI's preferences: messages and tools inside `input`, each answer a list of messages."""
+    row = {role: values[0] for role, values in found.items()}
+    tools = {"tools": row["prompt"]["tools"]} if row["prompt"].get("tools") else {}
+    return {**row, "prompt": row["prompt"]["messages"], **tools}
+
+
+_WINNERS = {"model_a": "a", "a": "a", "1": "a", "model_b": "b", "b": "b", "2": "b"}
+
+
+def _arena(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+    """Two answers or dialogues and the name of the better one; a tie compares nothing."""
+    first, second, winner = found["chosen"][0], found["rejected"][0], str(found["winner"][0]).strip().lower()
+    asked = {"prompt": _joined(found["prompt"], where)} if "prompt" in found else {"messages": first[:-1]}
+    if to == "prompt":
+        return asked
+    if winner.startswith("tie") or winner in ("both", "neither"):
+        raise NothingToCompare(f"{where}: the winner is {winner!r}, so neither answer is better.")
+    if winner not in _WINNERS:
+        raise DataError(f"{where}, winner is {winner!r:.40}; known are {', '.join(_WINNERS)} and tie.")
+    best, worst = (first, second) if _WINNERS[winner] == "a" else (second, first)
+    return {**(asked if "prompt" in asked else {}), "chosen": best, "rejected": worst}
+
+
+def _shepherd(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+    """Math-Shepherd: "ки" ends each step in the input, and where it stood the label has + or -."""
+    text, label = found["input"][0], found["label"][0]
+    *steps, rest = text.split("ки")
+    labels, at = list[bool](), 0
+    for step in steps:
+        at += len(step) + 1
+        if label[at - 1 - len(step) : at - 1] != step or label[at - 1 : at] not in ("+", "-"):
+            raise DataError(f"{where}, label: step {len(labels) + 1} of the input ends in no + or - there.")
+        labels.append(label[at - 1] == "+")
+    prompt, mark, first = steps[0].partition("Step 1:")
+    if not mark:
+        raise DataError(f"{where}, input has no 'Step 1:', so the question can't be told from the answer.")
+    return {"prompt": prompt.strip(), "completions": [s.strip() for s in (mark + first, *steps[1:])], "labels": labels}
+
+
+def _prm800k(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+    """PRM800K: the steps that labellers went on with, the last one as far as it was rated; neutral counts as right."""
+    texts, labels = list[Any](), list[bool]()
+    for step in found["label"][0].get("steps") or []:
+        rated, chosen = step.get("completions") or [], step.get("chosen_completion")
+        here = rated[chosen or 0] if rated else step.get("human_completion")
+        here = step["human_completion"] if chosen is None and step.get("human_completion") else here
+        if here:
+            texts.append(here["text"])
+            labels.append(here.get("rating") != -1)
+    if not texts:
+        raise NothingToCompare(f"{where}: no step is rated.")
+    return {"prompt": found["question"][0]["problem"], "completions": texts, "labels": labels}
+
+
+def _xlam(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
+    """xLAM: a question, the tools there are and the calls that answer it, both as JSON text."""
+    calls, tools = (json_value(v) if isinstance(v, str) else v for v in (found["calls"][0], found["tools"][0]))
+    schemas = [
+        t if "function" in t else {"type": "function", "function": {**t, "parameters": _schema(t.get("parameters"))}}
+        for t in tools
+    ]
+    said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+    return {"messages": [*_joined(found["messages"], where), said], "tools": schemas}
+
+
+def _schema(parameters: Any) -> Any:
+    """Parameters of a tool as a JSON schema, also where only the properties are given."""
+    properties = dict(parameters or {})
+    return properties if "properties" in properties else {"type": "object", "properties": properties}
+
+
+def _all(**kinds: type) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether columns hold values of some types."""
+    return lambda row: all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+
+
 _PAIR = {"chosen": "chosen", "rejected": "rejected"}
 _RATED = ("annotations", "ratings", "rating", "fine-grained_score", "overall_score", "score")
 _HELPSTEER = "helpfulness + correctness? + coherence? + complexity? + verbosity?"
@@ -370,6 +448,24 @@ SHAPES: list[Shape] = [
           "preference", _ranked, _dicts_with("answers", "rank")),
     Shape("helpsteer", "HelpSteer2", {"prompt": "prompt", "completion": "response", "score": _HELPSTEER},
           "preference", _scored, gathers=True),
+    Shape("openai_pairs", "OpenAI's preferences",
+          {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}, "preference", _openai,
+          lambda row: isinstance(row["input"], Mapping) and "messages" in row["input"]),
+    Shape("arena", "two dialogues and the winner, as in the Arena",
+          {"chosen": "conversation_a", "rejected": "conversation_b", "winner": "winner"},
+          "preference", _arena, _all(conversation_a=list, conversation_b=list)),
+    Shape("arena_answers", "two answers and the winner",
+          {"prompt": "prompt|question|instruction", "chosen": "response_a|answer_a", "rejected": "response_b|answer_b",
+           "winner": "winner"}, "preference", _arena),
+    Shape("math_shepherd", "Math-Shepherd", {"input": "input", "label": "label"}, "stepwise", _shepherd,
+          lambda row: isinstance(row["input"], str) and "ки" in row["input"] and isinstance(row["label"], str)),
+    Shape("prm800k", "PRM800K", {"question": "question", "label": "label"}, "stepwise", _prm800k,
+          lambda row: isinstance(row["question"], Mapping) and isinstance(row["label"], Mapping)),
+    Shape("numina", "NuminaMath", {"prompt": "problem", "completion": "solution",
+          "about": "problem_type|question_type + answer?"}, "prompt_completion",
+          lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest)),
+    Shape("xlam", "xLAM's calls of tools", {"messages": "query", "calls": "answers", "tools": "tools"}, "messages",
+          _xlam),
 ]  # fmt: skip
 
 
@@ -419,6 +515,14 @@ def shapes_of(row: Mapping[str, Any], to: str | None) -> list[Shape]:
     return [s for s in best if s.gives != "prompt"] or best  # a question alone only where nothing answers it
 
 
+def _words(made: Row) -> list[str]:
+    """What a row says, message by message."""
+    parts = [made[k] for k in ("messages", "prompt", "completion", "chosen", "rejected") if k in made]
+    return [str(m["content"]).strip() for part in parts if isinstance(part, list) for m in part] or list(
+        map(str, parts)
+    )
+
+
 def recognise(
     row: Mapping[str, Any], to: str | None, native: Mapping[str, set[str]], where: str, reading: Reading
 ) -> Shape | None:
@@ -442,6 +546,10 @@ def recognise(
     if native and not larger and (to == "prompt" or not found or set(native) != {"text"}):
         return None
     rivals = [*((s.name, s.says(row)) for s in larger or found), *(((f, f) for f in native) if not larger else ())]
+    if len(rivals) > 1 and not native:
+        read = [_words(read_as(s, dict(row), to, where, reading))[: 1 if to == "prompt" else None] for s in found]
+        if all(words == read[0] for words in read):  # Magpie has one dialogue in two ways
+            return found[0]
     if len(rivals) > 1:
         ways = " or as ".join(says for _, says in rivals)
         lines = " or ".join(f"data.shape={name}" for name, _ in rivals)

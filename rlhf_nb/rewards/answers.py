@@ -137,7 +137,9 @@ class AnswerReward(ABC):
         """The reward of one text; None: no opinion."""
 
 # %% ../../nbs/rewards/answers.ipynb #32f35986
-_HASH = re.compile(r"(?<!#)####(?!#)[ \t]*")
+_HASH = re.compile(
+    r"(?<!#)####(?!#)[ \t]*(?P<part>[*_]*(?:step|part|case|stage|phase|section|method|approach)\b)?", re.I
+)
 _SAID = re.compile(
     r"(?<!\w)(?:answer|ans)\b[\"'`*_]*(?:[ \t]{0,3}\([^()\n]{0,60}\)|[ \t]+(?:to|for)\b[^.:=\n]{1,80}?)?[\"'`*_]*[ "
     r"\t]{0,9}"
@@ -203,7 +205,8 @@ def _last_mark(text: str) -> _Mark | None:
     start = text.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
         return _Mark(start, start + len("<answer>"), end)
-    ends = [_Mark(m.start(), m.end(), -1) for m in _HASH.finditer(text)]
+    hashes = list(_HASH.finditer(text))
+    ends = [_Mark(m.start(), m.end(), -1) for m in hashes if not m["part"]]
     ends += [_Mark(m.start(), m.end(), -1, True) for mark in (_SAID, _HEADING) for m in mark.finditer(text)]
     ends += [_Mark(m.start(), *m.span(1), True) for m in _TURNED.finditer(text)]
     for mark in sorted(ends + _boxes(text), reverse=True)[:8]:
@@ -222,7 +225,7 @@ def _last_mark(text: str) -> _Mark | None:
             and not _ANOTHER.search(text[max(0, mark.start - 20) : mark.start])
         ):
             return mark
-    return None
+    return _Mark(len(text), len(text), len(text)) if any(m["part"] for m in hashes) else None  # headings, no answer
 
 
 def _bare(text: str) -> str:

@@ -28,6 +28,7 @@ from ..rewards.base import Ensemble, RewardModelFn, Rewards
 from ..rewards.classifier import load_classifier
 from ..rewards.code import PythonTests
 from ..rewards.process import load_process_reward
+from ..rewards.symbolic import SameMathematics
 from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFormat, near_target, soft_overlong
 
 # %% auto #0
@@ -51,7 +52,7 @@ def _length(
 
 VERIFIERS: dict[str, Callable[..., Any]] = {
     "number": Number, "exact": ExactMatch, "choice": MultipleChoice, "format": Matches, "think": ThinkFormat,
-    "json": JsonMatches, "length": _length, "repetition": Repetition, "code": PythonTests,
+    "json": JsonMatches, "length": _length, "repetition": Repetition, "code": PythonTests, "math": SameMathematics,
 }  # fmt: skip
 _COLUMNS = {"answer": "answer_column", "tests": "tests_column"}  # what they are called in a file
 
