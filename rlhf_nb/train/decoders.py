@@ -3,7 +3,7 @@
 # %% ../../nbs/train/decoders.ipynb #28540512
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from ..models.heads import RewardModel, ValueModel
 from .entries import build_rewards
 
 # %% auto #0
-__all__ = ['decoder_reward', 'load_decoder', 'check_learnable', 'SampledRun', 'sampler_for']
+__all__ = ['decoder_reward', 'load_decoder', 'check_learnable', 'sampler_for']
 
 # %% ../../nbs/train/decoders.ipynb #6b5ccd19
 def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = False) -> Rewards:
@@ -95,30 +95,20 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
         )
 
 
-class SampledRun(Protocol):
-    """A config that says how answers are drawn and made."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def decoder(self) -> DecoderConfig: ...
-    @property
-    def device(self) -> str: ...
-
-
-def sampler_for(config: SampledRun, rewards: Rewards, method: str, imitates: bool) -> Sampler:
+def sampler_for(
+    decoder: DecoderConfig, sampling: SamplingConfig, rewards: Rewards, method: str, imitates: bool, **place: Any
+) -> Sampler:
     """Who answers while a method learns: the sampler that `sampling` names, or the decoder that `decoder` names.
 
     Args:
-        config: of the run.
+        decoder, sampling: of the run's config.
         rewards: what chooses where the decoder's settings name nothing.
         method: its name, for messages.
         imitates: see `check_learnable`.
+        place: `device` and `trust_remote_code`, as in `load_decoder`.
     """
-    if config.decoder.is_plain:
-        return make_sampler(config.sampling)
-    decoder = load_decoder(config.decoder, rewards, config.device, config.model.trust_remote_code)
-    check_learnable(decoder, config.decoder, method, imitates)
-    return decoder
+    if decoder.is_plain:
+        return make_sampler(sampling)
+    made = load_decoder(decoder, rewards, **place)
+    check_learnable(made, decoder, method, imitates)
+    return made
