@@ -53,7 +53,7 @@ class CausalScorer(nn.Module):
 # %% ../../nbs/train/method.ipynb #306a1394
 def tokenize_rows(
     kind: RowKind, rows: list[Row], tokenizer: Any, data: DataConfig, *, chat: bool | None = None, warn: bool = False,
-    **steps: Any,
+    **more: Any,
 ) -> list[Row]:  # fmt: skip
     """Rows as training reads them: the one place that knows how rows of each kind become tokens.
 
@@ -64,19 +64,21 @@ def tokenize_rows(
         data: limits on lengths, what counts in the loss, and whether plain prompts go through the chat template.
         chat: the latter, where it is known already.
         warn: about dropped and cut rows.
-        steps: of stepwise rows: `rule` and `complete`, as in `tokenize_steps`.
+        more: of stepwise rows `rule` and `complete`; of others what counts whatever `data` says, such as `turns`.
     """
     chat = speaks_chat(tokenizer, data.as_chat) if chat is None else chat
     how: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": warn}
     if kind == "prompt":
         return tokenize_prompts(rows, tokenizer, **how)
     how["max_length"] = data.max_length
+    if kind == "stepwise":
+        return tokenize_steps(rows, tokenizer, **how, **more)
+    if kind == "sft":
+        how |= {"completion_only": data.completion_only, "turns": data.turns.replace("auto", "all")} | more
+        return tokenize_sft(rows, tokenizer, **how)
+    how |= {"turns": data.weighed_turns} | more
     if kind == "preference":
         return tokenize_preferences(rows, tokenizer, **how)
-    if kind == "stepwise":
-        return tokenize_steps(rows, tokenizer, **how, **steps)
-    if kind == "sft":
-        return tokenize_sft(rows, tokenizer, completion_only=data.completion_only, **how)
     out: list[Row] = []
     for label in (True, False):  # single answers with a thumb, which stays with their tokens
         mine = (r for r in rows if bool(r["label"]) is label)

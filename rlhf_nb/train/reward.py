@@ -243,7 +243,7 @@ class Reward(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
-        return tokenize_rows("preference", rows, self.tokenizer, self.config.data, chat=self.chat, warn=warn)
+        return tokenize_rows("preference", rows, self.tokenizer, self.config.data, warn=warn, turns="last")
 
     def collate(self, rows: list[Row]) -> PreferenceBatch:
         """Tokenized pairs as one batch."""
@@ -502,7 +502,8 @@ class RewardTrainer(TextTrainer[RewardConfig]):
         seeds = [derive_seed(config.seed, "head", i) for i in range(config.ensemble_size)]
         self.members = [RewardModel.from_policy(model, head=config.head, seed=seed, **how) for seed in seeds]
         first = rows[: config.calibrate_rows]
-        demonstrations = tokenize_rows("sft", first, tokenizer, config.data) if first else ()
+        whole: dict[str, Any] = {"completion_only": True, "turns": "all"}
+        demonstrations = tokenize_rows("sft", first, tokenizer, config.data, **whole) if first else ()
         examples, to_fit = rows[: config.baseline_pairs], rows[: config.fit_head_pairs]
         return Reward(self.members, tokenizer, config, demonstrations, examples, to_fit)
 
