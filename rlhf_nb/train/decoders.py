@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import ModelConfig, SamplingConfig
+from ..config import ModelConfig
 from ..core import ConfigError, decide_precision
 from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
@@ -15,7 +15,6 @@ from ..decode.named import KINDS, DecoderConfig, make_decoder
 from ..decode.search import critic_scorer
 from ..models.load import load_causal_lm
 from ..rewards.base import RewardModelFn, Rewards
-from ..rollout.backends import Sampler, make_sampler
 from ..models.heads import RewardModel, ValueModel
 from .entries import build_rewards
 
@@ -95,20 +94,16 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
         )
 
 
-def sampler_for(
-    decoder: DecoderConfig, sampling: SamplingConfig, rewards: Rewards, method: str, imitates: bool, **place: Any
-) -> Sampler:
-    """Who answers while a method learns: the sampler that `sampling` names, or the decoder that `decoder` names.
+def sampler_for(decoder: DecoderConfig, rewards: Rewards, method: str, imitates: bool, **place: Any) -> Decoder:
+    """Who answers while a method learns, where that isn't the plain sampler.
 
     Args:
-        decoder, sampling: of the run's config.
+        decoder: of the run's config.
         rewards: what chooses where the decoder's settings name nothing.
         method: its name, for messages.
         imitates: see `check_learnable`.
         place: `device` and `trust_remote_code`, as in `load_decoder`.
     """
-    if decoder.is_plain:
-        return make_sampler(sampling)
     made = load_decoder(decoder, rewards, **place)
     check_learnable(made, decoder, method, imitates)
     return made

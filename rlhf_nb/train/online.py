@@ -30,7 +30,7 @@ from .decoders import sampler_for
 from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
-from ..rollout.backends import OurSampler, Sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -91,6 +91,9 @@ class KLPrice(KLBudget):
         return self
 
 
+_PLAIN = DecoderConfig()
+
+
 class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
@@ -98,7 +101,7 @@ class OnlineConfig(RewardPart, TextConfig):
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
     decoder: DecoderConfig = option(
-        DecoderConfig(),
+        _PLAIN,
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
     optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
@@ -282,8 +285,8 @@ class OnlineMethod(TextMethod):
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
-        how = (config.decoder, config.sampling, rewards, self.name, self.imitates)
-        self.sampler: Sampler = sampler_for(*how, **place)
+        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == _PLAIN
+        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
