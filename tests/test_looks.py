@@ -12,16 +12,16 @@ import pytest
 
 from rlhf_nb.pipeline.candidates import standings
 from rlhf_nb.run.callbacks import Callback
+from rlhf_nb.run.health import CHECKS, health
 from rlhf_nb.run.overopt import StopAtPeak
 from rlhf_nb.sequential import ALPHA
-from rlhf_nb.widgets.health import CHECKS, health
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 KINDS = [
-    kind for kind in looks.NEVER_FALL if "resemble" not in kind
-]  # noise with a memory is taken for a fall: docs/evaluate.md says how often
+    kind for kind in looks.NEVER_FALL if "(0.8)" not in kind and "one (0.5)" not in kind
+]  # docs/evaluate.md says how often these are taken for a fall
 
 
 def allowed(runs: int) -> float:
@@ -50,7 +50,7 @@ def test_few_curves_that_never_fall_are_said_to_have_fallen(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "lopsided" not in kind])
+@pytest.mark.parametrize("kind", KINDS)
 def test_five_in_a_hundred_at_most_over_500_looks(kind: str) -> None:
     found = looks.first_alarms(looks.NEVER_FALL[kind](np.random.default_rng(2), 2000, 500))
     print(f"{kind}: {(found >= 0).mean():.1%}")
@@ -68,6 +68,7 @@ def test_a_message_says_only_what_happened() -> None:
 FLAT = {  # a metric that every light of the dashboard looks at, and the noise of a healthy run around it
     "objective/scores": (1.0, 0.1), "rewards/gold": (1.0, 0.1), "objective/kl": (2.0, 0.2), "objective/kl_k3": (2.0, 0.2), "objective/kl_stderr": (0.2, 0.0),
     "objective/kl_k3_stderr": (0.2, 0.0), "policy/entropy_avg": (1.5, 0.1), "val/explained_variance": (0.5, 0.1), "frac_reward_zero_std": (0.3, 0.03),
+    "completions/mean_length": (20.0, 2.0),
     "completions/clipped_ratio": (0.01, 0.003), "policy/clipfrac_avg": (0.1, 0.02), "loss": (1.0, 0.1), "perf/stall_s": (0.01, 0.001), "perf/step_s": (0.2, 0.01),
 }  # fmt: skip
 

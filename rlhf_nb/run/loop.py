@@ -34,6 +34,7 @@ from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
 from .engine import Engine, Pairs, StepReport, Terms, add_pairs
+from .health import LastWord
 from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
@@ -250,19 +251,21 @@ class StepStart:
     def remember(self) -> None:
         """Before a step takes its rows: where the source is, for a method whose step can end inside `collect`."""
         collects = type(self.run.method).collect is not BaseMethod.collect
-        alone = self.run.engine.world_size == 1
-        self.source = self.run.source.state_dict() if collects and alone else None
+        self.source = self.run.source.state_dict() if collects else None
         self.rng = rng_state() if self.source is not None else {}
 
     @contextmanager
     def may_stop(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C is obeyed at a safe point; ranks would wait for each other, so one process only."""
-        signals = self.signals
-        if signals is None or self.run.engine.world_size > 1:
+        """Inside, the first Ctrl-C is obeyed at a safe point; of several ranks by all of them, or by none."""
+        signals, vote = self.signals, self.run.engine.vote()
+        if signals is None:
             yield
             return
-        with stoppable(lambda: signals.requested):
-            yield
+        try:
+            with stoppable(lambda: signals.requested if signals.requested and vote.stops() else ""):
+                yield
+        finally:
+            vote.close()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -693,7 +696,7 @@ def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:
 
 def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
     """Progress, samples and the stop rule, then the user's, and behind all of them the trackers."""
-    own: list[Callback] = [*([Progress()] if config.console else []), SampleLog()]
+    own: list[Callback] = [*([Progress(), LastWord()] if config.console else []), SampleLog()]
     own += [stop_by(config.stop_on)] if config.stop_on is not None else []
     best = (config.keep_best or "").partition(":")[0]
     observers = Callbacks([*own, *(as_callback(c, best or "eval/loss") for c in callbacks)])
