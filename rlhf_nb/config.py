@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .errors import read_interval, suggest
+from .errors import did_you_mean, read_interval
 from .strict import StrictConfig, explain, merge, option, parse_overrides, read_config_file
 
 # a config of one's own needs these, too
@@ -46,13 +46,9 @@ Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval
 
 _STARTS_ELSEWHERE = {
     "false": "The adapter would add random numbers to the model before the first step. Use true or gaussian.",
-    "eva": (
-        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at "
-        "the weights alone."
-    ),
-    "corda": (
-        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at "
-        "the weights alone."
+    **dict.fromkeys(
+        ("eva", "corda"),
+        "It looks at activations on data before the run, which isn't done here. Use pissa, which looks at the weights.",
     ),
     "loftq": (
         "It corrects the error of 4-bit weights while they are made, which isn't done here. Use true with "
@@ -89,9 +85,9 @@ class LoraSettings(StrictConfig):
         start = self.init_lora_weights
         if start is not True and not re.fullmatch(r"gaussian|pissa|pissa_niter_[1-9]\d*|olora", str(start)):
             why = _STARTS_ELSEWHERE.get(str(start).lower())
-            near = suggest(str(start), ("gaussian", "pissa", "pissa_niter_16", "olora"))
-            hint = why or (f"Did you mean {near!r}?" if near else "Use true, gaussian, pissa, pissa_niter_16 or olora.")
-            raise ValueError(f"init_lora_weights is {start!r}. {hint}")
+            names = ("gaussian", "pissa", "pissa_niter_16", "olora")
+            why = why or did_you_mean(str(start), names, f"Use true, {', '.join(names[:-1])} or olora.")
+            raise ValueError(f"init_lora_weights is {start!r}. {why}")
         if self.moves_base and self.quantize_4bit:
             raise ValueError(
                 f"init_lora_weights is {start!r}, which reads and changes the frozen weights, but quantize_4bit keeps "

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import math
-import os
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -19,7 +19,8 @@ from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['read_config_file', 'merge', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option', 'StrictConfig']
+__all__ = ['read_config_file', 'merge', 'dotted', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option',
+           'StrictConfig']
 
 # %% ../nbs/strict.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -86,6 +87,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def dotted(nested: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Groups in groups as one dict by dotted key; an empty group stays a value."""
+    out: dict[str, Any] = {}
+    for key, value in nested.items():
+        out |= dotted(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {f"{at}{key}": value}
     return out
 
 # %% ../nbs/strict.ipynb #406ea1c4
@@ -470,14 +479,7 @@ class StrictConfig(BaseModel):
     def flat(self) -> dict[str, Any]:
         """Plain values by dotted key, as trackers and comparisons want them: `{"optimizer.lr": 1e-5, ...}`."""
 
-        def walk(group: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-            for key, value in group.items():
-                if isinstance(value, dict) and value:
-                    yield from walk(value, f"{prefix}{key}.")
-                else:
-                    yield prefix + key, value
-
-        return dict(walk(self.to_dict(), ""))
+        return dotted(self.to_dict())
 
     def to_json(self) -> str:
         """The settings as JSON text."""

@@ -25,8 +25,8 @@ from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'quiet', 'load_or_explain', 'pretrained',
-           'base_of_adapter', 'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'read_settings', 'quiet',
+           'load_or_explain', 'pretrained', 'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:
@@ -157,6 +157,21 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
 _MOST = {"layers": 10_000, "n_layer": 10_000, "labels": 100_000, "experts": 100_000, "vocab": 10_000_000}
 
 
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON file of a model's folder.
+
+    Raises:
+        ModelError: it can't be read, or holds no settings.
+    """
+    try:
+        found = json_value(file.read_bytes())
+        if not isinstance(found, dict):
+            raise Unreadable("no settings, but another value")
+    except (OSError, Unreadable) as e:
+        raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
+    return found
+
+
 def _check_sizes(file: Path, most: int) -> None:
     """Refuse a configuration that is no JSON, or that asks for a model so large that building it would not end.
 
@@ -164,12 +179,7 @@ def _check_sizes(file: Path, most: int) -> None:
         file: config.json or adapter_config.json.
         most: the largest number in it that is believed; fewer layers, labels, experts and tokens are.
     """
-    try:
-        todo = [("", json_value(file.read_bytes()))]
-        if not isinstance(todo[0][1], dict):
-            raise Unreadable("no settings, but another value")
-    except (OSError, Unreadable) as e:
-        raise ModelError(f"{str(file)!r} can't be read: {e}. Is the directory complete?") from e
+    todo: list[tuple[str, Any]] = [("", read_settings(file))]
     while todo:
         key, value = todo.pop()
         if isinstance(value, dict | list):
@@ -193,7 +203,7 @@ def _check_names(file: Path) -> None:
     Args:
         file: adapter_config.json, which `_check_sizes` has read.
     """
-    settings = json_value(file.read_bytes())
+    settings = read_settings(file)
     for key in _NAMING:
         names = settings.get(key) or ()
         names = [names] if isinstance(names, str) else names
@@ -342,12 +352,9 @@ def base_of_adapter(where: str | Path) -> str:
         ModelError: its configuration can't be read, or that model is an adapter, too (itself, perhaps).
     """
     file = Path(where) / "adapter_config.json"
-    try:
+    if file.parent.is_dir():
         check_model_folder(file.parent)
-        settings = json_value(file.read_bytes())
-        name = settings.get("base_model_name_or_path")
-    except (OSError, Unreadable, AttributeError) as e:
-        raise ModelError(f"{str(file)!r} can't be read ({e}). Is the directory complete?") from e
+    name = read_settings(file).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return ""
     if os.path.exists(Path(resolve(name)).expanduser() / file.name):

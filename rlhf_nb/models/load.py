@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
            'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
-           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'using_adapter', 'merged_weights', 'staged',
-           'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole', 'as_plain_lora', 'save_adapter',
-           'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained', 'quiet']
+           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept', 'using_adapter',
+           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
+           'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
+           'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -493,6 +494,27 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
+def adapters_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Afterwards the adapters that were on are on again, and the same parameters train; inside, what is given puts the
+    latter right."""
+    layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
+    before = [(layer, list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
+    trainable = [(p, p.requires_grad) for p in model.parameters()]
+
+    def keep_training() -> None:
+        for p, flag in trainable:
+            p.requires_grad_(flag)
+
+    try:
+        yield keep_training
+    finally:
+        for layer, active, on in before:
+            layer.set_adapter(active)
+            layer.enable_adapters(on)
+        keep_training()
+
+
+@contextmanager
 def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Inside this context a model computes with one adapter, or (None) with none; who is trainable never changes.
 
@@ -503,33 +525,21 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     Raises:
         ModelError: there is no such adapter.
     """
-    layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
-    known = adapter_names(model)
     if name is not None:
-        check_choice("the model's adapter", name, known, ModelError)
-    before = [(list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
-    if all(not on if name is None else (on and active == [name]) for active, on in before):
+        check_choice("the model's adapter", name, adapter_names(model), ModelError)
+    layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
+    now = [(list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
+    if all(not on if name is None else (on and active == [name]) for active, on in now):
         yield
         return
-    trainable = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-
-    def restore() -> None:
-        for p, flag in trainable:
-            p.requires_grad_(flag)
-
-    try:
+    with adapters_kept(model) as keep_training:
         for layer in layers:
             has = name is not None and (not hasattr(layer, "modules_to_save") or name in layer.modules_to_save)
             if has:
                 layer.set_adapter(name)
             layer.enable_adapters(has)
-        restore()
+        keep_training()
         yield
-    finally:
-        for layer, (active, enabled) in zip(layers, before, strict=True):
-            layer.set_adapter(active)
-            layer.enable_adapters(enabled)
-        restore()
 
 # %% ../../nbs/models/load.ipynb #a3dd0e37
 def merged_weights(module: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
@@ -806,28 +816,21 @@ def _verify(model: Any, adapter: str | None, folder: Path, shown: str | Path) ->
     with evaluating(model), using_adapter(model, adapter):
         expected = model(input_ids=ids).logits
     if (folder / "adapter_config.json").exists():
-        trainable = [(p, p.requires_grad) for p in model.parameters()]
-        layers = [layer for _, layer in [*lora_layers(model), *saved_wholes(model)]]
-        before = [(layer, list(layer.active_adapters), not layer.disable_adapters) for layer in layers]
         moved = [(layer, layer.get_base_layer()) for _, layer in lora_layers(model) if layer.__dict__.get(STARTS)]
         residues = [(base, base.weight.data) for _, base in moved]
-        for layer, base in moved:  # the adapter belongs to the weights as they were loaded
-            base.weight.data = _merged_weight(layer, None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
-            model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
-        try:
-            with evaluating(model), using_adapter(model, "saved_copy"):
-                found = model(input_ids=ids).logits
-        finally:
-            model.delete_adapter("saved_copy")
-            for base, weight in residues:
-                base.weight.data = weight
-            for layer, active, on in before:
-                layer.set_adapter(active)
-                layer.enable_adapters(on)
-            for p, flag in trainable:
-                p.requires_grad_(flag)
+        with adapters_kept(model):
+            for layer, base in moved:  # the adapter belongs to the weights as they were loaded
+                base.weight.data = _merged_weight(layer, None)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*changes the base weights")  # peft's; they have been put back
+                model.load_adapter(str(folder), "saved_copy", torch_device=str(embedding.device))
+            try:
+                with evaluating(model), using_adapter(model, "saved_copy"):
+                    found = model(input_ids=ids).logits
+            finally:
+                model.delete_adapter("saved_copy")
+                for base, weight in residues:
+                    base.weight.data = weight
     else:
         copy, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=embedding.dtype, output_loading_info=True, use_safetensors=True

@@ -3,27 +3,29 @@
 # %% ../../nbs/models/merge.ipynb #a340004
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core import DTYPES, ConfigError, ModelError, derive_seed
+from ..data.hub import sha256_of
+from .files import read_settings
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
 from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_config, write_shards
-from ..untrusted import Unreadable, dump_yaml, json_value
+from ..untrusted import dump_yaml
 
 # %% auto #0
-__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp',
-           'Differences', 'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place',
-           'portable_recipe', 'merge_adapters']
+__all__ = ['ALMOST_PARALLEL', 'MERGE_RECORD', 'wide_copy', 'total_of', 'linear', 'slerp', 'trim', 'drop', 'elect', 'warp', 'Lazy',
+           'merged_tensor', 'check_fit', 'Merged', 'sha256_of_weights', 'merge_models', 'told_place', 'portable_recipe',
+           'merge_adapters']
 
 # %% ../../nbs/models/merge.ipynb #a340007
 def wide_copy(x: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def total_of(weights: Sequence[float]) -> float:
     return total
 
 
-def linear(tensors: Sequence[Tensor], weights: Sequence[float], normalize: bool = True) -> Tensor:
+def linear(tensors: Sequence[Tensor] | Lazy, weights: Sequence[float], normalize: bool = True) -> Tensor:
     """The weighted mean of tensors.
 
     Args:
@@ -154,7 +156,7 @@ def drop(delta: Tensor, density: float, seed: int, rescale: Rescale = "density")
     return _rescaled(delta.mul_(kept), whole, density, rescale)
 
 
-def elect(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool = True) -> Tensor:
+def elect(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float], normalize: bool = True) -> Tensor:
     """The weighted mean of task vectors over those that agree with the elected sign (TIES); each vector is asked for
     twice.
 
@@ -179,7 +181,7 @@ def elect(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool = 
     return out
 
 # %% ../../nbs/models/merge.ipynb #a340019
-def warp(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def warp(deltas: Sequence[Tensor] | Lazy, weights: Sequence[float]) -> Tensor:
     """Task vectors merged by SLERP, one after the other.
 
     Args:
@@ -193,51 +195,18 @@ def warp(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return out
 
 # %% ../../nbs/models/merge.ipynb #a340022
-class Differences(Sequence[Tensor]):
-    """Task vectors of one tensor, each made when it is asked for.
+@dataclass(frozen=True)
+class Lazy:
+    """Tensors by their place, each made when it is asked for, so that one is in memory at a time.
 
     Args:
-        tensors: of the models.
-        base: makes the base's tensor.
-        thin: what is done to each, told its place.
+        make: gives the tensor of a place.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], base: Callable[[], Tensor], thin: Callable[[Tensor, int], Tensor]
-    ) -> None:
-        self.tensors, self.base, self.thin = tensors, base, thin
+    make: Callable[[int], Tensor]
 
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    @overload
-    def __getitem__(self, i: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, i: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        delta = wide_copy(self.tensors[i])
-        return self.thin(delta.sub_(self.base()), i)
-
-
-class _Column(Sequence[Tensor]):
-    """One tensor of several models, each read when it is asked for."""
-
-    def __init__(self, models: Sequence[Mapping[str, Tensor]], name: str) -> None:
-        self.models, self.name = models, name
-
-    def __len__(self) -> int:
-        return len(self.models)
-
-    @overload
-    def __getitem__(self, i: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, i: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(i, slice):
-            return [m[self.name] for m in self.models[i]]
-        return self.models[i][self.name]
+    def __getitem__(self, i: int) -> Tensor:
+        return self.make(i)
 
 
 def merged_tensor(
@@ -256,7 +225,7 @@ def merged_tensor(
         base: where the recipe has one.
         layers: that a model has.
     """
-    n, column = numbers_for(recipe, name, layers), _Column(models, name)
+    n, column = numbers_for(recipe, name, layers), Lazy(lambda i: models[i][name])
     if recipe.method == "linear":
         return linear(column, n.weights, recipe.normalizes)
     if recipe.method == "slerp":
@@ -265,12 +234,13 @@ def merged_tensor(
     dare = recipe.method.startswith("dare")
     rescale: Rescale = recipe.rescale or ("density" if dare else "none")
 
-    def thin(delta: Tensor, i: int) -> Tensor:
+    def task_vector(i: int) -> Tensor:
+        delta = wide_copy(column[i]).sub_(base[name])
         if dare:
             return drop(delta, n.densities[i], derive_seed("dare", recipe.seed, i, name), rescale)
         return trim(delta, n.densities[i], rescale) if recipe.method == "ties" else delta
 
-    deltas = Differences(column, lambda: base[name], thin)
+    deltas = Lazy(task_vector)
     if recipe.method == "warp":
         out = warp(deltas, n.weights)
     elif recipe.method.endswith("ties"):
@@ -406,12 +376,7 @@ def _template(model: ModelTensors) -> str | None:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if (folder / "tokenizer_config.json").is_file():
-            try:
-                found = json_value((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
-            except (Unreadable, AttributeError) as e:
-                raise ModelError(
-                    f"{str(folder / 'tokenizer_config.json')!r} can't be read: {e}. Is the directory complete?"
-                ) from e
+            found = read_settings(folder / "tokenizer_config.json").get("chat_template")
             return json.dumps(found) if found else None
     return None
 
@@ -435,23 +400,7 @@ def sha256_of_weights(model: ModelTensors) -> dict[str, str]:
         {e.file for e in model.table.values()}
         | ({e.file for e in model.adapter.table.values()} if model.adapter else set())
     )
-    found = {}
-    for file in files:
-        with open(file, "rb") as opened:
-            found[file.name] = (
-                hashlib.file_digest(opened, "sha256").hexdigest()
-                if hasattr(hashlib, "file_digest")
-                else _digest(opened)
-            )
-    return found
-
-
-def _digest(opened: Any) -> str:
-    """SHA-256 of an open file, for Python 3.10."""
-    digest = hashlib.sha256()
-    while chunk := opened.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return {file.name: sha256_of(file) for file in files}
 
 # %% ../../nbs/models/merge.ipynb #2110f846
 def merge_models(recipe: Recipe, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Merged:

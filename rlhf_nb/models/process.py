@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core import ModelError, evaluating
 from ..data.foreign import RefusedProgram, check_expression
 from ..data.steps import LINES, StepRule
-from .heads import ScalarHead, ScalarModel
+from .heads import ScalarHead, ScalarModel, shell_of
 from rlhf_nb.models.load import (
     check_loaded,
     compare_outputs,
@@ -89,14 +89,7 @@ def _shell(config: PreTrainedConfig) -> tuple[Any, str]:
     """
     from transformers import AutoModelForTokenClassification
 
-    try:
-        with torch.device("meta"):
-            shell = AutoModelForTokenClassification.from_config(config)
-    except ValueError as e:
-        raise ModelError(
-            f"transformers has no token classifier for {config.model_type!r}, so a process reward model of it can't be "
-            "saved."
-        ) from e
+    shell = shell_of(AutoModelForTokenClassification, config, "token classifier", "process reward model")
     return shell, _layer_of(shell)[0]
 
 

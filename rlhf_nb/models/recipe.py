@@ -204,7 +204,6 @@ def numbers_for(recipe: Recipe, name: str, layers: int) -> Numbers:
     )  # fmt: skip
 
 # %% ../../nbs/models/recipe.ipynb #a338010
-_KIT_METHODS = {m: m for m in ("linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties")}
 _KIT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", None: "auto"}
 _KIT_NUMBERS = {"weight": "weight", "density": "density", "t": "t", "lambda": "scale"}
 _KIT_TAKES: dict[str, tuple[str, ...]] = {
@@ -257,8 +256,8 @@ def from_mergekit(data: Mapping[str, Any]) -> Recipe:
     kit, common = str(data.get("merge_method")), dict(data.get("parameters") or {})
     if kit == "passthrough" and len(entries) == 1 and not common and not entries[0].get("parameters"):
         return Recipe(models=[MergePart(model=entries[0]["model"])], dtype=_kit_dtype(data))
-    if kit not in _KIT_METHODS:
-        hint = did_you_mean(kit, _KIT_METHODS, f"The same here are: {', '.join(_KIT_METHODS)}.")
+    if kit not in _KIT_TAKES:
+        hint = did_you_mean(kit, _KIT_TAKES, f"The same here are: {', '.join(_KIT_TAKES)}.")
         raise ConfigError(f"merge_method={kit!r} isn't done here, or not in the same way. {hint}")
     takes = _KIT_TAKES[kit]
     settings = _kit_parameters("parameters", kit, common, takes)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..core import DataError, ModelError
+from ..files import write_whole
 from ..scoring.trees import TOKEN_BUDGET
 from .adapters import Reference
 from ..types import Completions, LossMasks
@@ -110,10 +110,7 @@ def cached_sums(
     if path.exists():
         return _read(path, key, len(pairs))
     sums = reference_sums(reference, pairs, token_budget=token_budget, masks=masks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({"logps": sums}, str(aside), metadata=key)
-    os.replace(aside, path)
+    write_whole(path, save({"logps": sums}, key))
     return sums
 
 # %% ../../nbs/models/reference.ipynb #b42de7be

@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core import ModelError, suggest
+from .files import read_settings
 from .load import base_of_adapter, find_model, pretrained
 from .places import SHORT_NAMES
-from ..untrusted import Unreadable, json_value
+from ..untrusted import json_value
 
 SHARD_BYTES = 5_000_000_000  # of one file of weights
 
@@ -105,12 +106,7 @@ class Adapter:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
-            self.config: dict[str, Any] = json_value((self.folder / "adapter_config.json").read_bytes())
-        except (OSError, Unreadable) as e:
-            raise ModelError(
-                f"{str(folder)!r}: adapter_config.json can't be read ({e}). Is the directory complete?"
-            ) from e
+        self.config = read_settings(self.folder / "adapter_config.json")
         for key, known in _PLAIN.items():
             if key in self.config and self.config[key] not in known:
                 raise ModelError(

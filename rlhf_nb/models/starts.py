@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from ..files import open_regular
+from ..files import open_regular, write_whole
 from .load import STARTS, lora_layers
 
 # %% auto #0
@@ -73,9 +72,7 @@ def keep_starts(folder: str | Path, models: Iterable[nn.Module]) -> None:
     if {n: s.of for n, s in found.items()} == {n: s.of for n, s in read_starts(folder).items()}:
         return
     tensors = {f"{n}.{part}": getattr(s, part).detach().cpu().contiguous() for n, s in found.items() for part in "ab"}
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    save_file(tensors, aside, metadata={"format": "pt", **{n: s.of for n, s in found.items()}})
-    os.replace(aside, path)
+    write_whole(path, save(tensors, {"format": "pt", **{n: s.of for n, s in found.items()}}))
 
 
 _KEPT = (

@@ -14,13 +14,12 @@ from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
 from ..data.formats import format_of, to_format, whole_rows
-from ..data.steps import tokenize_steps
 from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
 from rlhf_nb.data.sources import (
-    LengthReport, length_report, row_key, tokenize_preferences, tokenize_prompts, tokenize_sft,
+    LengthReport, length_report, row_key,
 )  # fmt: skip
 from ..data.templates import as_chat, speaks_chat
-from ..train.kto import tokenize_labelled
+from ..train.method import tokenize_rows
 from ..train.registry import get
 from ..data.worlds import RowKind, made_rows
 from ..data.rows import raw_rows, reading_of
@@ -259,18 +258,7 @@ def same_sides(look: FileLook) -> list[int]:
 # %% ../../nbs/pipeline/data_look.ipynb #4784acad
 def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
     """A file's rows as training tokenizes them."""
-    chat = speaks_chat(tokenizer, data.as_chat)
-    limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": False}
-    if look.kind == "prompt":
-        return tokenize_prompts(look.rows, tokenizer, **limits)
-    if look.kind == "unpaired":
-        return tokenize_labelled(look.rows, tokenizer, data, warn=False)
-    if look.kind == "stepwise":
-        return tokenize_steps(look.rows, tokenizer, max_length=data.max_length, **limits)
-    if look.kind == "preference":
-        return tokenize_preferences(look.rows, tokenizer, data.max_length, turns=data.weighed_turns, **limits)
-    limits |= {"completion_only": data.completion_only, "turns": data.turns.replace("auto", "all")}
-    return tokenize_sft(look.rows, tokenizer, data.max_length, **limits)
+    return tokenize_rows(look.kind, look.rows, tokenizer, data)
 
 
 def without_refused(look: FileLook, tokenizer: Any, data: DataConfig) -> FileLook:

@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,10 +21,9 @@ from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data.formats import DataWarning
-from ..data.steps import tokenize_steps
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
-    LengthReport, deduplicate, length_report, tokenize_preferences, tokenize_prompts, tokenize_sft,
+    LengthReport, deduplicate, length_report,
 )  # fmt: skip
 from ..data.worlds import RowKind, made_rows, model_world
 from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
@@ -33,7 +32,7 @@ from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
 from ..train.entries import check_entries
-from ..train.kto import tokenize_labelled
+from ..train.method import tokenize_rows
 from ..train.online import OnlineConfig, rewarded
 from ..train.registry import of
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
@@ -139,28 +138,9 @@ def plain_rows(chat: bool) -> Finding:
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
-    limits: tuple[int | None, int] = (data.max_length, data.max_prompt_length)
-    chat = speaks_chat(tokenizer, data.as_chat)
-    if kind == "prompt":
-        tokens, limits = (
-            tokenize_prompts(rows, tokenizer, data.max_prompt_length, chat=chat, warn=False),
-            (None, limits[1]),
-        )
-    elif kind == "unpaired":
-        tokens = tokenize_labelled(rows, tokenizer, data, warn=False)
-    elif kind == "stepwise":
-        tokens = tokenize_steps(
-            rows,
-            tokenizer,
-            config.boundary.rule,
-            data.max_length,
-            max_prompt_length=data.max_prompt_length,
-            chat=chat,
-            warn=False,
-        )
-    else:
-        make: Callable[..., list[Row]] = tokenize_sft if kind == "sft" else tokenize_preferences
-        tokens = make(rows, tokenizer, data.max_length, max_prompt_length=data.max_prompt_length, chat=chat, warn=False)
+    limits: tuple[int | None, int] = (None if kind == "prompt" else data.max_length, data.max_prompt_length)
+    steps = {"rule": config.boundary.rule} if kind == "stepwise" else {}
+    tokens = tokenize_rows(kind, rows, tokenizer, data, **steps)
     if not tokens:
         raise DataError(
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."

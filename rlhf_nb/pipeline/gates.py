@@ -21,6 +21,7 @@ from ..bench.results import Results
 from ..bench.suites import load_suite
 from ..config import StrictConfig, option
 from ..core import did_you_mean, printable
+from ..strict import dotted
 from ..widgets.report import html_page
 from ..evaluate.intervals import compare_paired, points_of
 from ..evaluate.policy import PolicyEval
@@ -152,45 +153,23 @@ def check_reward_model(metrics: Mapping[str, float], gates: GatesConfig) -> list
         metrics: of the stage: eval/accuracy with its standard error, and those of its baselines.
         gates: the bounds.
     """
-    accuracy, error = metrics.get("eval/accuracy", math.nan), metrics.get("eval/accuracy_stderr", math.nan)
+    accuracy, error = metrics.get("eval/accuracy", math.nan), metrics.get("eval/accuracy_stderr", 0.0)
     if math.isnan(accuracy):
-        return [
-            Check(
-                "accuracy",
-                False,
-                "there were no held-out pairs, so nothing is known of its accuracy (data.eval_split, data.eval_size)",
-            )
-        ]
-    low = accuracy - _Z * (0.0 if math.isnan(error) else error)
-    out = [
-        Check(
-            "accuracy",
-            low >= gates.reward_accuracy,
-            (
-                f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end; at least "
-                f"{gates.reward_accuracy:.1%} is asked"
-            ),
-        )
-    ]
-    for key, words in (
-        ("eval/words_accuracy", "a bag of words"),
-        ("eval/shorter_accuracy", "choosing the shorter answer"),
-    ):
-        other = metrics.get(key, math.nan)
-        if math.isnan(other):
-            continue
-        spread = math.hypot(0.0 if math.isnan(error) else error, metrics.get(f"{key}_stderr", 0.0))
-        beaten = accuracy + _Z * spread >= other - gates.margin
-        out.append(
-            Check(
-                f"against {words}",
-                beaten,
-                (
-                    f"{words} orders {other:.1%} rightly; the model may be worse by {gates.margin:.1%} at most, and "
-                    f"has {accuracy:.1%}"
-                ),
-            )
-        )
+        says = "there were no held-out pairs, so nothing is known of its accuracy (data.eval_split, data.eval_size)"
+        return [Check("accuracy", False, says)]
+    error = 0.0 if math.isnan(error) else error
+    low, asked = accuracy - _Z * error, gates.reward_accuracy
+    says = (
+        f"it orders {accuracy:.1%} of held-out pairs rightly, {low:.1%} at the lower end; at least {asked:.1%} is asked"
+    )
+    out = [Check("accuracy", low >= asked, says)]
+    for key, words in (("words_accuracy", "a bag of words"), ("shorter_accuracy", "choosing the shorter answer")):
+        other = metrics.get(f"eval/{key}", math.nan)
+        if not math.isnan(other):
+            spread = math.hypot(error, metrics.get(f"eval/{key}_stderr", 0.0))
+            worse = f"the model may be worse by {gates.margin:.1%} at most, and has {accuracy:.1%}"
+            beaten = accuracy + _Z * spread >= other - gates.margin
+            out.append(Check(f"against {words}", beaten, f"{words} orders {other:.1%} rightly; {worse}"))
     return out
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900020
@@ -208,59 +187,29 @@ def check_policy(
     Returns:
         The checks, and the numbers that further rules can bound.
     """
-    out, numbers = list[Check](), new.summary(old)
-    lengths = float(new.lengths.float().mean()), float(old.lengths.float().mean())
+    out, numbers, factor, drop = list[Check](), new.summary(old), gates.length_factor, gates.finished_drop
+
+    def check(name: str, passed: bool, says: str) -> None:
+        out.append(Check(name, passed, says))
+
     for name in trusted:
         both = compare_paired(points_of(new.scores[name].numpy(), old.scores[name].numpy()), level=0.9)
-        floor = 0.5 - gates.margin
-        says = (
-            f"by {name} it wins {both.rate.value:.1%} against the model before, {both.rate.low:.1%} at the "
-            f"lower end; at least {floor:.1%} is asked"
-        )
-        out.append(Check(f"wins by {name}", both.rate.low >= floor, says))
-        numbers[f"win_rate_{name}"] = both.rate.value
+        numbers[f"win_rate_{name}"], low, floor = both.rate.value, both.rate.low, 0.5 - gates.margin
+        wins = f"by {name} it wins {both.rate.value:.1%} against the model before, {low:.1%} at the lower end"
+        check(f"wins by {name}", low >= floor, f"{wins}; at least {floor:.1%} is asked")
     if not trusted:
-        out.append(
-            Check(
-                "trusted rewards",
-                True,
-                "no trusted reward is named (gates.trusted), so nobody has looked at what the answers are worth",
-            )
-        )
-    if near and gates.length_factor is not None:
-        grew = max(lengths[0], 1e-9) / max(lengths[1], 1e-9)
-        inside = 1 / gates.length_factor <= grew <= gates.length_factor
-        out.append(
-            Check(
-                "length",
-                inside,
-                (
-                    f"answers have {lengths[0]:.1f} tokens and had {lengths[1]:.1f}; a factor of "
-                    f"{gates.length_factor:g} is allowed"
-                ),
-            )
-        )
-    if gates.finished_drop is not None:
-        fell = old.finished - new.finished
-        out.append(
-            Check(
-                "ends",
-                fell <= gates.finished_drop,
-                (
-                    f"{new.finished:.1%} of the answers end by themselves, {old.finished:.1%} did; a fall of "
-                    f"{gates.finished_drop:.1%} is allowed"
-                ),
-            )
-        )
-    kl = numbers.get("kl")
-    if near and gates.kl_at_most is not None and kl is not None:
-        out.append(
-            Check(
-                "KL",
-                kl <= gates.kl_at_most,
-                f"{kl:.3g} nats per answer from the model before; at most {gates.kl_at_most:g} are allowed",
-            )
-        )
+        none = "no trusted reward is named (gates.trusted), so nobody has looked at what the answers are worth"
+        check("trusted rewards", True, none)
+    if near and factor is not None:
+        now, before = (max(float(x.lengths.float().mean()), 1e-9) for x in (new, old))
+        tokens = f"answers have {now:.1f} tokens and had {before:.1f}; a factor of {factor:g} is allowed"
+        check("length", 1 / factor <= now / before <= factor, tokens)
+    if drop is not None:
+        ends = f"{new.finished:.1%} of the answers end by themselves, {old.finished:.1%} did"
+        check("ends", old.finished - new.finished <= drop, f"{ends}; a fall of {drop:.1%} is allowed")
+    kl, most = numbers.get("kl"), gates.kl_at_most
+    if near and most is not None and kl is not None:
+        check("KL", kl <= most, f"{kl:.3g} nats per answer from the model before; at most {most:g} are allowed")
     return out, numbers
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900021
@@ -278,16 +227,10 @@ def check_stage_rules(metrics: Mapping[str, float], rules: Sequence[Rule]) -> li
             hint = did_you_mean(rule.metric, metrics, f"There are: {', '.join(sorted(metrics)) or 'none'}.")
             out.append(Check(rule.metric, False, f"the stage has no {rule.metric}. {hint}"))
             continue
-        low, high = (
-            (-math.inf if rule.at_least is None else rule.at_least),
-            (math.inf if rule.at_most is None else rule.at_most),
-        )
-        asked = " and ".join(
-            f"{word} {bound:g}"
-            for word, bound in (("at least", rule.at_least), ("at most", rule.at_most))
-            if bound is not None
-        )
-        out.append(Check(rule.metric, low <= value <= high, f"{rule.metric} is {value:.4g}; {asked} is asked"))
+        bounds = [("at least", rule.at_least), ("at most", rule.at_most)]
+        asked = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        inside = (rule.at_least is None or value >= rule.at_least) and (rule.at_most is None or value <= rule.at_most)
+        out.append(Check(rule.metric, inside, f"{rule.metric} is {value:.4g}; {asked} is asked"))
     return out
 
 # %% ../../nbs/pipeline/gates.ipynb #c0900023
@@ -341,10 +284,9 @@ def verdict_table(verdicts: Sequence[Verdict], final: str = "") -> RenderableTyp
     return table
 
 
-def settings_text(settings: Mapping[str, Any], at: str = "") -> str:
+def settings_text(settings: Mapping[str, Any]) -> str:
     """Nested settings as `key=value` words."""
-    words = [settings_text(v, f"{at}{k}.") if isinstance(v, Mapping) else f"{at}{k}={v}" for k, v in settings.items()]
-    return " ".join(words)
+    return " ".join(f"{k}={v}" for k, v in dotted(settings).items())
 
 
 def verdict_page(verdicts: Sequence[Verdict], final: str = "") -> str:

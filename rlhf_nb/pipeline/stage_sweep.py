@@ -20,6 +20,7 @@ from ..config import PathText, StrictConfig, option, parse_overrides
 from ..core import ConfigError, RunError, printable
 from ..train.registry import get, of
 from .candidates import Candidate, Range, name_of, range_of
+from ..strict import dotted
 from ..train.stage import lasting, read_json, write_json
 from .sweep import Search, Swept, nested, sweep
 
@@ -149,7 +150,7 @@ class SweepConfig(StageSweep):
         """
         if self.candidates and self.over:
             raise ConfigError("over and candidates are both given: a sweep has one of the two.")
-        return [_flat(c) for c in self.candidates] if self.candidates else super().tried()
+        return [dotted(c) for c in self.candidates] if self.candidates else super().tried()
 
     def how(self) -> dict[str, Any]:
         """The other arguments of `sweep`."""
@@ -158,14 +159,6 @@ class SweepConfig(StageSweep):
     def words(self) -> list[str]:
         """The settings that hold for all candidates, as they are typed."""
         return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.settings.items()]
-
-
-def _flat(nested: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Groups as dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in nested.items():
-        out |= _flat(value, f"{at}{key}.") if isinstance(value, Mapping) and value else {f"{at}{key}": value}
-    return out
 
 
 def read_sweep(what: str, words: Sequence[str], **typed: Any) -> SweepConfig:

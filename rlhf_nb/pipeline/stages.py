@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import shutil
 import time
@@ -20,8 +19,7 @@ from pydantic.fields import FieldInfo
 from ..config import DataConfig, ModelConfig, PathText, SamplingConfig, StrictConfig, TrainConfig, merge, option
 from ..core import ConfigError, DataError, RunError, decide_precision, derive_seed, suggest
 from ..data.formats import ASSISTANT, HUMAN
-from ..data.templates import speaks_chat
-from ..data.sources import collate_prompts, tokenize_prompts
+from ..data.sources import collate_prompts
 from ..data.templates import train_bpe
 from ..evaluate.policy import PolicyEval, evaluate
 from ..data.worlds import FIRST_WORLD, WORLDS, gold_of, model_world, world_of
@@ -45,6 +43,7 @@ from ..run.lock import RunLock
 from ..run.log import config_changes, read_metrics
 from ..run.state import clean_saves
 from ..scale.launch import check_launch, launch
+from ..train.method import tokenize_rows
 from ..train.online import OnlineConfig, load_reward, rewarded
 from ..train.ppo import PPOConfig
 from ..train.rlaif import RLAIFConfig
@@ -682,8 +681,7 @@ def held_out_prompts(plan: StagePlan, tokenizer: Any) -> PromptBatch:
     train, held = load_rows(config.data, "prompt", seed)
     if (world := world_of(config.data.path)) and world.gold:
         held = world.prompts(n, derive_seed(seed, "pipeline"))
-    chat = speaks_chat(tokenizer, config.data.as_chat)
-    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, chat=chat, warn=False)
+    rows = tokenize_rows("prompt", (held or train)[:n], tokenizer, config.data)
     return collate_prompts(rows, tokenizer.pad_token_id)
 
 

@@ -374,15 +374,8 @@ class Progress(Callback):
         return None
 
 # %% ../../nbs/run/callbacks.ipynb #3639eb12
-def _flat(config: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys with values that trackers can hold."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{at}{key}.")
-        else:
-            out[f"{at}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return out
+#| export
+
 
 # %% ../../nbs/run/callbacks.ipynb #aaa69239
 class Trackers(Callback):
@@ -416,8 +409,9 @@ class Trackers(Callback):
             os.environ.setdefault("WANDB_MODE", "offline")  # otherwise it asks for a login and the cell hangs
         cpu, folder = run.engine.device.type == "cpu", str(run.run_dir.path)
         self.accelerator = Accelerator(cpu=cpu, log_with=self.names, project_dir=folder)
-        config = run.config.model_dump(mode="json") if hasattr(run.config, "model_dump") else {}
-        self.accelerator.init_trackers(self.project, config=_flat(config))
+        flat = run.config.flat() if hasattr(run.config, "flat") else {}
+        held = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flat.items()}
+        self.accelerator.init_trackers(self.project, config=held)
         return None
 
     def _send(self, run: RunView, values: dict[str, Any]) -> None:

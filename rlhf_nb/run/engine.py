@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, suggest
+from ..core import CheckpointError, ConfigError, Precision, RunError, decide_precision, did_you_mean
 from ..fast.linear import half_copies
 from ..fast.workers import Replicas, draws_numbers, workers_for
 from .strategies import connect
@@ -91,11 +91,8 @@ def asked_strategy(environment: Mapping[str, str] = os.environ) -> str:
     own = environment.get("RLHF_NB_STRATEGY", "").removesuffix("_offload")
     on = {k: environment.get(k, "").lower() in ("1", "true", "yes") for k in _SWITCHES}
     if own and own not in STRATEGIES:
-        near = suggest(own, STRATEGIES)
-        raise ConfigError(
-            f"RLHF_NB_STRATEGY is {own!r}. "
-            + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(STRATEGIES)}.")
-        )
+        hint = did_you_mean(own, STRATEGIES, f"There are: {', '.join(STRATEGIES)}.")
+        raise ConfigError(f"RLHF_NB_STRATEGY is {own!r}. {hint}")
     theirs = ""
     if on["ACCELERATE_USE_DEEPSPEED"]:
         theirs = f"zero{environment.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"

@@ -19,13 +19,13 @@ from typing import Any, TextIO, overload
 
 import torch
 
-from ..core import RunError, mended, suggest
+from ..core import RunError, did_you_mean, mended
 from .checkpoint import fsync_path
 from ..files import FileRefused, open_regular, read_regular, write_whole
 from ..untrusted import MAX_CONFIG, MAX_LINE, Line, Unreadable, dump_yaml, json_lines, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain_json', 'read_metrics', 'EventLog', 'append_line', 'writing',
+__all__ = ['FORMAT', 'REQUESTS', 'MAX_REQUEST', 'plain_json', 'read_metrics', 'EventLog', 'cut_back', 'append_line', 'writing',
            'ControlRequests', 'config_changes', 'RunDir', 'machine_here', 'resident_mb', 'Meter', 'History']
 
 # %% ../../nbs/run/log.ipynb #eb3ab472
@@ -144,18 +144,7 @@ class EventLog:
         if self.path is None or not self.path.exists():
             return 0
         self.close()
-        kept, dropped = list[bytes](), 0
-        with open_regular(self.path) as file:
-            while line := file.readline(MAX_LINE):  # a longer line is none of ours, and what is behind it goes, too
-                if _step_of(line) <= step:
-                    kept.append(line)
-                    continue
-                dropped += 1
-                if not line.endswith(b"\n"):
-                    break
-        if dropped:
-            write_whole(self.path, b"".join(kept))
-        return dropped
+        return cut_back(self.path, "step", step)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -169,11 +158,36 @@ class EventLog:
             file.close()
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinite (so: dropped) when the line is torn."""
+def cut_back(path: Path, key: str, last: int) -> int:
+    """Drop the lines of a file whose number is above `last`, and a torn one; the file is the old or the new one.
+
+    Args:
+        path: of JSON lines.
+        key: of the number.
+        last: the largest that stays.
+
+    Returns:
+        How many lines went.
+    """
+    kept, dropped = list[bytes](), 0
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE):  # a longer line is none of ours, and what is behind it goes, too
+            if _number_of(line, key) <= last:
+                kept.append(line)
+                continue
+            dropped += 1
+            if not line.endswith(b"\n"):
+                break
+    if dropped:
+        write_whole(path, b"".join(kept))
+    return dropped
+
+
+def _number_of(line: bytes, key: str) -> float:
+    """A number in a line; infinite (so: dropped) when the line is torn."""
     try:
-        step = json_value(line)["step"] if line.endswith(b"\n") else math.inf
-        return float(step) if isinstance(step, int | float) else math.inf
+        number = json_value(line)[key] if line.endswith(b"\n") else math.inf
+        return float(number) if isinstance(number, int | float) else math.inf
     except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
@@ -384,11 +398,8 @@ class RunDir:
             RunError: there is no such request or no such folder, or the folder can't be written to.
         """
         if request not in REQUESTS:
-            near = suggest(request, REQUESTS)
-            raise RunError(
-                f"{request!r} is no request. "
-                + (f"Did you mean {near!r}?" if near else f"There are: {', '.join(REQUESTS)}.")
-            )
+            hint = did_you_mean(request, REQUESTS, f"There are: {', '.join(REQUESTS)}.")
+            raise RunError(f"{request!r} is no request. {hint}")
         if not self.path.is_dir():
             raise RunError(f"there is no run in {self.path} yet, so nobody would hear {request!r}: start it first")
         line = {"time": round(time.time(), 3), "id": uuid.uuid4().hex[:12], "request": request}

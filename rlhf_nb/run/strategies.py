@@ -316,13 +316,6 @@ class Zero(SharedOut):
         self.lockstep, self.cuts_weights = stage > 1, stage == 3
         self.ds: Any = None
 
-    def optimize(
-        self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
-    ) -> torch.optim.Optimizer:
-        """Take charge of a module on its device; returns its optimizer."""
-        self.check_optimizer(settings)
-        return super().optimize(module, settings, rates)
-
     def wrap(self) -> nn.Module:
         """DeepSpeed's engine; the module's parameters are cut into shards from here on."""
         import deepspeed

@@ -329,9 +329,13 @@ class Strategy:
         self, module: nn.Module, settings: OptimizerConfig, rates: Rates | None = None
     ) -> torch.optim.Optimizer:
         """Take charge of a module on its device; returns its optimizer (`rates` as in `build_optimizer`)."""
+        self.check_optimizer(settings)
         self.module, self.clip = module, settings.max_grad_norm
         self.optimizer = build_optimizer(module, settings, rates)
         return self.optimizer
+
+    def check_optimizer(self, settings: OptimizerConfig) -> None:
+        """Refuse an optimizer that can't work on what a rank has; one that has all refuses none."""
 
     def wrap(self) -> nn.Module:
         """What forward must go through."""

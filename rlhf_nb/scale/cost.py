@@ -19,7 +19,7 @@ from ..fast.workers import Replicas, workers_of_size
 from ..models.adapters import add_lora
 from ..rollout.choosing import Chooser
 from ..rollout.sampler import sample_tokens
-from .topology import Budget, Job, DecoderShape, Split, job_of, predict_memory, row_tokens, decoder_shape
+from .topology import Job, DecoderShape, Split, job_of, predict_memory, row_tokens, decoder_shape
 from ..scoring.head import HeadOptions, read_head
 from ..scoring.scores import completion_logps
 from ..train.registry import of

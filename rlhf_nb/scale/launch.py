@@ -28,7 +28,7 @@ from pydantic import field_validator, model_validator
 
 from ..config import StrictConfig
 from ..train.method import TextConfig
-from ..core import ConfigError, RlhfError, RunError, suggest
+from ..core import ConfigError, RlhfError, RunError, did_you_mean
 from ..files import open_regular
 from ..run.checkpoint import checkpoints_in
 from ..run.engine import STRATEGIES
@@ -42,8 +42,7 @@ from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['accelerate_settings', 'put_private', 'take_pickle', 'Lifeline', 'worker_main', 'Failure', 'first_failure', 'Attempt',
-           'watch_attempt', 'Launched', 'check_launch', 'check_machines', 'wait_for_others', 'launch', 'fork_problem',
-           'fork_launch']
+           'watch_attempt', 'Launched', 'check_launch', 'check_machines', 'wait_for_others', 'launch']
 
 # %% ../../nbs/scale/launch.ipynb #0726eebb
 def accelerate_settings(
@@ -63,8 +62,8 @@ def accelerate_settings(
     """
     name = strategy.removesuffix("_offload")
     if name not in STRATEGIES or (strategy != name and not name.startswith("zero")):
-        near = suggest(strategy, [*STRATEGIES, "zero2_offload", "zero3_offload"])
-        hint = f"Did you mean {near!r}?" if near else f"There are: {', '.join(STRATEGIES)}."
+        known = [*STRATEGIES, "zero2_offload", "zero3_offload"]
+        hint = did_you_mean(strategy, known, f"There are: {', '.join(STRATEGIES)}.")
         raise ConfigError(f"strategy {strategy!r} doesn't exist. {hint}")
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no",
@@ -709,46 +708,6 @@ def _interruptible(attempt: Attempt, live: Live) -> Iterator[Callable[[], None]]
     finally:
         if main:
             signal.signal(signal.SIGINT, before)
-
-# %% ../../nbs/scale/launch.ipynb #a6350b73
-def fork_problem(num_processes: int, cpu: bool | None = None) -> str:
-    """Why `accelerate.notebook_launcher` must not be used in this process; "" where it may.
-
-    Args:
-        num_processes: how many.
-        cpu: whether ranks would compute on CPUs; None looks.
-    """
-    if num_processes <= 1:
-        return ""
-    cpu = not torch.cuda.is_available() if cpu is None else cpu
-    if not cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "this process has used CUDA already, and a forked child cannot"
-    if cpu and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true"):
-        return (
-            "on CPUs, without ACCELERATE_USE_CPU=true, each process would train alone and gradients would "
-            "not be exchanged"
-        )
-    if torch.get_num_threads() > 1:
-        return (
-            f"torch uses {torch.get_num_threads()} threads here, and a child forked from it hangs in its "
-            "first operation"
-        )
-    return ""
-
-
-def fork_launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 1, **options: Any) -> Any:
-    """`accelerate.notebook_launcher`, refused where it would hang or train without exchanging gradients.
-
-    Raises:
-        RunError: with the reason; `launch` does the same in fresh processes.
-    """
-    if problem := fork_problem(num_processes):
-        raise RunError(
-            f"notebook_launcher would not work here: {problem}. Use launch(fn, ..., num_processes={num_processes})"
-        )
-    from accelerate import notebook_launcher
-
-    return notebook_launcher(fn, args, num_processes=num_processes, **options)
 
 # %% ../../nbs/scale/launch.ipynb #85513fbf
 if __name__ == "__main__" and "__file__" in globals():

@@ -3,7 +3,6 @@
 # %% ../../nbs/scale/live.ipynb #a7050003
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress

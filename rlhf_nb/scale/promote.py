@@ -23,7 +23,7 @@ from ..core import ConfigError, RunError
 from ..run.log import RunDir, read_metrics
 from ..train.entries import RewardEntry, build_rewards
 from ..train.registry import of
-from ..train.replay import REPLAYED_NUMBERS, check_parts, as_recorded, record
+from ..train.replay import REPLAYED_NUMBERS, UNWATCHED, as_recorded, check_parts, let_go, record
 from ..train.stage import write_json
 from ..untrusted import dump_yaml
 
@@ -310,42 +310,21 @@ def _recorded(
     the module and with the notebook's run.
     """
     written: Any = type(config).load(folder)
-    quiet: dict[str, Any] = {
-        "console": False,
-        "trackers": [],
-        "stop_on": None,
-        "replay": None,
-        "watch": [],
-        "eval": {},
-        "save_every": None,
-        "keep_best": None,
-        "eval_every": None,
-    }
     how: dict[str, Any] = {"timeout": config.reward_timeout, "trust_remote_code": config.model.trust_remote_code}
     own: Any = build_rewards(listed, token_budget=config.token_budget, **how)
     if hasattr(own, "names"):
-        own.weights, own.names = list(weights), [n or o for n, o in zip(names, own.names)]
-        for i, x in enumerate(listed):
-            own.weights[i] = (
-                x.weight
-                if isinstance(x, RewardEntry)
-                else x.get("weight", weights[i])
-                if isinstance(x, Mapping)
-                else weights[i]
-            )
+        own.names = [n or o for n, o in zip(names, own.names)]
+        said = [x.model_dump() if isinstance(x, RewardEntry) else x for x in listed]
+        own.weights = [x.get("weight", w) if isinstance(x, Mapping) else w for x, w in zip(said, weights)]
     with tempfile.TemporaryDirectory(prefix="rlhf-nb-promote-") as aside:
-        trainer = method.trainer(written.replace(**quiet, rewards=[], output_dir=aside), reward=own)
-        try:
+        trainer = method.trainer(written.replace(**UNWATCHED, rewards=[], output_dir=aside), reward=own)
+        with let_go(trainer):
             told, rollouts = record(trainer, steps)
             told["config"] |= {"rewards": [], "output_dir": config.output_dir}
             carried: Any = build_rewards(list(written.rewards), token_budget=config.token_budget, **how)
             for number, (r, step) in enumerate(zip(rollouts, told["steps"]), 1):
                 if hasattr(carried, "fns"):
                     check_parts(carried, as_recorded(r, step, trainer.method.tokenizer.pad_token_id), step, number)
-        finally:
-            trainer.writer.wait()
-            trainer.log.close()
-            trainer.lock.release()
     compared = _as_the_run(config, told)
     write_json(folder / "replay.json", told)
     run = f"the run in {config.output_dir} began the same way" if compared else "no run in output_dir to compare with"

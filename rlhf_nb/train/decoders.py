@@ -3,11 +3,11 @@
 # %% ../../nbs/train/decoders.ipynb #28540512
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from ..config import ModelConfig, SamplingConfig
+from ..config import ModelConfig
 from ..core import ConfigError, decide_precision
 from ..data.worlds import FIRST_WORLD
 from ..decode.decoder import Decoder
@@ -15,12 +15,11 @@ from ..decode.named import KINDS, DecoderConfig, make_decoder
 from ..decode.search import critic_scorer
 from ..models.load import load_causal_lm
 from ..rewards.base import RewardModelFn, Rewards
-from ..rollout.backends import Sampler, make_sampler
 from ..models.heads import RewardModel, ValueModel
 from .entries import build_rewards
 
 # %% auto #0
-__all__ = ['decoder_reward', 'load_decoder', 'check_learnable', 'SampledRun', 'sampler_for']
+__all__ = ['decoder_reward', 'load_decoder', 'check_learnable', 'sampler_for']
 
 # %% ../../nbs/train/decoders.ipynb #6b5ccd19
 def decoder_reward(said: Any, device: Any = "cpu", trust_remote_code: bool = False) -> Rewards:
@@ -95,30 +94,16 @@ def check_learnable(decoder: Decoder, config: DecoderConfig, method: str, imitat
         )
 
 
-class SampledRun(Protocol):
-    """A config that says how answers are drawn and made."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def decoder(self) -> DecoderConfig: ...
-    @property
-    def device(self) -> str: ...
-
-
-def sampler_for(config: SampledRun, rewards: Rewards, method: str, imitates: bool) -> Sampler:
-    """Who answers while a method learns: the sampler that `sampling` names, or the decoder that `decoder` names.
+def sampler_for(decoder: DecoderConfig, rewards: Rewards, method: str, imitates: bool, **place: Any) -> Decoder:
+    """Who answers while a method learns, where that isn't the plain sampler.
 
     Args:
-        config: of the run.
+        decoder: of the run's config.
         rewards: what chooses where the decoder's settings name nothing.
         method: its name, for messages.
         imitates: see `check_learnable`.
+        place: `device` and `trust_remote_code`, as in `load_decoder`.
     """
-    if config.decoder.is_plain:
-        return make_sampler(config.sampling)
-    decoder = load_decoder(config.decoder, rewards, config.device, config.model.trust_remote_code)
-    check_learnable(decoder, config.decoder, method, imitates)
-    return decoder
+    made = load_decoder(decoder, rewards, **place)
+    check_learnable(made, decoder, method, imitates)
+    return made

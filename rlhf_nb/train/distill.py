@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, SamplingConfig, option
 from ..core import ConfigError, decide_precision, derive_seed
-from ..data.sources import collate_completions, collate_prompts, tokenize_prompts, tokenize_sft
+from ..data.sources import collate_completions, collate_prompts
 from ..data.worlds import toy_presets
 from ..losses.distill import Divergence, distill_loss, divergence, keep_likeliest
 from ..models.load import disable_dropout, load_causal_lm, load_tokenizer
@@ -23,8 +23,8 @@ from ..run.callbacks import Callback
 from ..scoring.scores import completion_reads
 from .offline import check_same_tokens
 from .registry import register
-from ..data.worlds import Row
-from .method import TextConfig, TextMethod
+from ..data.worlds import Row, RowKind
+from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from .words import takes_trl
 from ..types import Completions, LossSum, PromptBatch, host
@@ -147,13 +147,8 @@ class Distill(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; with their answers where the data's own are learnt on."""
-        data = self.config.data
-        if self.config.own_share == 1:
-            return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, chat=self.chat, warn=warn)
-        return tokenize_sft(
-            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
-            completion_only=data.completion_only, chat=self.chat, warn=warn, turns=data.turns.replace("auto", "all"),
-        )  # fmt: skip
+        kind: RowKind = "prompt" if self.config.own_share == 1 else "sft"
+        return tokenize_rows(kind, rows, self.tokenizer, self.config.data, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> Any:
         """Tokenized rows as one batch."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..config import DataConfig, PathText, option
 from ..core import ConfigError, evaluating
-from ..data.sources import collate_preferences, tokenize_preferences
+from ..data.sources import collate_preferences
 from ..data.worlds import toy_presets
 from ..run.engine import add_pairs
 from ..scoring.trees import TOKEN_BUDGET
@@ -25,7 +25,7 @@ from ..models.adapters import Reference
 from .registry import register
 from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from ..data.worlds import Row
-from .method import split_pairs
+from .method import split_pairs, tokenize_rows
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
@@ -137,11 +137,8 @@ class DPO(OfflineMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Pairs as tokens, with the reference's log-probs where these are cached."""
-        data = self.config.data
-        limits: dict[str, Any] = {
-            "max_length": data.max_length, "max_prompt_length": data.max_prompt_length, "turns": data.weighed_turns,
-        }  # fmt: skip
-        return self.cache_reference(tokenize_preferences(rows, self.tokenizer, **limits, chat=self.chat, warn=warn))
+        made = tokenize_rows("preference", rows, self.tokenizer, self.config.data, chat=self.chat, warn=warn)
+        return self.cache_reference(made)
 
     def collate(self, rows: list[Row]) -> ReferencedPairs:
         """Tokenized pairs as one batch, with cached log-probs of the reference where rows carry them."""

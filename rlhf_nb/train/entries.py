@@ -15,12 +15,13 @@ from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from ..config import ModelConfig, PathText, PrecisionName, StrictConfig, option
+from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
+from .method import TextConfig
 from ..judges.endpoint import ask_server, check_address, check_key_name, read_key
 from ..models.heads import RewardModel
 from ..rewards.answers import ExactMatch, MultipleChoice, Number
@@ -33,8 +34,7 @@ from ..rewards.formats import JsonMatches, Length, Matches, Repetition, ThinkFor
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'make_verifier', 'RewardEntry', 'find_file', 'run_file', 'import_module', 'function_of', 'ServerReward',
-           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards', 'RewardedRun',
-           'from_entries']
+           'load_models', 'named_files', 'is_entry', 'has_entries', 'check_entries', 'build_rewards', 'from_entries']
 
 # %% ../../nbs/train/entries.ipynb #c7172439
 def _length(
@@ -510,20 +510,7 @@ def build_rewards(
     )  # fmt: skip
 
 # %% ../../nbs/train/entries.ipynb #42319196
-class RewardedRun(Protocol):
-    """What a config says of the place where rewards are computed; `reward_timeout`, too, where it has one."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def precision(self) -> PrecisionName: ...
-    @property
-    def token_budget(self) -> int: ...
-
-
-def from_entries(reward: Any, config: RewardedRun, key: str = "rewards") -> Any:
+def from_entries(reward: Any, config: TextConfig, key: str = "rewards") -> Any:
     """A reward made of entries, or of some, as what they name; any other as it is.
 
     Args:
@@ -535,9 +522,7 @@ def from_entries(reward: Any, config: RewardedRun, key: str = "rewards") -> Any:
         reward = {"model": str(reward)}
     if not has_entries(reward):
         return reward
-    how: dict[str, Any] = {
-        "timeout": getattr(config, "reward_timeout", 3600.0),
-        "trust_remote_code": config.model.trust_remote_code,
-    }
     device = decide_precision(config.device, config.precision).device
-    return build_rewards(reward, token_budget=config.token_budget, device=device, key=key, **how)
+    how: dict[str, Any] = {"timeout": getattr(config, "reward_timeout", 3600.0), "device": device, "key": key}
+    trust = config.model.trust_remote_code
+    return build_rewards(reward, token_budget=config.token_budget, trust_remote_code=trust, **how)

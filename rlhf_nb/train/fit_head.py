@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from ..core import ConfigError
@@ -22,7 +21,7 @@ from ..data.sources import collate_preferences
 from ..models.heads import RewardModel
 from ..models.layers import LayerStates, body_parts, cut_body
 from ..scoring.head import text_config
-from ..files import open_regular
+from ..files import open_regular, write_whole
 from ..scoring.scores import Pooling, sequence_scores
 from ..untrusted import Unreadable, json_value
 
@@ -153,18 +152,10 @@ def kept_states(
         if states is None:
             states, fresh = read(piece).half().cpu(), fresh + PIECE
             if file is not None:
-                _write(file, {"states": states})
+                write_whole(file, save({"states": states.contiguous()}), durable=False)
         done += states.shape[1]
         pace("pairs read for the head", done, total, fresh)
         yield states
-
-
-def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A file of tensors, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, aside, metadata=metadata)
-    os.replace(aside, file)
 
 # %% ../../nbs/train/fit_head.ipynb #47f22692
 class Fit(NamedTuple):
@@ -342,7 +333,8 @@ def read_fit(folder: str | Path, of: str) -> Fitted | None:
 
 def keep_fit(folder: str | Path, of: str, fitted: Fitted) -> None:
     """Write a fit into a run's folder."""
-    _write(Path(folder) / HEAD_FILE, {"weights": fitted.weights}, {"of": of, "about": json.dumps(fitted.about)})
+    told = {"of": of, "about": json.dumps(fitted.about)}
+    write_whole(Path(folder) / HEAD_FILE, save({"weights": fitted.weights.contiguous()}, told))
     shutil.rmtree(Path(folder) / PIECES, ignore_errors=True)
 
 

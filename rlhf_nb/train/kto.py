@@ -16,8 +16,6 @@ from torch import Tensor
 from ..config import DataConfig, PathText, option
 from ..core import DataError, evaluating
 from ..data.formats import DataWarning
-from ..data.sources import tokenize_sft
-from ..data.templates import speaks_chat
 from ..data.worlds import toy_presets
 from ..scoring.trees import plan_trees
 from ..losses.kto import RunningMean, mismatched_kl, suggest_weights, unpaired_loss
@@ -26,10 +24,11 @@ from .offline import OfflineConfig, OfflineMethod, OfflineTrainer
 from .registry import register
 from ..data.rows import in_kind
 from ..data.worlds import Row
+from .method import tokenize_rows
 from ..types import Completions, LossSum
 
 # %% auto #0
-__all__ = ['KTOConfig', 'partners', 'check_labels', 'tokenize_labelled', 'LabelledAnswers', 'KTO', 'KTOTrainer']
+__all__ = ['KTOConfig', 'partners', 'check_labels', 'LabelledAnswers', 'KTO', 'KTOTrainer']
 
 # %% ../../nbs/train/kto.ipynb #cc3e8421
 class KTOConfig(OfflineConfig):
@@ -115,29 +114,6 @@ def check_labels(rows: Sequence[Row], config: KTOConfig) -> None:
         )
         warnings.warn(DataWarning(message), stacklevel=3)
 
-
-def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: bool = True) -> list[Row]:
-    """Labelled answers as tokens, with their labels; empty answers are dropped and counted.
-
-    Args:
-        rows: prompt, completion, label.
-        tokenizer: messages need its chat template.
-        data: limits on lengths, and whether plain prompts go through the chat template.
-        warn: about dropped and cut rows.
-    """
-    out: list[Row] = []
-    limits: dict[str, Any] = {
-        "max_length": data.max_length, "max_prompt_length": data.max_prompt_length, "turns": data.weighed_turns,
-    }  # fmt: skip
-    chat = speaks_chat(tokenizer, data.as_chat)
-    for label in (True, False):
-        part: list[Row] = [
-            {k: r[k] for k in ("prompt", "completion", "tools") if k in r} for r in rows if bool(r["label"]) is label
-        ]
-        tokens = tokenize_sft(part, tokenizer, **limits, chat=chat, warn=warn) if part else []
-        out += [t | {"label": label} for t in tokens]
-    return out
-
 # %% ../../nbs/train/kto.ipynb #5c53f697
 @dataclass(eq=False, repr=False)
 class LabelledAnswers(Completions):
@@ -192,7 +168,7 @@ class KTO(OfflineMethod):
         rows = list(in_kind(rows, "unpaired"))
         if warn:
             check_labels(rows, self.config)
-        out = tokenize_labelled(rows, self.tokenizer, self.config.data, warn)
+        out = tokenize_rows("unpaired", rows, self.tokenizer, self.config.data, chat=self.chat, warn=warn)
         if self.config.loss != "kto":  # no stranger is needed
             return self.cache_reference([r | _as_other(r) for r in out])
         return self.cache_reference(partners(out, self.config.seed))

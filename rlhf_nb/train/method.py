@@ -15,8 +15,10 @@ from torch import nn
 
 from ..core import ConfigError
 from ..config import DataConfig, ModelConfig, TrainConfig, option
+from ..data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
+from ..data.steps import tokenize_steps
 from ..data.templates import speaks_chat
-from ..data.worlds import Row
+from ..data.worlds import Row, RowKind
 from ..models.adapters import Reference
 from ..models.load import save_model
 from ..models.reference import MovingReference
@@ -29,7 +31,7 @@ from ..scoring.trees import plan_trees
 from ..types import Completions, PreferenceBatch
 
 # %% auto #0
-__all__ = ['CausalScorer', 'TextConfig', 'TextMethod', 'frozen_parts', 'split_pairs']
+__all__ = ['CausalScorer', 'tokenize_rows', 'TextConfig', 'TextMethod', 'frozen_parts', 'split_pairs']
 
 # %% ../../nbs/train/method.ipynb #544ab293
 class CausalScorer(nn.Module):
@@ -49,6 +51,42 @@ class CausalScorer(nn.Module):
         return completion_logps(self.model, c, token_budget=self.token_budget, **options)
 
 # %% ../../nbs/train/method.ipynb #306a1394
+def tokenize_rows(
+    kind: RowKind, rows: list[Row], tokenizer: Any, data: DataConfig, *, chat: bool | None = None, warn: bool = False,
+    **more: Any,
+) -> list[Row]:  # fmt: skip
+    """Rows as training reads them: the one place that knows how rows of each kind become tokens.
+
+    Args:
+        kind: of the rows.
+        rows: in the format of their kind.
+        tokenizer: messages need its chat template.
+        data: limits on lengths, what counts in the loss, and whether plain prompts go through the chat template.
+        chat: the latter, where it is known already.
+        warn: about dropped and cut rows.
+        more: of stepwise rows `rule` and `complete`; of others what counts whatever `data` says, such as `turns`.
+    """
+    chat = speaks_chat(tokenizer, data.as_chat) if chat is None else chat
+    how: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": warn}
+    if kind == "prompt":
+        return tokenize_prompts(rows, tokenizer, **how)
+    how["max_length"] = data.max_length
+    if kind == "stepwise":
+        return tokenize_steps(rows, tokenizer, **how, **more)
+    if kind == "sft":
+        how |= {"completion_only": data.completion_only, "turns": data.turns.replace("auto", "all")} | more
+        return tokenize_sft(rows, tokenizer, **how)
+    how |= {"turns": data.weighed_turns} | more
+    if kind == "preference":
+        return tokenize_preferences(rows, tokenizer, **how)
+    out: list[Row] = []
+    for label in (True, False):  # single answers with a thumb, which stays with their tokens
+        mine = (r for r in rows if bool(r["label"]) is label)
+        part: list[Row] = [{k: r[k] for k in ("prompt", "completion", "tools") if k in r} for r in mine]
+        out += [t | {"label": label} for t in (tokenize_sft(part, tokenizer, **how) if part else [])]
+    return out
+
+
 class TextConfig(TrainConfig):
     """What every run has that trains a language model on rows of text."""
 

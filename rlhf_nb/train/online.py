@@ -30,7 +30,7 @@ from .decoders import sampler_for
 from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
-from ..rollout.backends import OurSampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.sampler import earlier
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -284,10 +284,9 @@ class OnlineMethod(TextMethod):
         self.rewards, self.reference, self.watch = rewards, reference, dict(watch or {})
         self.rewards.check_tokens(tokenizer)
         self.group, self.kl = config.num_generations, config.kl_controller() if isinstance(config, KLPrice) else None
-        plain = config.decoder == _PLAIN
-        self.sampler = (
-            make_sampler(config.sampling) if plain else sampler_for(config, rewards, self.name, self.imitates)
-        )
+        place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
+        how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == _PLAIN
+        self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
@@ -624,7 +623,7 @@ class OnlineTrainer(TextTrainer[_O]):
         if reference is not None and not isinstance(reference, Reference):
             reference = Reference(reference, copy_model=False)
         if config.eval.metrics or config.eval.judges:
-            watch = held_out_rewards(config) | (watch or {})
+            watch = held_out_rewards(config, config.eval) | (watch or {})
         parts = {"reward": reward, "reference": reference, "watch": watch or {}, "logged": logged}
         budget = config.kl_budget if isinstance(config, KLBudget) else None
         if budget is not None:

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed
-from ..data.steps import StepRule, tokenize_steps
+from ..data.steps import StepRule
 from ..data.worlds import toy_presets
 from ..losses.process import step_loss
 from ..models.process import ProcessModel
 from ..scoring.check import check_scores
 from .registry import register
 from ..data.worlds import Row
-from .method import TextConfig, TextMethod
+from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
-from ..types import Completions, LossSum, pad_rows
+from ..types import Completions, LossSum
 
 # %% auto #0
 __all__ = ['StepConfig', 'ProcessConfig', 'LabelledSteps', 'Process', 'collate_steps', 'process_report', 'ProcessTrainer']
@@ -109,11 +109,9 @@ class Process(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Steps as tokens, with their labels."""
-        cfg, data = self.config, self.config.data
-        out = tokenize_steps(
-            rows, self.tokenizer, cfg.boundary.rule, data.max_length, max_prompt_length=data.max_prompt_length,
-            complete=cfg.boundary.complete, chat=self.chat, warn=warn,
-        )  # fmt: skip
+        cfg = self.config
+        ends: dict[str, Any] = {"rule": cfg.boundary.rule, "complete": cfg.boundary.complete}
+        out = tokenize_rows("stepwise", rows, self.tokenizer, cfg.data, chat=self.chat, warn=warn, **ends)
         if cfg.hard_from is None:
             return out
         return [r | {"step_labels": [float(v >= cfg.hard_from) for v in r["step_labels"]]} for r in out]

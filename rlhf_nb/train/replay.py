@@ -7,7 +7,8 @@ import dataclasses
 import gc
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,12 @@ from ..types import Rollout, pad_rows
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['REPLAYED_NUMBERS', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'row_logps', 'as_recorded', 'step_of', 'about',
-           'record', 'refuse', 'check_parts', 'read_replay', 'replay']
+__all__ = ['REPLAYED_NUMBERS', 'CLOSE', 'LIKELY', 'LIKELY_ELSEWHERE', 'LATER', 'UNWATCHED', 'row_logps', 'as_recorded', 'step_of',
+           'about', 'record', 'refuse', 'check_parts', 'read_replay', 'let_go', 'replay']
 
 # %% ../../nbs/train/replay.ipynb #0846279f
 _FORMAT = 1
-REPLAYED_NUMBERS = (
-    "loss",
-    "grad_norm",
-    "reward",
-    "objective/scores",
-    "objective/kl",
-)  # of a step, as far as it has them
+REPLAYED_NUMBERS = ("loss", "grad_norm", "reward", "objective/scores", "objective/kl")  # of a step, if it has them
 
 
 def row_logps(trainer: Any, r: Rollout) -> list[float]:
@@ -186,21 +181,24 @@ def read_replay(path: str | Path) -> dict[str, Any]:
 
 
 _JOBS = (
-    "model",
-    "data",
-    "reward",
-    "rewards",
-    "device",
-    "precision",
-    "token_budget",
-    "micro_batch_size",
-    "recompute",
+    "model", "data", "reward", "rewards", "device", "precision", "token_budget", "micro_batch_size", "recompute",
     "reward_timeout",
-)
-_QUIET: dict[str, Any] = {
+)  # fmt: skip
+UNWATCHED: dict[str, Any] = {  # settings of a run that leaves nothing but its numbers
     "console": False, "trackers": [], "replay": None, "stop_on": None, "eval_every": None, "save_every": None,
     "keep_best": None, "watch": [], "eval": {},
 }  # fmt: skip
+
+
+@contextmanager
+def let_go(trainer: Any) -> Iterator[None]:
+    """Around the steps of a trainer that is taken by hand: afterwards its folder is free."""
+    try:
+        yield
+    finally:
+        trainer.writer.wait()
+        trainer.log.close()
+        trainer.lock.release()
 
 
 def replay(config: OnlineConfig) -> dict[str, Any]:
@@ -221,16 +219,13 @@ def replay(config: OnlineConfig) -> dict[str, Any]:
         raise refuse(f"the notebook trained with {told['method']}, and this job with {method.name}.")
     mine, kind = config.model_dump(), type(config)
     values = {k: v for k, v in told["config"].items() if k in kind.model_fields}
-    values |= (
-        {k: mine[k] for k in _JOBS if k in mine} | _QUIET | {"output_dir": str(Path(config.output_dir) / "replay")}
-    )
+    values |= {k: mine[k] for k in _JOBS if k in mine} | UNWATCHED
+    values["output_dir"] = str(Path(config.output_dir) / "replay")
     trainer = method.trainer(kind.model_validate(values))
     try:
-        return _compare(trainer, told)
+        with let_go(trainer):
+            return _compare(trainer, told)
     finally:
-        trainer.writer.wait()
-        trainer.log.close()
-        trainer.lock.release()
         del trainer
         gc.collect()
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, TrainConfig, option
 from ..core import ConfigError, derive_seed, evaluating
 from ..data.shapes import DataNote
-from ..data.templates import speaks_chat
-from ..data.sources import collate_completions, collate_preferences, tokenize_preferences, tokenize_sft
+from ..data.sources import collate_completions, collate_preferences
 from ..data.worlds import toy_presets
 from ..losses.reward import bradley_terry, centering
 from ..models.heads import RewardModel
@@ -45,7 +44,7 @@ from rlhf_nb.train.fit_head import (
 )
 from .registry import register
 from ..data.worlds import Row
-from .method import TextConfig, TextMethod, split_pairs
+from .method import TextConfig, TextMethod, split_pairs, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum, PreferenceBatch
 
@@ -244,7 +243,7 @@ class Reward(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Preferences as tokens."""
-        return tokenize_preferences(rows, self.tokenizer, **_limits(self.config), chat=self.chat, warn=warn)
+        return tokenize_rows("preference", rows, self.tokenizer, self.config.data, warn=warn, turns="last")
 
     def collate(self, rows: list[Row]) -> PreferenceBatch:
         """Tokenized pairs as one batch."""
@@ -324,11 +323,6 @@ class Reward(TextMethod):
                 self.tokenizer,
                 merge=self.config.model.lora is None,
             )
-
-
-def _limits(config: RewardConfig) -> dict[str, Any]:
-    """How long a tokenized row may be."""
-    return {"max_length": config.data.max_length, "max_prompt_length": config.data.max_prompt_length}
 
 # %% ../../nbs/train/reward.ipynb #41694c4a
 class Prediction(NamedTuple):
@@ -508,8 +502,8 @@ class RewardTrainer(TextTrainer[RewardConfig]):
         seeds = [derive_seed(config.seed, "head", i) for i in range(config.ensemble_size)]
         self.members = [RewardModel.from_policy(model, head=config.head, seed=seed, **how) for seed in seeds]
         first = rows[: config.calibrate_rows]
-        chat = speaks_chat(tokenizer, config.data.as_chat)
-        demonstrations = tokenize_sft(first, tokenizer, **_limits(config), chat=chat, warn=False) if first else ()
+        whole: dict[str, Any] = {"completion_only": True, "turns": "all"}
+        demonstrations = tokenize_rows("sft", first, tokenizer, config.data, **whole) if first else ()
         examples, to_fit = rows[: config.baseline_pairs], rows[: config.fit_head_pairs]
         return Reward(self.members, tokenizer, config, demonstrations, examples, to_fit)
 

@@ -46,11 +46,11 @@ from ..judges.judge import judged_text as plain_text
 from ..judges.endpoint import EndpointConfig, EndpointJudge
 from ..judges.model import ModelJudge
 from ..run.lock import RunLock
-from ..run.log import EventLog, RunDir, config_changes, plain_json, read_metrics
+from ..run.log import EventLog, RunDir, config_changes, cut_back, plain_json, read_metrics
 from .entries import RewardEntry, build_rewards
 from .registry import register
-from ..files import open_regular, write_whole
-from ..untrusted import Unreadable, json_value
+from ..files import open_regular
+from ..untrusted import Unreadable
 from ..data.rows import load_rows
 from ..data.worlds import Row
 
@@ -339,22 +339,8 @@ def append_rows(path: str | Path, rows: Sequence[Row]) -> None:
 
 def keep_rows(path: str | Path, done: int) -> None:
     """Cut a file back to the rows of the first `done` prompts; the file is the old or the new one, never half."""
-    path = Path(path)
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        lines = file.readlines()
-    kept = [line for line in lines if _row_number(line) < done]
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(kept))
-
-
-def _row_number(line: bytes) -> float:
-    """Which prompt a line belongs to; infinite (so: dropped) when it is torn."""
-    try:
-        return float(json_value(line)["row"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return math.inf
+    if Path(path).exists():
+        cut_back(Path(path), "row", done - 1)
 
 # %% ../../nbs/train/rlaif.ipynb #4aca92d3
 def sum_statistics(events: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, option
 from ..core import ConfigError, derive_seed
-from ..data.sources import collate_completions, tokenize_sft
+from ..data.sources import collate_completions
 from ..data.worlds import toy_presets
 from ..losses.sft import sft_loss
 from .registry import register
 from ..data.worlds import Row
-from .method import TextConfig, TextMethod
+from .method import TextConfig, TextMethod, tokenize_rows
 from .trainer import TextTrainer
 from ..types import Completions, LossSum
 
@@ -92,11 +92,7 @@ class SFT(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Demonstrations as tokens, with the mask of those that count."""
-        data = self.config.data
-        return tokenize_sft(
-            rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
-            completion_only=data.completion_only, chat=self.chat, warn=warn, turns=data.turns.replace("auto", "all"),
-        )  # fmt: skip
+        return tokenize_rows("sft", rows, self.tokenizer, self.config.data, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> Completions:
         """Tokenized rows as one batch."""

@@ -18,7 +18,7 @@ from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
 from ..run.log import RunDir
 from .online import OnlineConfig
-from .registry import MethodInfo, of
+from .registry import of
 from .replay import replay
 from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole
@@ -107,38 +107,23 @@ def run_stage(
         RunError: somebody works in its folder, or it holds another run.
         KeyboardInterrupt: it was interrupted; a checkpoint was left.
     """
-    method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
     first = int(os.environ.get("RANK", "0")) == 0
-    with RunLock(folder) if first else nullcontext():  # from before the model is loaded until it is saved
-        return _run_locked(config, method, folder, resume, overwrite, remember or config, begin)
+    with RunLock(config.output_dir) if first else nullcontext():  # from before the model is loaded until it is saved
+        return _run_locked(config, resume, overwrite, remember or config)
 
 
 def _say_replayed(config: JobConfig, found: dict[str, Any]) -> None:
     """One line about a comparison that went well."""
     if config.console and int(os.environ.get("RANK", "0")) == 0:
         n, same = found["answers"], found["same_answers"]
-        drawn = (
-            f"{same} of {n} answers token for token" if n else "answers aren't compared one by one on another device"
-        )
-        print(
-            (
-                f"replay: {found['steps']} steps as in the notebook ({drawn}; rewards differ by {found['worst']:.2g} "
-                "at most)"
-            ),
-            flush=True,
-        )
+        drawn = f"{same} of {n} answers token for token" if n else "on another device answers aren't compared"
+        steps, worst = f"replay: {found['steps']} steps as in the notebook", f"{found['worst']:.2g} at most"
+        print(f"{steps} ({drawn}; rewards differ by {worst})", flush=True)
 
 
-def _run_locked(
-    config: JobConfig,
-    method: MethodInfo,
-    folder: Path,
-    resume: bool,
-    overwrite: bool,
-    remember: StrictConfig,
-    begin: float,
-) -> StageResult:
-    """A stage whose folder nobody else has."""
+def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: StrictConfig) -> StageResult:
+    """A stage whose folder this process alone has."""
+    method, folder, begin = of(config), Path(config.output_dir), time.perf_counter()
     if overwrite and not resume:
         (folder / "stage.json").unlink(missing_ok=True)
     begun = resume and checkpoints_in(RunDir(folder).checkpoints)
@@ -156,7 +141,6 @@ def _run_locked(
                 f"{method.name} was interrupted at step {trainer.step} of {trainer.total_steps}; its checkpoint is "
                 "saved"
             )
-        getattr(trainer.method, "finish", lambda: None)()
         trainer.save_model(made)
         last = (history.evals or history or [{}])[-1]
         metrics = {k: v for k, v in last.items() if isinstance(v, float | int) and k not in ("time", "rank")}

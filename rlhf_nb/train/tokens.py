@@ -48,7 +48,8 @@ def token_key(config: TextConfig, kind: RowKind, tokenizer: Any, method: TextMet
         "parts": [{k: v for k, v in p.to_dict().items() if k not in _UNTOLD} for p in parts],
         "weights": weights_of(config.data) or [],
         "settings": {k: v for k, v in settings.items() if (k not in free if named is None else k in named)},
-        "tokenizer": tokenizer_digest(tokenizer), "code": code_digest(file), "method": home.__qualname__, "kind": kind,
+        "tokenizer": tokenizer_digest(tokenizer), "code": code_digest(file, str(inspect.getsourcefile(TextMethod))),
+        "method": home.__qualname__, "kind": kind,
         "seed": config.seed,
     })  # fmt: skip
 

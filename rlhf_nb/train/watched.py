@@ -6,21 +6,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..config import DataConfig, PathText, StrictConfig, option
+from ..config import PathText, StrictConfig, option
 from ..core import RewardError, did_you_mean
 from ..judges.judge import Judge, JudgeReward, Opinions
 from ..models.heads import RewardModel
 from ..rewards.base import RewardModelFn, Rewards
-from .entries import RewardedRun, RewardEntry, from_entries
+from .entries import RewardEntry, from_entries
+from .method import TextConfig
 from .rlaif import JudgeConfig, make_judge
 
 # %% auto #0
-__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'RewardPart', 'EvaluatedRun', 'Against', 'entries_as_rewards',
-           'entries_by_name', 'held_out_rewards']
+__all__ = ['with_watched', 'EvalJudge', 'HeldOutConfig', 'RewardPart', 'Against', 'entries_as_rewards', 'entries_by_name',
+           'held_out_rewards']
 
 # %% ../../nbs/train/watched.ipynb #b0bc1254
 def with_watched(rewards: Rewards, found: Rewards) -> Rewards:
@@ -115,19 +116,6 @@ class RewardPart(StrictConfig):
         return self
 
 
-class EvaluatedRun(RewardedRun, Protocol):
-    """A config with `eval`, and what a judge's own settings come from."""
-
-    @property
-    def eval(self) -> HeldOutConfig: ...
-    @property
-    def output_dir(self) -> str: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def seed(self) -> int: ...
-
-
 class Against:
     """The probability that an answer beats the one that the data has.
 
@@ -160,7 +148,7 @@ class Against:
         return [found.get(i) for i in range(len(prompts))]
 
 
-def entries_as_rewards(entries: Sequence[RewardEntry], config: RewardedRun, key: str) -> Rewards:
+def entries_as_rewards(entries: Sequence[RewardEntry], config: TextConfig, key: str) -> Rewards:
     """Reward functions with the names that logs have for them.
 
     Args:
@@ -175,28 +163,26 @@ def entries_as_rewards(entries: Sequence[RewardEntry], config: RewardedRun, key:
     return Rewards(fn, names=[entries[0].name or fn.name])
 
 
-def entries_by_name(entries: Sequence[RewardEntry], config: RewardedRun, key: str) -> dict[str, Any]:
+def entries_by_name(entries: Sequence[RewardEntry], config: TextConfig, key: str) -> dict[str, Any]:
     """The same, as functions by name."""
     found = entries_as_rewards(entries, config, key)
     return dict(zip(found.names, found.fns))
 
 
-def held_out_rewards(config: EvaluatedRun) -> dict[str, Any]:
+def held_out_rewards(config: TextConfig, looks: HeldOutConfig) -> dict[str, Any]:
     """What evaluations report beside the rewards, by name.
 
     Args:
-        config: of an online method: `eval`.
+        config: of the run.
+        looks: its `eval`.
     """
-    out: dict[str, Any] = {}
-    if config.eval.metrics:
-        out |= entries_by_name(config.eval.metrics, config, "eval.metrics")
-    for entry in config.eval.judges:
+    out = entries_by_name(looks.metrics, config, "eval.metrics") if looks.metrics else {}
+    for entry in looks.judges:
         place = {k: getattr(config, k) for k in ("output_dir", "data", "seed", "model", "device", "precision")}
         asked: Any = SimpleNamespace(judge=entry, **place)
         judge, wins = make_judge(asked), f"{entry.name}_wins"
-        out |= (
-            {entry.name: JudgeReward(judge, name=entry.name)}
-            if entry.against is None
-            else {wins: Against(judge, entry.against, wins)}
-        )
+        if entry.against is None:
+            out[entry.name] = JudgeReward(judge, name=entry.name)
+        else:
+            out[wins] = Against(judge, entry.against, wins)
     return out
