@@ -10,7 +10,7 @@ export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the package again, half a second each
 
-.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup gpu-luggage clean
+.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup pictures gpu-luggage clean
 
 setup: $(STAMP)
 
@@ -84,6 +84,9 @@ export: $(STAMP)  ## notebooks -> package, README and the table of contents
 	$(BIN)/python .ci/order.py
 	$(BIN)/python .ci/readme.py
 	$(BIN)/python .ci/trl_page.py
+
+pictures: $(STAMP)  ## the recording in the README, from real runs
+	$(BIN)/python .ci/pictures.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check rlhf_nb nbs tests benchmarks .ci

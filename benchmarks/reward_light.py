@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_nb.run.health import CHECKS, recent
 from rlhf_nb.widgets.charts import Floats
-from rlhf_nb.widgets.health import CHECKS, recent
 
 LOSS = 0.5  # standard deviations
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"

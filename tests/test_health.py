@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_nb.widgets.health import CHECKS, health_of
+from rlhf_nb.run.health import CHECKS, health_of
 from rlhf_nb.widgets.reader import RunReader
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ import pytest
 
 from rlhf_nb.pipeline.candidates import standings
 from rlhf_nb.run.callbacks import Callback
+from rlhf_nb.run.health import CHECKS, health
 from rlhf_nb.run.overopt import StopAtPeak
 from rlhf_nb.sequential import ALPHA
-from rlhf_nb.widgets.health import CHECKS, health
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,6 +68,7 @@ def test_a_message_says_only_what_happened() -> None:
 FLAT = {  # a metric that every light of the dashboard looks at, and the noise of a healthy run around it
     "objective/scores": (1.0, 0.1), "rewards/gold": (1.0, 0.1), "objective/kl": (2.0, 0.2), "objective/kl_k3": (2.0, 0.2), "objective/kl_stderr": (0.2, 0.0),
     "objective/kl_k3_stderr": (0.2, 0.0), "policy/entropy_avg": (1.5, 0.1), "val/explained_variance": (0.5, 0.1), "frac_reward_zero_std": (0.3, 0.03),
+    "completions/mean_length": (20.0, 2.0),
     "completions/clipped_ratio": (0.01, 0.003), "policy/clipfrac_avg": (0.1, 0.02), "loss": (1.0, 0.1), "perf/stall_s": (0.01, 0.001), "perf/step_s": (0.2, 0.01),
 }  # fmt: skip
 

@@ -20,11 +20,11 @@ import pytest
 from rich.console import Console
 
 from rlhf_nb.core import RunError
+from rlhf_nb.run.health import health_of
 from rlhf_nb.run.log import EventLog, RunDir, read_metrics
 from rlhf_nb.widgets import reader as reader_module
 from rlhf_nb.widgets.charts import Axes, Curve, Panel, line_chart, to_png
 from rlhf_nb.widgets.dashboard import Dashboard
-from rlhf_nb.widgets.health import health_of
 from rlhf_nb.widgets.kernel import front_end
 from rlhf_nb.widgets.panels import group_panels, still
 from rlhf_nb.widgets.reader import RunReader, Series, find_runs, open_runs

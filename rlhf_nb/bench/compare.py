@@ -17,7 +17,9 @@ from ..console import me
 from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import DataError, printable
 from ..evaluate.intervals import several_note
-from .evals import Judging, judge_settings, named_judge, short_name, versions_of
+from rlhf_nb.bench.evals import (
+    EvalConfig, Judging, evaluate_suite, judge_settings, named_judge, short_name, versions_of,
+)  # fmt: skip
 from .results import Judged, ModelPair, Results, compare_results, judged_of, pair_work
 from .suites import Suite, run_rows
 from ..judges.judge import verdicts_of
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['CompareConfig', 'Compared', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables']
+__all__ = ['CompareConfig', 'Compared', 'with_results', 'compare_folders', 'sides_scores', 'draw_comparison', 'comparison_tables']
 
 # %% ../../nbs/bench/compare.ipynb #c0e0ab07
 class CompareConfig(Judging):
@@ -103,6 +105,20 @@ def _tokenizer_for(config: CompareConfig, side: _Side) -> Any:
     if config.judge_rule is None:
         return None
     return load_tokenizer(ModelConfig(name_or_path=str(side.results.settings.get("model") or side.results.model)))
+
+# %% ../../nbs/bench/compare.ipynb #ab300001
+def with_results(places: Sequence[str], suite: Suite, say: Callable[[str], None] | None = None) -> list[str]:
+    """Folders of results: those given, and for a model those of the suite, which it is asked if it wasn't yet.
+
+    Args:
+        places: folders of results, and models.
+        suite: what models are asked.
+        say: told about progress; None: silent.
+    """
+    return [
+        p if (Path(p) / "results.json").is_file() else str(evaluate_suite(p, suite, EvalConfig(), say=say)[1])
+        for p in places
+    ]
 
 # %% ../../nbs/bench/compare.ipynb #f288845g
 def compare_folders(

@@ -25,7 +25,7 @@ __all__ = ['check_installed', 'run_tasks', 'harness_table', 'run_harness']
 def check_installed() -> None:
     """Raise ConfigError unless the harness is there."""
     if find_spec("lm_eval") is None:
-        raise ConfigError("lm-eval is not installed. Type: pip install lm-eval.")
+        raise ConfigError("lm-eval is not installed. Type: pip install lm-eval (the extra `lm_eval`).")
 
 
 def run_tasks(

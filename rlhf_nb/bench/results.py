@@ -116,7 +116,7 @@ class Results(StrictConfig):
             more = (
                 "the evaluation there isn't finished: type its command again."
                 if unfinished
-                else "evaluate first: rlhf-nb eval MODEL --suite NAME."
+                else "evaluate first: `rlhf-nb eval MODEL --suite NAME`, or `rlhf-nb compare A B --suite NAME`."
             )
             raise DataError(f"there is no {path}; {more}")
         try:

@@ -130,7 +130,11 @@ def get_command(
         tell(f"Talk to it: {me()} chat {name}{f'@{revision}' if revision and '@' not in name else ''}")
 
 # %% ../../nbs/cli/ask.ipynb #c1510a07
-_Places = typer.Argument(..., metavar="RESULTS...", help="folders of results of one suite, and settings KEY=VALUE")
+_Places = typer.Argument(
+    ..., metavar="RESULTS...", help="folders of results of one suite, or with --suite models; and settings KEY=VALUE"
+)
+_Rows = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name")
+_Limit = typer.Option(None, "--limit", min=1, help="the first so many rows")
 
 
 def _is_setting(word: str) -> bool:
@@ -143,9 +147,7 @@ def eval_command(
         help="directory, GGUF file, short name (smollm2, ...) or hub name"),
     overrides: list[str] = Overrides,
     suite: str = typer.Option(None, "--suite", "-s", help="name of a suite, or a YAML file; left out: list them"),
-    file: str = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name"),
-    limit: int = typer.Option(None, "--limit", min=1, help="the first so many rows"),
-    config: str = SettingsFile,
+    file: str = _Rows, limit: int = _Limit, config: str = SettingsFile,
     overwrite: bool = typer.Option(False, "--overwrite", help="throw away what the folder holds"),
     schema: bool = typer.Option(False, "--schema", help="print the JSON schema of results.json and end"),
     debug: bool = Debug,
@@ -175,14 +177,21 @@ def eval_command(
         tell(f"Compare: {me()} compare {folder} OTHER_FOLDER")
 
 
-def compare_command(results: list[str] = _Places, config: str = SettingsFile, debug: bool = Debug) -> None:
+def compare_command(
+    results: list[str] = _Places,
+    suite: str = typer.Option(None, "--suite", "-s", help="what models among RESULTS are asked first"),
+    file: str = _Rows, limit: int = _Limit, config: str = SettingsFile, debug: bool = Debug,
+) -> None:  # fmt: skip
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
     judge.endpoint.url=... or judge_rule=... compares the answers themselves.
     """
     with told(debug):
-        from rlhf_nb.bench.compare import CompareConfig, compare_folders, comparison_tables
+        from rlhf_nb.bench.compare import CompareConfig, compare_folders, comparison_tables, with_results
+        from rlhf_nb.bench.suites import load_suite
 
         places = [word for word in results if not _is_setting(word)]
+        if suite is not None:
+            places = with_results(places, load_suite(suite, file, limit), tell)
         settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
         compared, pairs, folder = compare_folders(places, settings, tell)
         print_rich(*comparison_tables(compared, pairs))

@@ -33,7 +33,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
            'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind', 'recipes']
+           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
+           'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -188,7 +189,6 @@ app.command(
         "Run the whole pipeline: SFT, labels by a judge, then reward model and PPO, or DPO, or KTO, and the evaluation."
     ),
 )(_run_pipeline)
-_OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
 
 
 def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
@@ -202,19 +202,12 @@ def _train(kind: str, cfg: Any, resume: bool, overwrite: bool) -> None:
         if cfg.console:
             show_results(results, pipeline.path)
         return
-    from rlhf_nb.train.registry import get
+    from rlhf_nb.pipeline.results import stage_told
     from rlhf_nb.train.stage import run_stage
 
     done = run_stage(cfg, resume, overwrite)
-    if _rank():
-        return  # the first of several processes speaks for all
-    labels = get(kind).leaves == "pairs"
-    shown = (
-        [k for k in _OF_LABELS if k in done.metrics] if labels else [k for k in done.metrics if k.startswith("eval/")]
-    )
-    numbers = ", ".join(f"{k} {done.metrics[k]:.4g}" for k in shown)
-    left = "Labels" if labels else "Model"
-    _tell(f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}: {done.model}", err=False)
+    if not _rank():  # the first of several processes speaks for all
+        _tell(stage_told(cfg, done), err=False)
 
 # %% ../../nbs/cli/main.ipynb #66ba4047
 @app.command()
@@ -423,9 +416,19 @@ def report(
     with told(debug):
         import rlhf_nb.widgets.report as views
 
-        _tell(str(views.report(runs, out)), err=False)
+        made = views.report(runs, out)
+        _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
+@runs_app.command("list")
+def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
+    """List the runs in a folder, the newest last: how far each is, and what it left."""
+    with told(debug):
+        import rlhf_nb.widgets.report as views
+
+        _tell(views.runs_told(folder), err=False)
+
+
 @runs_app.command()
 def rollback(
     folder: Path = typer.Argument(..., help="the run's directory"),

@@ -152,7 +152,7 @@ EXAMPLES = {  # the line that is typed most
     "chat": "chat smollm2", "sweep": "sweep ppo --toy kl_coef=0.05,0.1,0.2",
     "fork": "fork runs/ppo --at 40 kl_coef=0.2", "label-steps": "label-steps smollm2 questions.jsonl --out steps.jsonl",
     "watch": "watch runs/ppo", "report": "report runs/ppo", "overopt": "overopt runs/ppo",
-    "eval": "eval runs/ppo/model --suite legs", "compare": "compare runs/eval/old runs/eval/new",
+    "eval": "eval runs/ppo/model --suite sums", "compare": "compare smollm2 runs/sft/model --suite sums",
     "attack": "attack runs/reward/model --data pairs.jsonl", "lm-eval": "lm-eval smollm2 --tasks hellaswag --limit 100",
     "sample": "sample runs/ppo/model 'Where do owls live?'", "get": "get smollm2", "serve": "serve smollm2",
     "feedback": "feedback feedback.jsonl", "monitor": "monitor traffic.jsonl --once", "cycle": "cycle feedback.jsonl",

@@ -105,12 +105,25 @@ def _no_format(columns: Iterable[str] | Mapping[str, Any], allowed: Sequence[str
         if near:
             found[c] = near
             hint += f" Did you mean {near!r} by {c!r}?" if misspelt else ""
-    if found:
+    if found and _reads(columns, found, allowed):
         renames = ", ".join(f"{old}: {new}" for old, new in found.items())
         cure = f"data.columns={{{renames}}} reads {'it' if len(found) == 1 else 'them'} so."
     else:
         cure = "data.columns={OLD: NEW} gives a column another name. " + _elsewhere(allowed)
     return DataError(f"{begins}{hint} {cure}")
+
+
+def _reads(columns: Iterable[str] | Mapping[str, Any], names: Mapping[str, str], allowed: Sequence[str]) -> bool:
+    """Whether a row is read once its columns have other names: advice is tried before it is given."""
+    row = {names.get(c, c): columns[c] if isinstance(columns, Mapping) else c for c in _present(columns)}
+    fits = next((f for f in allowed if row.keys() >= set(COLUMNS[f])), None)
+    if fits is None or not isinstance(columns, Mapping):
+        return fits is not None
+    try:
+        _normal(row, fits, "row")
+    except DataError:
+        return False
+    return True
 
 
 def _elsewhere(allowed: Sequence[str]) -> str:

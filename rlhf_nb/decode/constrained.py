@@ -36,7 +36,8 @@ def _guide() -> Any:
         import llguidance
     except ImportError as e:
         raise ConfigError(
-            "constrained decoding needs the package llguidance, which is not installed. Type: pip install llguidance."
+            "constrained decoding needs the package llguidance, which is not installed. Type: pip install llguidance "
+            "(the extra `constrain`)."
         ) from e
     return llguidance
 

@@ -166,7 +166,8 @@ def write_gguf(source: ExportSource, file: Path, wanted: str) -> list[str]:
     """
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            "GGUF files are written by the package gguf, which is not installed (it is small): pip install gguf"
+            "GGUF files are written by the package gguf, which is not installed (it is small): pip install gguf "
+            "(the extra `gguf`)"
         )
     import gguf
 

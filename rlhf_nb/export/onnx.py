@@ -43,7 +43,7 @@ def check_packages() -> None:
     if missing:
         raise ModelError(
             f"ONNX needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: pip install "
-            "onnx onnxscript onnxruntime"
+            "onnx onnxscript onnxruntime (the extra `export`)"
         )
 
 

@@ -76,7 +76,8 @@ def presidio(
         from presidio_analyzer.nlp_engine import SpacyNlpEngine
     except ImportError as e:
         raise ConfigError(
-            "scrubbing needs presidio-analyzer, which is not installed: pip install presidio-analyzer."
+            "scrubbing needs presidio-analyzer, which is not installed: pip install presidio-analyzer (the extra "
+            "`pii`)."
         ) from e
     sizes = {"trf": 0, "lg": 1, "md": 2, "sm": 3}
     models = sorted(

@@ -381,7 +381,7 @@ def _from_gguf(kind: Any, file: Path, what: str, options: Mapping[str, Any]) -> 
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
             f"{str(file)!r} is a GGUF file, and the package that reads those is not installed. Install it (it is "
-            "small): pip install gguf"
+            "small): pip install gguf (the extra `gguf`)"
         )
     import transformers.modeling_gguf_pytorch_utils as reading
 

@@ -280,7 +280,7 @@ def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install "
-            "bitsandbytes`, or set quantize_4bit=false."
+            "bitsandbytes` (the extra `qlora`), or set quantize_4bit=false."
         )
     if precision.device.type != "cuda":
         raise ModelError(f"lora.quantize_4bit=true needs CUDA; the model goes to {precision.device}. Set it to false.")

@@ -3,6 +3,7 @@
 # %% ../../nbs/pipeline/results.ipynb #d0260004
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from .gates import Verdict, verdict_table
+from ..console import me
 from ..core import printable
+from ..data.worlds import model_world, world_of
+from ..files import read_regular
+from ..train.registry import of
+from ..train.stage import StageResult
+from ..untrusted import MAX_LINE
 
 # %% auto #0
-__all__ = ['show_results']
+__all__ = ['next_lines', 'stage_told', 'next_told', 'show_results']
 
 # %% ../../nbs/pipeline/results.ipynb #d0260006
 def _plain(prompt: Any) -> str:
@@ -53,6 +60,52 @@ def _policies(policies: dict[str, dict[str, float]]) -> Table:
         table.add_row(Text(printable(stage)), *cells, *more)
     return table
 
+# %% ../../nbs/pipeline/results.ipynb #ab100002
+def next_lines(leaves: str, model: Path, run: Path, began: str | None = None, data: str | None = None) -> list[str]:
+    """What to type after a training, without the program's name.
+
+    Args:
+        leaves: as the registry says: "policy", "reward", "process" or "pairs".
+        model: what was left: a model's folder, or the file of labelled pairs.
+        run: its run directory.
+        began: the model that it began with.
+        data: what it learnt from.
+    """
+    place, seen = shlex.quote(str(model)), f"report {shlex.quote(str(run))}"
+    if leaves == "pairs":
+        return [f"data {place} --for dpo", f"dpo model.name_or_path={shlex.quote(began or 'MODEL')} data.path={place}"]
+    if leaves == "reward":
+        return [f"attack {place} --data {shlex.quote(data or 'FILE')}", seen]
+    if leaves != "policy":
+        return [seen]
+    files = ("chat_template.jinja", "tokenizer_config.json")
+    told = [read_regular(model / name, MAX_LINE) for name in files if (model / name).is_file()]
+    if any(b"chat_template" in text or b"{%" in text for text in told):
+        real = began is not None and model_world(began) is None
+        compared = f"compare {shlex.quote(str(began))} {place} --suite instructions"
+        return [f"chat {place}", *([compared] if real else []), seen]
+    world = world_of(data) or model_world(began)
+    question = world.question if world is not None else "Hello."
+    return [f"sample {place} {shlex.quote(question.replace(chr(10), chr(92) + 'n'))}", seen]
+
+
+_OF_LABELS = ("labelled", "pairs", "judge/accuracy", "gold/agreement", "position_bias", "flips")
+
+
+def stage_told(config: Any, done: StageResult) -> str:
+    """How a stage went, and what to type now."""
+    leaves = of(config).leaves
+    shown = [k for k in done.metrics if (k in _OF_LABELS if leaves == "pairs" else k.startswith("eval/"))]
+    numbers = "".join(f"{k} {done.metrics[k]:.4g}, " for k in shown).removesuffix(", ")
+    left = f"{'Labels' if leaves == 'pairs' else 'Model'}: {done.model}"
+    following = next_told(leaves, done.model, Path(config.output_dir), config.model.name_or_path, config.data.path)
+    return f"Done in {done.seconds:.0f} s. {numbers + '. ' if numbers else ''}{left}\n{following}"
+
+
+def next_told(*left: Any) -> str:
+    """`next_lines` as a text for a terminal."""
+    return "\n  ".join(["Next:", *(f"{me()} {line}" for line in next_lines(*left))])
+
 # %% ../../nbs/pipeline/results.ipynb #d0260007
 def show_results(results: dict[str, Any], path: Path) -> None:
     """Answers before and after, and a table of all policies."""
@@ -76,3 +129,6 @@ def show_results(results: dict[str, Any], path: Path) -> None:
     if "judge/accuracy" in labels:
         console.print(f"The judge agrees with {labels['judge/accuracy']:.0%} of known labels.")
     console.print(printable(f"All numbers: {path / 'results.json'}"), soft_wrap=True, markup=False)
+    last = path / next(reversed(results["policies"]), "")
+    if (last / "model").is_dir():
+        console.print(printable(next_told("policy", last / "model", last)), soft_wrap=True, markup=False)

@@ -135,8 +135,8 @@ def _json_check(schema: Any) -> Callable[[Any], bool]:
         jsonschema: Any = importlib.import_module("jsonschema")
     except ImportError as e:
         raise ConfigError(
-            "checking a JSON schema needs the package jsonschema, which is not installed: pip install jsonschema, or "
-            "give a pydantic model class."
+            "checking a JSON schema needs the package jsonschema, which is not installed: pip install jsonschema (the "
+            "extra `verify`), or give a pydantic model class."
         ) from e
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:

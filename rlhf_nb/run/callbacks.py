@@ -403,8 +403,8 @@ class Trackers(Callback):
             packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(name, (name,))
             if not any(importlib.util.find_spec(p) for p in packages):
                 raise ConfigError(
-                    f"the tracker {name!r} needs a package which is not installed: pip install {packages[0]}, or leave "
-                    "it out of trackers"
+                    f"the tracker {name!r} needs a package which is not installed: pip install {packages[0]} (the "
+                    "extra `trackers`), or leave it out of trackers"
                 )
 
     def on_start(self, run: RunView) -> Flags | None:

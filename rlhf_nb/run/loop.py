@@ -34,6 +34,7 @@ from .checkpoint import AsyncWriter
 from .control import Control, GracefulStop, RunControl
 from .flops import Costs, costs_of, peak_flops
 from .engine import Engine, Pairs, StepReport, Terms, add_pairs
+from .health import LastWord
 from .hf_callbacks import as_callback
 from .lock import RunLock
 from .log import EventLog, History, Meter, RunDir, append_line
@@ -695,7 +696,7 @@ def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:
 
 def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
     """Progress, samples and the stop rule, then the user's, and behind all of them the trackers."""
-    own: list[Callback] = [*([Progress()] if config.console else []), SampleLog()]
+    own: list[Callback] = [*([Progress(), LastWord()] if config.console else []), SampleLog()]
     own += [stop_by(config.stop_on)] if config.stop_on is not None else []
     best = (config.keep_best or "").partition(":")[0]
     observers = Callbacks([*own, *(as_callback(c, best or "eval/loss") for c in callbacks)])

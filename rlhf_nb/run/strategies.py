@@ -614,7 +614,7 @@ def connect(name: str, precision: Precision) -> Strategy:
         return Sharded(precision.device)
     if find_spec("deepspeed") is None:
         raise RunError(
-            f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20', or choose fsdp2 or "
-            "ddp"
+            f"{name} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20' (the extra "
+            "`deepspeed`), or choose fsdp2 or ddp"
         )
     return Zero(int(name[-1]), *_deepspeed(name, precision.device), precision.compute_dtype)

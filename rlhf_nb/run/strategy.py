@@ -138,7 +138,7 @@ def _named(settings: OptimizerConfig) -> Callable[[list[dict[str, Any]]], torch.
         if find_spec("bitsandbytes") is None:
             raise ConfigError(
                 f"optimizer.name={name} needs the package bitsandbytes, which is not installed: pip install "
-                "bitsandbytes, or use adamw or adafactor."
+                "bitsandbytes (the extra `qlora`), or use adamw or adafactor."
             )
         import bitsandbytes
 

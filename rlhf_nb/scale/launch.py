@@ -452,8 +452,8 @@ def check_launch(num_processes: int, strategy: str, cpu: bool, port: int = 0, he
         )
     if strategy.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            f"strategy {strategy!r} needs DeepSpeed, which is not installed: pip install deepspeed, or use "
-            "strategy='fsdp2' or 'ddp'"
+            f"strategy {strategy!r} needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.17,<0.20' "
+            "(the extra `deepspeed`), or use strategy='fsdp2' or 'ddp'"
         )
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

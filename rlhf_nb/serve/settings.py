@@ -30,7 +30,8 @@ def package_of_serving(name: str) -> Any:
         return import_module(name)
     except ImportError as e:
         raise ConfigError(
-            f"serving needs fastapi, uvicorn and prometheus-client ({e}): install rlhf_nb with the extra `serve`."
+            f"serving needs packages that aren't installed ({e}). Type: pip install fastapi uvicorn prometheus-client "
+            "httpx (the extra `serve`)."
         ) from e
 
 # %% auto #0

@@ -9,9 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from ..core import ConfigError, printable
 from ..feedback.traffic import Served
@@ -19,6 +17,11 @@ from .door import gone, unless_gone
 from .protocol import Asked, ChatAsked, Refused, TextAsked
 from .settings import package_of_serving
 from ..untrusted import Unreadable, json_value
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = package_of_serving("httpx")
 
 # %% auto #0
 __all__ = ['FINISHES', 'Upstream', 'find_upstream', 'hand_on']

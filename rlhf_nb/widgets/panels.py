@@ -12,7 +12,7 @@ import numpy as np
 
 from ..run.callbacks import short_number
 from .charts import Band, Curve, Mark, Panel, line_chart, smooth, to_png
-from .health import Light, fallen, gold_fit, health_of
+from ..run.health import Light, fallen, gold_fit, health_of
 from .html import escape
 from .reader import RunReader, spell_seconds, open_runs
 

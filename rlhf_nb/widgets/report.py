@@ -20,16 +20,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ..run.callbacks import short_number
+from ..console import me
 from ..core import RunError, printable
 from .charts import line_chart, thin, to_png
-from .health import health_of
+from ..run.health import health_of
 from .html import escape
 from .panels import LAYOUT, control_text, group_panels, lights_html, runs_html, standing
 from ..untrusted import dump_yaml
-from .reader import RunReader, open_runs
+from .reader import RunReader, find_runs, open_runs
 
 # %% auto #0
-__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'metrics_text', 'exposition', 'serve_metrics']
+__all__ = ['report', 'html_page', 'event_text', 'sparkline', 'screen', 'watch', 'runs_told', 'metrics_text', 'exposition',
+           'serve_metrics']
 
 # %% ../../nbs/widgets/report.ipynb #02d96cea
 _STYLE = """
@@ -251,6 +253,17 @@ def _follow_plainly(readers: Sequence[RunReader], every: float, console: Console
         if all(r.status.over for r in readers):
             return
         time.sleep(every)
+
+# %% ../../nbs/widgets/report.ipynb #ab400001
+def runs_told(folder: str | Path) -> str:
+    """A line for each run in a folder, the newest last: how far it is, and what it left."""
+    lines = []
+    for place in find_runs(folder):
+        (reader,) = open_runs(place)
+        reader.poll()
+        left = ", ".join(name for name in ("model", "report.html") if (place / name).exists())
+        lines.append(f"{place}  {reader.status}" + (f"; {left}" if left else ""))
+    return "\n".join(map(printable, lines)) or f"There is no run in {folder}. Begin one: {me()} demo"
 
 # %% ../../nbs/widgets/report.ipynb #75bf3ec6
 def metrics_text(run: Any) -> str:
