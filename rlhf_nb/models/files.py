@@ -350,6 +350,8 @@ def base_of_adapter(where: str | Path) -> str:
         raise ModelError(f"{str(file)!r} can't be read ({e}). Is the directory complete?") from e
     if not isinstance(name, str) or not name:
         return ""
+    if len(name) > 4000:  # no path of any system
+        raise ModelError(f"{str(file)!r} names a base model of {len(name):,} letters: {name:.40}...")
     if os.path.exists(Path(resolve(name)).expanduser() / file.name):
         raise ModelError(
             f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself. Merge that one first, and name "
