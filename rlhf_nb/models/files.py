@@ -357,6 +357,8 @@ def base_of_adapter(where: str | Path) -> str:
     name = read_settings(file).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return ""
+    if len(name) > 4000:  # no path of any system
+        raise ModelError(f"{str(file)!r} names a base model of {len(name):,} letters: {name:.40}...")
     if os.path.exists(Path(resolve(name)).expanduser() / file.name):
         raise ModelError(
             f"{str(where)!r} is a LoRA adapter on top of {name!r}, an adapter itself. Merge that one first, and name "
