@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..console import me as _me, tell
+from ..console import me as _me
 from ..errors import ConfigError, suggest
 
 # %% auto #0
@@ -65,31 +65,14 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         from rlhf_nb.pipeline.stages import PipelineConfig
     of: Any = PipelineConfig if kind == "run" else get(kind).config
     path = find_config(config)
-    if (
-        path is not None
-        and path in recipes().values()
-        and recipe_kind(path) != (kind if kind == "run" else get(kind).name)
-    ):
+    if path and path in recipes().values() and recipe_kind(path) != (kind if kind == "run" else get(kind).name):
         raise ConfigError(
             f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
         )
     made = of.load(path, list(overrides or []), "toy" if toy else "default")
-    if toy and _unrewarded(kind, made):
-        tell(
-            "Note: no reward was named, so the world's proxy is maximised (reward=proxy: what its labellers believe an "
-            "answer is worth, or, where it has none, 1 for a right answer), and gold only watched. reward=FOLDER takes "
-            f"the model that `{_me()} reward --toy` leaves."
-        )
-        made = made.replace(reward="proxy")
-    return made
+    from rlhf_nb.train.stage import with_proxy
 
-
-def _unrewarded(kind: str, config: Any) -> bool:
-    """Whether a method learns from answers of its own and nothing says what they are worth."""
-    from rlhf_nb.train.registry import get
-
-    asks = kind != "run" and get(kind).online and config.has("reward")
-    return asks and config.reward is None and not config.rewards and getattr(config, "replay", None) is None
+    return with_proxy(kind, made) if toy else made
 
 
 def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
@@ -109,14 +92,9 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     Raises:
         ConfigError: with the two lines that can be typed.
     """
-    if kind == "run":
-        lacking = config.unsaid()
-    else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
-        named |= {"reward": False} if command != "plan" and _unrewarded(kind, config) else {}
-        named |= {"teacher": config.teacher} if config.has("teacher") and command != "plan" else {}
-        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
-    if lacking:
+    from rlhf_nb.train.stage import unsaid_of
+
+    if lacking := config.unsaid() if kind == "run" else unsaid_of(kind, config, planning=command == "plan"):
         line = " ".join(filter(None, [_me(), command, kind]))
         typed_as = {"model.name_or_path": "MODEL", "reward": "FOLDER", "teacher": "MODEL"}
         more = [f"{key}={typed_as.get(key, 'FILE')}" for key in lacking]

@@ -421,7 +421,7 @@ def length_controlled(
     at_zero = x.copy()
     if spread > 0:
         at_zero[:, 1] = 0.0
-    each = 1 / (1 + np.exp(-at_zero @ beta))
+    each = 1 / (1 + np.exp(-np.clip(at_zero @ beta, -30.0, 30.0)))  # far outside the lengths seen, a rate of 0 or 1
     rate = float(each.mean())
     errors = x * (y - mu)[:, None]
     variance = inverse @ (errors.T @ errors) @ inverse * len(y) / (len(y) - x.shape[1])
@@ -430,7 +430,7 @@ def length_controlled(
     gradient = (at_zero * (each * (1 - each))[:, None]).mean(0) / (rate * (1 - rate))
     half = t_quantile(_check_level(level), len(y) - x.shape[1]) * math.sqrt(float(gradient @ variance @ gradient))
     odds = math.log(rate / (1 - rate))
-    low, high = (1 / (1 + math.exp(-z)) for z in (odds - half, odds + half))
+    low, high = (1 / (1 + math.exp(-max(-700.0, min(z, 700.0)))) for z in (odds - half, odds + half))
     controlled = Estimate(rate, low, high, len(y), level, "logistic")
     return LengthControlled(
         controlled, share_interval(y, level=level), float(beta[1]) if spread > 0 else 0.0, float((delta > 0).mean())
