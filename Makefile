@@ -8,6 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
+unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the package again, half a second each
 
 .PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup gpu-luggage clean
 
@@ -82,6 +83,7 @@ export: $(STAMP)  ## notebooks -> package, README and the table of contents
 	$(BIN)/python .ci/export.py
 	$(BIN)/python .ci/order.py
 	$(BIN)/python .ci/readme.py
+	$(BIN)/python .ci/trl_page.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check rlhf_nb nbs tests benchmarks .ci

@@ -69,6 +69,8 @@ _HOMES = {
     "widgets.dashboard": "Dashboard",
     "widgets.reader": "RunReader",
 }
+# what TRL's scripts import, too; documented in docs/trl.md
+_SCRIPTS = {"ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config", "get_kbit_device_map"}
 _RENAMED = {"score": "logps"}  # names of the version before
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = ["__version__", *_HOME] # pyright: ignore[reportUnsupportedDunderAll]
@@ -79,6 +81,8 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         old, name = name, _RENAMED[name]
         warnings.warn(f"rlhf_nb.{old} is now rlhf_nb.{name}; the old name goes with the next version", FutureWarning, 2)
+    if name in _SCRIPTS:
+        return getattr(import_module(f"{__name__}.train.words"), name)
     if name not in _HOME:
         if not name.startswith("_") and (said := import_module(f"{__name__}.aliases").instead_of(name)):
             raise ImportError(said)  # an AttributeError would lose the sentence in `from rlhf_nb import NAME`

@@ -3,9 +3,13 @@
 # %% ../nbs/aliases.ipynb #159b50bd
 from __future__ import annotations
 
+import math
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -13,14 +17,15 @@ import yaml
 from .errors import ConfigError
 
 # %% auto #0
-__all__ = ['CONVERTED', 'BY_METHOD', 'ONE_UPDATE_A_STEP', 'trl_words', 'known', 'elsewhere', 'moved', 'translate', 'instead_of']
+__all__ = ['CONVERTED', 'BY_METHOD', 'UPDATES', 'BATCHES', 'trl_words', 'TrlNote', 'known', 'elsewhere', 'moved', 'translate',
+           'said_back', 'instead_of']
 
 # %% ../nbs/aliases.ipynb #0cb324d5
 @cache
-def _table() -> dict[str, dict[str, Any]]:
+def _table() -> dict[str, Any]:
     """The file `trl.yaml`."""
     text = files("rlhf_nb").joinpath("trl.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return table
 
 
@@ -29,10 +34,16 @@ def trl_words(part: str) -> dict[str, Any]:
     """What TRL's words of a kind are here.
 
     Args:
-        part: same, needless or explained (settings), names (classes and functions), arguments, refused or attributes
-            (of trainers).
+        part: same, needless, free or explained (settings), names (classes and functions), arguments, refused or
+            attributes (of trainers).
     """
-    return {word: here for several, here in _table()[part].items() for word in several.split(", ")}
+    table = _table()[part]
+    rows = table if isinstance(table, dict) else dict.fromkeys([table], "")  # of `free`: the words alone
+    return {word: here for several, here in rows.items() for word in several.split(", ")}
+
+
+class TrlNote(UserWarning):
+    """What became of TRL's words in a config. Nothing is wrong."""
 
 # %% ../nbs/aliases.ipynb #c4252376
 def _both_clips(value: Any) -> dict[str, Any]:
@@ -41,8 +52,8 @@ def _both_clips(value: Any) -> dict[str, Any]:
 
 
 def _precision(name: str) -> Callable[[Any], dict[str, Any] | None]:
-    """A flag such as bf16=True as a precision; False says nothing about what to use instead."""
-    return lambda value: {"precision": name} if value is True else None
+    """A flag such as bf16=True as a precision; False is fp32."""
+    return lambda value: {} if value is None else {"precision": name if value else "fp32"}
 
 
 def _optimizer(name: str) -> dict[str, Any] | None:
@@ -87,15 +98,34 @@ def _weights_format(value: Any) -> dict[str, Any] | None:
     return None if short is None else {"model.dtype": short}
 
 
-def _trackers(value: Any) -> dict[str, Any] | None:
-    """`report_to` as a list; "all" depends on what is installed, so it isn't taken."""
+def _trackers(value: Any) -> dict[str, Any]:
+    """`report_to` as a list; "all" are those that are installed."""
     found = [value] if isinstance(value, str) else list(value or [])
-    return None if "all" in found else {"trackers": [t for t in found if t != "none"]}
+    known = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
+    return {"trackers": [t for t in (filter(find_spec, known) if "all" in found else found) if t != "none"]}
+
+
+_LOADED = {"dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code"}
+
+
+def _loaded(value: Any) -> dict[str, Any] | None:
+    """`model_init_kwargs` as the group model; None where something in it has no place there."""
+    given = {k: v for k, v in dict(value or {}).items() if (k, v) not in (("device_map", "auto"), ("use_cache", False))}
+    kinds = [_weights_format(given[k]) for k in ("dtype", "torch_dtype") if k in given]
+    if not given.keys() <= _LOADED or None in kinds:
+        return None
+    rest = {f"model.{k}": v for k, v in given.items() if not k.endswith("dtype")}
+    return rest | (kinds[0] or {} if kinds else {})
 
 
 CONVERTED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "bf16": _precision("bf16"), "fp16": _precision("fp16"), "epsilon": _both_clips, "cliprange": _both_clips,
     "max_steps": lambda value: {} if value == -1 else {"steps": value},
+    "warmup_ratio": lambda value: {"optimizer.warmup_steps": value} if value else {},
+    "disable_tqdm": lambda value: {} if value is None else {"console": not value},
+    "dataset_text_field": lambda value: {} if value == "text" else {"data.columns": {value: "text"}},
+    "model_init_kwargs": _loaded, "stop_token": lambda value: {} if value in (None, "eos") else None,
+    "metric_for_best_model": lambda value: {"keep_best": value},
     "warmup_steps": lambda value: {"optimizer.warmup_steps": value},
     "report_to": _trackers,
     "optim": lambda value: _optimizer(str(value)),
@@ -119,8 +149,17 @@ BY_METHOD: dict[str, list[tuple[str, Callable[[Any], dict[str, Any] | None]]]] =
     ],
     "simpo_gamma": [("nll_coef", lambda value: {"gamma": value})],
 }  # fmt: skip
-# counted in optimizer steps there and in collects here: equal only without rollouts
-ONE_UPDATE_A_STEP = {"max_steps", "warmup_steps"}
+# counted in optimizer steps there and in collects here
+UPDATES = ("max_steps", "warmup_steps", "eval_steps", "save_steps", "logging_steps")
+# what rows of an optimizer step and of a collect are made of
+BATCHES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_mini_batches",
+    "total_episodes",
+)
 _VALUES = {
     ("lr_scheduler_type", "constant_with_warmup"): "constant", ("max_grad_norm", 0): None, ("top_k", None): 0,
     ("top_k", -1): 0, ("min_p", None): 0.0, ("top_p", None): 1.0,
@@ -129,7 +168,8 @@ _VALUES = {
 # %% ../nbs/aliases.ipynb #1368efc3
 def known(key: str) -> bool:
     """Whether a word is one of TRL's settings, whatever it means."""
-    return key in trl_words("needless") or key in CONVERTED or key in BY_METHOD or bool(elsewhere(key))
+    parts = [trl_words("needless"), trl_words("free"), CONVERTED, BY_METHOD]
+    return any(key in part for part in parts) or bool(elsewhere(key))
 
 
 def elsewhere(key: str) -> str:
@@ -141,12 +181,12 @@ def elsewhere(key: str) -> str:
     if key.startswith("vllm_"):
         return (
             "In TRL that's a setting of vLLM: here answers are drawn as sampling.sampler says (auto, ours, "
-            f"generate, continuous); leave {key} out."
+            "generate, continuous)."
         )
     if key.startswith("dataloader_"):
         return (
             "In TRL that's a setting of its data loader: here rows are tokenized before the run, and "
-            f"nothing waits for them; leave {key} out."
+            "nothing waits for them."
         )
     same = trl_words("same").get(key)
     return f"In TRL that's what {same} is in other configs here; this one has no such setting." if same else ""
@@ -162,9 +202,10 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
         found = {trl_words("same")[key]: _VALUES.get((key, value), value) if plain else value}
     elif key in BY_METHOD:
         found = next((what(value) for theirs, what in BY_METHOD[key] if has(theirs)), None)
-    elif key in CONVERTED and not (key in ONE_UPDATE_A_STEP and has("sampling")):
+    elif key in CONVERTED:
         found = CONVERTED[key](value)
-    if found is None and any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ())):
+    needless = any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ()))
+    if found is None and (needless or key in trl_words("free") or key.startswith(("vllm_", "dataloader_"))):
         found = {}
     if found is None or all(map(has, found)):
         return found
@@ -174,12 +215,80 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     return inside if all(inside) and all(map(has, inside)) else None
 
 
+def _whole(value: Any) -> bool:
+    """Whether a value is a number of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _rows(data: Mapping[str, Any], has: Callable[[str], bool], default: Callable[[str], Any]) -> dict[str, Any]:
+    """Rows of a forward, of an optimizer step and of a collect, over all devices, from TRL's words for them."""
+    said = {k: v for k in BATCHES if (v := data.get(k)) is not None and not has(k)}
+    if not said or not has("mini_batch_size") or not all(map(_whole, said.values())):
+        return {}
+    devices, out = int(os.environ.get("WORLD_SIZE", "1")), dict[str, Any]()
+    if said.keys() - {"total_episodes", "num_mini_batches"}:
+        rows = said.get(BATCHES[0], 8) * (int(data.get("num_generations", 2)) if has("opponent") else 1)
+        out = {"micro_batch_size": rows, "mini_batch_size": rows * said.get(BATCHES[1], 1) * devices}
+    mini = out.get("mini_batch_size", data.get("mini_batch_size", default("mini_batch_size")))
+    drawn = mini * said["num_mini_batches"] if "num_mini_batches" in said else mini if out else None
+    if has("sampling") and not has("critic") and (steps := said.get("steps_per_generation")):
+        drawn = out["micro_batch_size"] * devices * steps
+    drawn = said.get("generation_batch_size", drawn)
+    named = {"num_mini_batches", "steps_per_generation", "generation_batch_size"} & said.keys()
+    if has("sampling") and drawn is not None and (named or "rollout_batch_size" not in data):
+        out["rollout_batch_size"] = max(drawn, mini)  # where a step learns from several draws, they are one here
+    if "total_episodes" in said and has("steps"):
+        rollout = out.get("rollout_batch_size", data.get("rollout_batch_size", default("rollout_batch_size")))
+        out["steps"] = math.ceil(said["total_episodes"] / rollout)
+    return out
+
+
+def _updates(data: Mapping[str, Any], rows: Mapping[str, Any], has: Callable[[str], bool]) -> int:
+    """Optimizer steps, as TRL counts them, in a step here."""
+    if not has("sampling") or has("critic"):  # in PPO both count rollouts
+        return 1
+    mini, drawn = (rows.get(k, data.get(k)) for k in ("mini_batch_size", "rollout_batch_size"))
+    again = data.get("num_iterations", data.get("num_inner_epochs", 1))
+    known = _whole(mini) and _whole(drawn) and _whole(again)
+    return max(1, drawn // mini) * again if known else again if _whole(again) else 1
+
+
+def _strategies(out: dict[str, Any]) -> None:
+    """When to evaluate, save and log: a strategy and its steps as one word."""
+    steps = {"eval": out.get("logging_steps", 10), "save": 500, "logging": 10}
+    for word, usual in steps.items():
+        strategy = out.get(f"{word}_strategy")
+        strategy = getattr(strategy, "value", strategy)
+        if strategy not in ("steps", "no", "epoch", "best") or (strategy, word) == ("best", "eval"):
+            continue
+        del out[f"{word}_strategy"]
+        if strategy == "steps":
+            out.setdefault(f"{word}_steps", usual)
+        elif word == "logging":
+            out.pop("logging_steps", None)
+        else:
+            out[f"{word}_steps"] = "epoch" if strategy == "epoch" else None
+        if strategy == "best":
+            out.setdefault("metric_for_best_model", "loss")
+
+
 def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
     """Words that say something only together, as one: a strategy and its steps, losses and their weights."""
     out = dict(data)
-    for word in ("eval", "save", "logging"):
-        if out.get(f"{word}_strategy") == "steps" and out.get(f"{word}_steps") is not None:
-            del out[f"{word}_strategy"]
+    _strategies(out)
+    if out.get("load_best_model_at_end"):
+        out.setdefault("metric_for_best_model", "loss")
+    if isinstance(metric := out.get("metric_for_best_model"), str) and ":" not in metric:
+        name, more = metric.removeprefix("eval_").removeprefix("eval/"), out.get("greater_is_better")
+        fewer = metric.endswith("loss") if more is None else not more
+        out["metric_for_best_model"] = f"eval/{name}:{'min' if fewer else 'max'}"
+    if out.get("bf16") is False and out.get("fp16"):
+        del out["bf16"]
+    if out.get("fp16") is False and "bf16" in out:
+        del out["fp16"]
+    if out.get("use_peft") is True:
+        del out["use_peft"]
+        out.setdefault("lora_r", 16)
     losses, weights = out.get("loss_type"), out.get("loss_weights")
     if isinstance(losses, list | tuple) and isinstance(weights, list | tuple):
         if len(losses) != len(weights):
@@ -204,23 +313,60 @@ def moved(data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
-    """Settings with the words of TRL replaced by ours, as a nested dict.
+def _tell(became: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> None:
+    """One note on what became of TRL's words, where one of them has no setting here, or several are one."""
+    dropped = [k for k, v in became.items() if not v and given.get(k) not in (False, None) and k not in CONVERTED]
+    if not dropped and not any("=" in word for word in became):
+        return
+    parts = []
+    for word, ours in became.items():
+        here = elsewhere(word).partition(": here ")[2].rstrip(".") or "as it is here anyway"
+        said = f"{word}={given[word]!r}" if word in given else word
+        parts.append(said + (f" → {', '.join(f'{k}={v!r}' for k, v in ours.items())}" if ours else f": {here}"))
+    warnings.warn("TRL's words: " + "; ".join(parts) + ".", TrlNote, stacklevel=5)
+
+
+def translate(
+    data: Mapping[str, Any], has: Callable[[str], bool], default: Callable[[str], Any] = lambda key: 16
+) -> dict[str, Any]:
+    """Settings with the words of TRL replaced by ours, as a nested dict; one note says what became of them.
 
     Args:
-        data: settings as somebody wrote them.
+        data: settings as they were written.
         has: whether a dotted key exists in the config they are for.
+        default: the value of a setting of that config that isn't given.
 
     Raises:
         ConfigError: a setting is given under two names.
     """
-    data = _joined(moved(data))
+    asked = moved(data)
+    data = (
+        _joined(asked)
+        if any(k not in trl_words("same") and isinstance(k, str) and not has(k) for k in asked)
+        else asked
+    )
+    rows, out = _rows(data, has, default), dict(data)
+    became = dict[str, Mapping[str, Any]]()
+    if rows:
+        words = [k for k in BATCHES if k in data and not has(k)]
+        became[" × ".join(f"{k}={data[k]}" for k in words)] = rows
+        if twice := next((k for k in rows if k in data), None):
+            raise ConfigError(
+                f"{next(iter(became))} make {twice} {rows[twice]}, and {twice} is {data[twice]!r}: two names of one "
+                "setting. Leave one of them out."
+            )
+        out = {k: v for k, v in data.items() if k not in words} | rows
+    updates = _updates(data, rows, has)
+    counted = {k: math.ceil(out[k] / updates) for k in UPDATES if _whole(out.get(k)) and not has(k)}
+    data = out = out | counted if updates > 1 else out
     said: dict[str, str] = {}  # who said what a setting is
-    out, foreign = dict(data), [k for k in data if isinstance(k, str) and not has(k)]
+    foreign = [k for k in data if isinstance(k, str) and not has(k)]
+    out = dict(data)
     for key in sorted(foreign, key=lambda k: k not in CONVERTED):  # epsilon_high wins over epsilon, which is both
         found = _settings(key, data[key], has)
         if found is None:
             continue
+        became[key] = found
         del out[key]
         for ours, value in found.items():
             group, (*above, last) = out, ours.split(".")
@@ -240,7 +386,42 @@ def translate(data: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, 
                     "them out."
                 )
             group[last] = value
+    _tell(became, asked)
     return out
+
+
+def said_back(config: Any, word: str) -> Any:
+    """What a setting of TRL's is in a config, for scripts that read it: `args.learning_rate`.
+
+    Args:
+        config: any config; its own settings are not asked for here.
+        word: one of TRL's settings.
+
+    Raises:
+        AttributeError: it stands for nothing in this config.
+    """
+    if word in _READ and config.has("mini_batch_size"):
+        return _READ[word](config)
+    ours = trl_words("same").get(word, "")
+    ours = ours if config.has(ours) else ours.partition(".")[2]  # a group itself: ModelConfig's model_name_or_path
+    if ours and config.has(ours):
+        for part in ours.split("."):
+            config = getattr(config, part, None)  # None: no adapter
+        return config
+    if word in trl_words("free") or word in trl_words("needless"):
+        return trl_words("needless").get(word, [False])[0]
+    raise AttributeError(f"{type(config).__name__} has no {word!r}. {elsewhere(word)}".strip())
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "per_device_train_batch_size": lambda c: c.micro_batch_size or c.mini_batch_size,
+    "gradient_accumulation_steps": lambda c: max(1, c.mini_batch_size // (c.micro_batch_size or c.mini_batch_size)),
+    "eval_strategy": lambda c: {None: "no", "epoch": "epoch"}.get(c.eval_every, "steps"),
+    "save_strategy": lambda c: {None: "no", "epoch": "epoch"}.get(c.save_every, "steps"),
+    "max_steps": lambda c: c.steps or -1, "report_to": lambda c: c.trackers, "bf16": lambda c: c.precision == "bf16",
+    "fp16": lambda c: c.precision == "fp16", "warmup_steps": lambda c: c.optimizer.warmup_steps,
+    "disable_tqdm": lambda c: not c.console, "run_name": lambda c: c.output_dir, "logging_dir": lambda c: c.output_dir,
+}  # fmt: skip
 
 # %% ../nbs/aliases.ipynb #a51f0e02
 def instead_of(name: str, package: str = "rlhf_nb") -> str:

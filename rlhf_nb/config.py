@@ -31,6 +31,14 @@ def _path(value: Any) -> Any:
 
 # a path (pathlib.Path is welcome), and a pair of numbers (neither YAML nor JSON has tuples)
 PathText = Annotated[str, BeforeValidator(_path)]
+_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _short(name: Any) -> Any:
+    """A number format by its short name: bfloat16 (torch.bfloat16, too) is bf16."""
+    return _FORMATS.get(str(name).removeprefix("torch."), name)
+
+
 Betas = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 Every = Annotated[int | str | None, BeforeValidator(lambda value: (read_interval(value), value)[1])]  # steps or time
@@ -107,7 +115,9 @@ class ModelConfig(StrictConfig):
     )
     tokenizer: PathText | None = Field(default=None, description="directory or hub name; null: the model's own")
     lora: LoraSettings | None = Field(default=None, description="adapters instead of full training; null: all weights")
-    dtype: PrecisionName = option("auto", "format of the weights; auto: decided from the device")
+    dtype: Annotated[PrecisionName, BeforeValidator(_short)] = option(
+        "auto", "format of the weights; auto: decided from the device"
+    )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = option(
         "sdpa", "attention kernel"
     )
@@ -232,7 +242,9 @@ class OptimizerConfig(StrictConfig):
     decay_steps: int | None = option(
         None, "wsd: steps of the run in which lr falls at its end; null: a fifth of them", ge=1
     )
-    warmup_steps: int = option(0, "steps of the run (collects, in RL) from 0 to lr", ge=0)
+    warmup_steps: int | float = option(
+        0, "steps of the run (collects, in RL) from 0 to lr; below 1: a share of all steps", ge=0
+    )
     max_grad_norm: float | None = option(1.0, "gradients are cut to this norm; null: never", gt=0)
 
     @model_validator(mode="after")
@@ -353,12 +365,15 @@ class TrainConfig(StrictConfig):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, mps, cuda or cuda:1"
     )
-    save_every: Every = Field(default="10min", description="steps or time between checkpoints; null: only at the end")
+    save_every: Every = Field(default="10min", description="steps, time or epoch between checkpoints; null: at the end")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
     keep_best: str | None = Field(default=None, description="metric whose best checkpoint stays, too: eval/loss:min")
+    load_best: bool = Field(default=False, description="end with the weights of the best checkpoint (keep_best)")
     async_save: bool = Field(default=True, description="write checkpoints in a background thread")
     log_every: int = Field(default=1, ge=1, description="steps between log lines")
-    eval_every: int | None = option(None, "steps between evaluations; null: only at the end", ge=1)
+    eval_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = option(
+        None, "steps (or epoch) between evaluations; null: only at the end"
+    )
     stop_on: StopConfig | None = Field(
         default=None, description="end early: {metric, patience, min_delta, mode}, or overoptimised"
     )
@@ -370,6 +385,8 @@ class TrainConfig(StrictConfig):
     def _looks(self) -> TrainConfig:
         """A metric of evaluations needs some."""
         looked = "" if self.stop_on is None else (self.stop_on.gold or self.stop_on.metric)
+        if self.load_best and self.keep_best is None:
+            raise ValueError("load_best is true, but no metric says which is the best: set keep_best=eval/loss:min.")
         if self.stop_on is not None and looked.startswith("eval/") and self.eval_every is None:
             raise ValueError(
                 f"stop_on.{'gold' if self.stop_on.gold else 'metric'} is {looked!r}, but evaluations are made at the "

@@ -94,6 +94,22 @@ class RunError(RlhfError):
     """A run can't start or can't go on: its folder is taken, its loss is not finite, a step is missing."""
 
 # %% ../nbs/errors.ipynb #c2447f42
+def _edits(a: str, b: str) -> int:
+    """Letters to put in, take out or replace until one word is the other; two neighbours that changed places are one.
+
+    Source: optimal string alignment, Damerau 1964.
+    """
+    before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        now = [i]
+        for j, y in enumerate(b, 1):
+            now.append(min(last[j] + 1, now[-1] + 1, last[j - 1] + (x != y)))
+            if i > 1 < j and (x, y) == (b[j - 2], a[i - 2]):
+                now[-1] = min(now[-1], before[j - 2] + 1)
+        before, last = last, now
+    return last[-1]
+
+
 def suggest(name: str, choices: Iterable[str]) -> str | None:
     """The choice nearest to a mistyped name, for error messages.
 
@@ -106,8 +122,9 @@ def suggest(name: str, choices: Iterable[str]) -> str | None:
     """
     plain = {c.lower().replace("-", "_"): c for c in choices}
     name = str(name)[:100]  # the comparison takes the square of the length, and nobody mistypes a hundred letters
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(plain), n=1, cutoff=0.6)
-    return plain[found[0]] if found else None
+    name = name.lower().replace("-", "_")
+    found = difflib.get_close_matches(name, list(plain), n=8, cutoff=0.6)
+    return plain[min(found, key=lambda other: _edits(name, other))] if found else None
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str) -> str:
@@ -138,10 +155,11 @@ def check_choice(what: str, value: Any, choices: Iterable[str], error: type[Rlhf
 
 # %% ../nbs/errors.ipynb #1a7e0002
 class Interval(NamedTuple):
-    """How far apart two things happen: so many steps, or so many seconds; neither: they never do."""
+    """How far apart two things happen: so many steps, or so many seconds, or an epoch; none of them: they never do."""
 
     steps: int | None = None
     seconds: float | None = None
+    epoch: bool = False
 
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -151,7 +169,7 @@ def read_interval(value: int | str | None) -> Interval:
     """An interval as it stands in a config.
 
     Args:
-        value: a number of steps, a time such as "30s", "10min" or "2h", or None for never.
+        value: a number of steps, a time such as "30s", "10min" or "2h", "epoch", or None for never.
 
     Raises:
         ValueError: it is none of these.
@@ -161,6 +179,8 @@ def read_interval(value: int | str | None) -> Interval:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return Interval(steps=value)
     text = value.strip() if isinstance(value, str) else ""
+    if text == "epoch":
+        return Interval(epoch=True)
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
     if found and float(found[1]) > 0:
         return Interval(seconds=float(found[1]) * _SECONDS[found[2]])

@@ -8,12 +8,12 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .aliases import elsewhere, translate, trl_words
+from .aliases import BATCHES, CONVERTED, elsewhere, said_back, translate, trl_words
 from .errors import ConfigError, check_choice, suggest
 from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
@@ -272,11 +272,12 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
         return f"{place}: unknown key {bad!r}. {foreign}"
     paths = sorted(_all_paths(root), key=len, reverse=True)
     here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
-    trl = (
-        {} if above else {word: ours for word, ours in trl_words("same").items() if ours in paths and word not in here}
-    )
-    by_last = {p.split(".")[-1]: p for p in paths}
-    near = next((words[near] for words in (here | trl, by_last) if (near := suggest(bad, words))), None)
+    words = {p.split(".")[-1]: p for p in paths}
+    if not above:  # TRL's words: those with another name here by that name, those with another meaning as they are
+        words |= {word: word for word in (*CONVERTED, *BATCHES, *trl_words("free"), *trl_words("explained"))}
+        words |= {word: ours for word, ours in trl_words("same").items() if ours in paths}
+    words |= here
+    near = words.get(suggest(bad, words) or "")
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 
@@ -428,7 +429,8 @@ class StrictConfig(BaseModel):
     @classmethod
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
-        return translate(data, cls.has)
+        default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
+        return translate(data, cls.has, default)
 
     @model_validator(mode="before")
     @classmethod
@@ -449,6 +451,14 @@ class StrictConfig(BaseModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(f"{name}: settings don't change after they are made; use config.replace({name}=...).")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A setting under TRL's name, for scripts that read it."""
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            return said_back(self, name)
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"{name}: settings don't change after they are made.")

@@ -22,6 +22,7 @@ import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
 
 
+@pytest.mark.slow  # 34 CPU seconds; below, each way of failing is fast
 def test_every_part_gives_numbers_or_reasons(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--out", str(tmp_path), "--tiny", "--minutes", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

@@ -25,6 +25,7 @@ WORDS = ["optimizer.lr=1e-5,1e-3,2e-3", "steps=3", "epochs=null", "mini_batch_si
 OVER = {"optimizer.lr": [1e-5, 1e-3, 2e-3]}
 
 
+@pytest.mark.slow  # 44 CPU seconds; that what is finished is kept is tested below, and by the notebook
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     """kill -9 in the middle of a halving with two workers; these end with it, and the same line ends with the same table."""
     line = [sys.executable, "-m", "rlhf_nb", "sweep", "sft", "--toy", *WORDS, "--search", "halving", "--seeds", "2", "--processes", "2", "--to", str(tmp_path / "killed")]  # fmt: skip

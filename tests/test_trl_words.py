@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from rlhf_nb import (
     SFTConfig,
     SFTTrainer,
 )
-from rlhf_nb.aliases import trl_words
+from rlhf_nb.aliases import BATCHES, CONVERTED, TrlNote, trl_words
 from rlhf_nb.core import ConfigError, DataError, ModelError, RlhfError
 from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
@@ -208,23 +210,19 @@ def test_train_resumes(folder: str, words: dict[str, Any]) -> None:
 # -- one sentence ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[..., Any], type[RlhfError], str]] = {
-    "per_device_train_batch_size": (lambda: SFTConfig(per_device_train_batch_size=4), ConfigError, "here micro_batch_size"),
-    "gradient_accumulation_steps": (lambda: SFTConfig(gradient_accumulation_steps=4), ConfigError, "here set mini_batch_size"),
-    "warmup_ratio": (lambda: DPOConfig(warmup_ratio=0.1), ConfigError, "here optimizer.warmup_steps"),
-    "max_steps online": (lambda: GRPOConfig(max_steps=10), ConfigError, "here steps counts collected batches"),
-    "report_to all": (lambda: SFTConfig(report_to="all"), ConfigError, r"here trackers=\[tensorboard\]"),
-    "bf16 false": (lambda: SFTConfig(bf16=False), ConfigError, "precision=fp32"),
-    "use_vllm": (lambda: GRPOConfig(use_vllm=True), ConfigError, "here sampling.sampler"),
-    "reward_weights": (lambda: GRPOConfig(reward_weights=[1.0]), ConfigError, r"reward=Rewards\("),
+    "batch words and ours": (
+        lambda: SFTConfig(per_device_train_batch_size=4, mini_batch_size=8), ConfigError, "make mini_batch_size 4, and mini_batch_size is 8",
+    ),
+    "groups that would be torn": (
+        lambda: GRPOConfig(per_device_train_batch_size=4, num_generations=8), ConfigError, "not a multiple of num_generations 8.*Use 8",
+    ),
+    "a share of a batch": (lambda: SFTConfig(per_device_train_batch_size=0.5), ConfigError, "here micro_batch_size"),
+    "in a file": (lambda: SFTConfig.load(overrides=["delta=2"]), ConfigError, "the clipping has none"),
     "optim": (lambda: SFTConfig(optim="galore_adamw"), ConfigError, "here optimizer.name"),
-    "evaluation": (lambda: SFTConfig(eval_strategy="steps"), ConfigError, "here eval_every=100"),
-    "in a file": (lambda: SFTConfig.load(overrides=["warmup_ratio=0.1"]), ConfigError, "here optimizer.warmup_steps"),
     "loss_weights": (lambda: DPOConfig(loss_weights=[1.0]), ConfigError, r"here loss=\{'sigmoid': 1.0, 'bco_pair': 0.5\}"),
-    "total_episodes": (lambda: PPOConfig(total_episodes=8), ConfigError, "here steps, each of rollout_batch_size"),
     "delta": (lambda: GRPOConfig(delta=4.0), ConfigError, "the clipping has none"),
     "twice": (lambda: SFTConfig(learning_rate=1e-4, optimizer={"lr": 1e-5}), ConfigError, "two names of one setting"),
     "data_collator": (lambda: SFTTrainer(model="toy", data_collator=print), ConfigError, "batches are made by the method"),
-    "compute_metrics": (lambda: RewardTrainer(model="toy", compute_metrics=print), ConfigError, "takes no compute_metrics"),
     "reward for SFT": (lambda: SFTTrainer(model="toy", reward_funcs=len), ConfigError, "this method has no reward"),
     "splits": (lambda: SFTTrainer(model="toy", train_dataset={"train": SFT}), DataError, r"train_dataset=data\['train'\]"),
     "stream": (lambda: SFTTrainer(model="toy", train_dataset=iter(SFT)), DataError, "streaming=true"),
@@ -245,13 +243,13 @@ def test_one_sentence_says_what_to_write(name: str) -> None:
     assert "Traceback" not in str(e.value) and len(str(e.value).splitlines()) == 1
 
 
-def test_a_config_of_transformers_is_named() -> None:
-    class TrainingArguments:
+def test_a_config_of_another_kind_is_named() -> None:
+    class Seq2SeqSettings:
         pass
 
-    TrainingArguments.__module__ = "transformers.training_args"
+    Seq2SeqSettings.__module__ = "transformers.training_args"
     with pytest.raises(ConfigError, match=r"write SFTConfig\(...\) of rlhf_nb"):
-        SFTTrainer(model="toy", args=TrainingArguments())  # type: ignore[arg-type]
+        SFTTrainer(model="toy", args=Seq2SeqSettings())  # type: ignore[arg-type]
 
 
 def test_words_in_a_file_and_on_a_command_line(tmp_path: Path) -> None:
@@ -283,10 +281,66 @@ def test_a_mistyped_word_of_trl_is_guessed() -> None:
         SFTConfig(gradient_checkpoint=True)
 
 
+def test_a_typo_is_guessed_by_its_letters_among_our_words_and_those_of_trl() -> None:
+    """A letter less in any word of either: the word is named, or what it is called here."""
+    for word in (
+        "max_steps",
+        "per_device_train_batch_size",
+        "learning_rate",
+        "num_train_epochs",
+        "eval_strategy",
+        "output_dir",
+        "mini_batch_size",
+    ):
+        for typo in (word[:-1], word[:2] + word[3:], word[:3] + word[4] + word[3] + word[5:]):
+            with pytest.raises(ConfigError) as e:
+                SFTConfig(**{typo: 1})
+            named = re.search(r"Did you mean '([^']+)'", str(e.value))
+            assert named and named[1] in (word, trl_words("same").get(word)), (typo, str(e.value))
+
+
+def test_every_word_that_changes_has_a_sentence() -> None:
+    """What is translated or free is explained in the table, from which the page in docs is made."""
+    explained = trl_words("explained")
+    assert {*BATCHES, *CONVERTED, *trl_words("free")} <= {*explained, *trl_words("same")}
+    assert all(": here " in text for text in explained.values())
+
+
+def test_the_page_in_docs_is_the_table() -> None:
+    """`python .ci/trl_page.py` writes it."""
+    root = Path(__file__).parent.parent
+    spec = importlib.util.spec_from_file_location("trl_page", root / ".ci" / "trl_page.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert (root / "docs" / "trl.md").read_text(encoding="utf-8") == made.page()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_batches_count_all_devices(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(devices))
+    words = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    with pytest.warns(TrlNote, match=f"mini_batch_size={8 * devices}"):
+        assert SFTConfig(**words).mini_batch_size == 8 * devices
+    with pytest.warns(TrlNote):
+        c = GRPOConfig(**words, num_generations=2, steps_per_generation=8, max_steps=7, save_steps=4, num_iterations=3)
+    # 16 × devices answers a generation, two optimizer steps of it, three times
+    assert (c.mini_batch_size, c.rollout_batch_size, c.steps, c.save_every) == (8 * devices, 16 * devices, 2, 1)
+    with pytest.warns(TrlNote):
+        p = PPOConfig(**words, num_mini_batches=2, total_episodes=100)
+    assert (p.mini_batch_size, p.rollout_batch_size, p.steps) == (8 * devices, 16 * devices, -(-100 // (16 * devices)))
+    with pytest.warns(TrlNote):
+        assert rlhf_nb.OnlineDPOConfig(**words).mini_batch_size == 16 * devices  # it counts prompts, and we answers
+
+
 def test_no_word_stands_twice_in_the_table() -> None:
     """YAML would take the last one without a word."""
     text = (Path(rlhf_nb.__file__).parent / "trl.yaml").read_text(encoding="utf-8")
     for part in text.split("\n\n")[1:]:
+        if part.startswith("free:"):
+            listed = part.splitlines()[1].strip().split(", ")
+            assert len(listed) == len(set(listed)) and set(listed) == set(trl_words("free"))
+            continue
         lines = [line for line in part.splitlines()[1:] if line.startswith("  ")]
         listed = [word for line in lines for word in line.strip().partition(":")[0].split(", ")]
         assert len(listed) == len(set(listed)) > 0

@@ -52,20 +52,23 @@ HOMES = {  # what reads foreign bytes -> the modules that may call it
 
 
 def calls(tree: ast.AST) -> list[str]:
-    """What a module calls, as it is written."""
-    return [ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    """What a module calls by one of these names, as it is written."""
+    last = {"apply_chat_template", *(name.rpartition(".")[2] for name in HOMES)}
+    made = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return [ast.unparse(f) for f in made if getattr(f, "attr", getattr(f, "id", "")) in last]
 
 
 def strays(trees: dict[str, ast.AST]) -> list[str]:
     """Calls that read foreign bytes outside their home, and models that are loaded past `models.load.pretrained`."""
     found = []
     for module, tree in trees.items():
-        found += [f"{module}: {c}" for c in calls(tree) if c in HOMES and module not in HOMES[c]]
-        found += [
-            f"{module}: {c}" for c in calls(tree) if c.endswith(".apply_chat_template")
-        ]  # `render_chats` has limits
+        for c in calls(tree):
+            if (c in HOMES and module not in HOMES[c]) or c.endswith(
+                ".apply_chat_template"
+            ):  # `render_chats` has limits
+                found.append(f"{module}: {c}")
         for n in ast.walk(tree):
-            if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".from_pretrained"):
+            if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "from_pretrained":
                 words = {k.arg for k in n.keywords}
                 own = "PeftModel" in ast.unparse(n.func) or "LoraConfig" in ast.unparse(
                     n.func

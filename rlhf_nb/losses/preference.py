@@ -660,7 +660,8 @@ def check_losses(
             f"beta: {beta} must be > 0. Usual: {', '.join(f'{e.beta} for {n}' for n, e in entries.items())}."
         )
     for name in options.given() if options else ():
-        if not any(name in e.options for e in entries.values()):
+        nothing = name == "label_smoothing" and not getattr(options, name)  # no label is doubted: what all losses do
+        if not nothing and not any(name in e.options for e in entries.values()):
             users = ", ".join(n for n, e in LOSSES.items() if name in e.options)
             raise ConfigError(f"{name} was set, but {', '.join(losses)} does not use it. It belongs to: {users}.")
     sorts = [name for name, e in entries.items() if e.whole_batch]

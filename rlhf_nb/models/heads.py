@@ -202,6 +202,29 @@ class ScalarModel(nn.Module):
         scalar.to(next(decoder.parameters()).device)
         return cls(decoder, scalar, adapter=adapter, lora_config=config, **options).eval()
 
+    @classmethod
+    def from_classifier(cls: type[_S], model: Any) -> _S:
+        """A model of this kind from a sequence classifier of transformers with one label; the weights are shared.
+
+        Args:
+            model: as `AutoModelForSequenceClassification.from_pretrained(NAME, num_labels=1)` gives it.
+
+        Raises:
+            ModelError: it has several labels, or can't be taken apart.
+        """
+        if model.config.num_labels != 1:
+            raise ModelError(
+                f"a {cls.role} model has one label, and this {type(model).__name__} has {model.config.num_labels}: "
+                "load it with num_labels=1."
+            )
+        decoder, score = _parts_of(model, str(model.name_or_path))
+        constant = 0.0 if score.bias is None else float(score.bias.detach().float())
+        made = cls(decoder, _head_like({}, score.in_features, {"layers.1.weight": score.weight.detach()}))
+        made.bias.fill_(float(getattr(model.config, "reward_bias", 0.0)) - constant)
+        made.home, made.foreign = model.name_or_path or None, not hasattr(model.config, "reward_role")
+        disable_dropout(made.decoder)
+        return made.eval()
+
     def save(self, directory: str | Path, tokenizer: Any = None, *, merge: bool = True, verify: bool = True) -> Path:
         """Save so that plain transformers and peft can read it: see `save_scalar`."""
         return save_scalar(self, directory, tokenizer, merge=merge, verify=verify)
@@ -579,6 +602,17 @@ def _head_like(about: dict[str, Any], width: int, state: dict[str, Tensor]) -> S
     return head
 
 
+def _parts_of(model: Any, where: str) -> tuple[Any, nn.Linear]:
+    """Decoder and score layer of a sequence classifier."""
+    decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
+    if not isinstance(score, nn.Linear):
+        raise ModelError(
+            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
+            "can't be taken apart."
+        )
+    return decoder, score
+
+
 def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ScalarHead, float]:
     """Decoder, head and the head's own constant, from a model directory or the hub."""
     from transformers import AutoModel, AutoModelForSequenceClassification
@@ -592,12 +626,7 @@ def _load_parts(where: str, about: dict[str, Any], options: dict[str, Any]) -> t
         return LayerStates(decoder, layers) if layers else decoder, _head_like(about, width, state), 0.0
     model, info = pretrained(AutoModelForSequenceClassification, where, num_labels=1, **options)
     check_loaded(model, where, {**info, "unexpected_keys": ()})
-    decoder, score = getattr(model, model.base_model_prefix), getattr(model, "score", None)
-    if not isinstance(score, nn.Linear):
-        raise ModelError(
-            f"{where!r} is a {type(model).__name__}, whose score is not one linear layer on the last token's state; it "
-            "can't be taken apart."
-        )
+    decoder, score = _parts_of(model, where)
     exact = _read_tensors(where, "score.").get("weight", score.weight.detach())
     constant = 0.0 if score.bias is None else float(score.bias.detach().float())
     return decoder, _head_like({}, score.in_features, {"layers.1.weight": exact}), constant

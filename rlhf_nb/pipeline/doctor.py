@@ -414,7 +414,7 @@ def check_saving(config: TrainConfig) -> list[Finding]:
     Args:
         config: of a training run.
     """
-    steps, seconds = read_interval(config.save_every)
+    steps, seconds, _ = read_interval(config.save_every)
     why, fix = "a machine that dies takes all work since the last checkpoint with it", "save_every=10min"
     if steps is not None:
         done = [e["perf/step_s"] for e in read_metrics(config.output_dir) if "perf/step_s" in e]

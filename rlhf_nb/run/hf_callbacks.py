@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..core import ConfigError
 from .callbacks import Callback, EarlyStop, Flags, RunView
 
 # %% auto #0
-__all__ = ['TransformersCallback', 'as_callback']
+__all__ = ['fill_state', 'log_of', 'TransformersCallback', 'as_callback']
 
 # %% ../../nbs/run/hf_callbacks.ipynb #6a12d560
 _CALLED = {"on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"}
@@ -21,6 +22,7 @@ class _Args:
     """The settings of a run under the names of `TrainingArguments`."""
 
     def __init__(self, config: Any) -> None:
+        self._config = config
         self.output_dir, self.run_name, self.seed = config.output_dir, config.output_dir, config.seed
         self.logging_steps, self.eval_steps = config.log_every, config.eval_every
         self.save_steps = config.save_every if isinstance(config.save_every, int) else None  # by time: at no known step
@@ -29,13 +31,37 @@ class _Args:
         self.disable_tqdm, self.save_total_limit = not config.console, config.keep_checkpoints
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            with suppress(AttributeError):
+                return getattr(self._config, name)
         raise AttributeError(
             f"args.{name}: a run here has no such TrainingArguments setting; its own are in config.yaml"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The settings by name, as callbacks that log them ask for them."""
-        return dict(vars(self))
+        return {k: v for k, v in vars(self).items() if k != "_config"}
+
+
+def fill_state(state: Any, run: Any) -> Any:
+    """A transformers `TrainerState` with what a run knows; returns it.
+
+    Args:
+        state: filled in place, all but its log.
+        run: a trainer.
+    """
+    state.global_step, state.max_steps = run.step, run.total_steps if run.total_steps is not None else -1
+    state.epoch = float(run.history[-1].get("epoch", 0)) if run.history else 0.0
+    state.num_train_epochs, state.logging_steps = int(run.config.epochs or 1), run.config.log_every
+    state.is_local_process_zero = state.is_world_process_zero = run.engine.is_main
+    return state
+
+
+def log_of(run: Any) -> list[dict[str, Any]]:
+    """All steps and evaluations of a run in the words of transformers' `log_history`."""
+    steps = [event | {"learning_rate": event.get("lr")} for event in run.history]
+    evals = [{k.replace("/", "_", 1): v for k, v in event.items()} for event in run.history.evals]
+    return sorted(steps + evals, key=lambda event: event["step"])
 
 
 class TransformersCallback(Callback):
@@ -56,14 +82,9 @@ class TransformersCallback(Callback):
 
     def _call(self, name: str, run: RunView, **kwargs: Any) -> Flags:
         """One event: state filled before, control read after."""
-        state, total, is_main = self.state, run.total_steps, run.engine.is_main
-        state.global_step, state.max_steps = run.step, total if total is not None else -1
-        state.num_train_epochs, state.epoch = (
-            int(run.config.epochs or 1),
-            float(run.history[-1].get("epoch", 0)) if run.history else 0.0,
-        )
-        state.is_local_process_zero = state.is_world_process_zero = is_main
-        state.logging_steps, state.log_history = run.config.log_every, run.history
+        state = self.state
+        fill_state(state, run)
+        state.log_history = run.history
         things = {
             "model": getattr(run.method, "model", None),
             "processing_class": getattr(run.method, "tokenizer", None),
@@ -105,22 +126,26 @@ class TransformersCallback(Callback):
         return self._call("on_train_end", run)
 
 # %% ../../nbs/run/hf_callbacks.ipynb #6b491688
-def as_callback(callback: Any) -> Callback:
+def as_callback(callback: Any, metric: str = "eval/loss") -> Callback:
     """An observer of this package: what is one already, or a callback of transformers (object or class)
     behind an adapter.
+
+    Args:
+        callback: an object, or a class that is made without arguments.
+        metric: what `EarlyStoppingCallback` looks at.
 
     Raises:
         ConfigError: it is neither of the two.
     """
     if isinstance(callback, type):
-        return as_callback(callback())
+        return as_callback(callback(), metric)
     if isinstance(callback, Callback):
         return callback
     transformers = sys.modules.get("transformers")  # who has one of its callbacks has imported it
     if transformers is not None and isinstance(callback, transformers.TrainerCallback):
         if type(callback).__name__ == "EarlyStoppingCallback":
             return EarlyStop(
-                "eval/loss", callback.early_stopping_patience, min_delta=callback.early_stopping_threshold or 0.0
+                metric, callback.early_stopping_patience, min_delta=callback.early_stopping_threshold or 0.0
             )
         return TransformersCallback(callback)
     if any(callable(getattr(callback, k, None)) for k in vars(Callback) if k.startswith("on_")):

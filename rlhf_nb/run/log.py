@@ -547,6 +547,8 @@ class History(Sequence[dict[str, Any]]):
     ) -> None:
         self.log, self.evals = log, list(evals)
         self.stopped: str | None = None
+        self.global_step, self.training_loss = 0, math.nan  # these three as TRL's `train()` returns them
+        self.metrics: dict[str, float] = {}
         self._older, self._recent = 0, list[dict[str, Any]]()  # how many are in the log only
         for event in steps:
             self.append(event)

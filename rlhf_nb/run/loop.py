@@ -328,7 +328,7 @@ class Boundary:
         asked = (asked | Flags(stop=bool(stop.requested), reason=stop.requested)).over_ranks(run.engine)
         if asked.control:
             asked = asked | run.control.serve(stop, asked.stop)
-        asked.evaluate |= run.step >= run.total_steps or _due(run.step, run.config.eval_every)
+        asked.evaluate |= run.step >= run.total_steps or _due(run.step, run.eval_steps)
         run.step_start.remember()
         return self.evaluate_and_save(asked)
 
@@ -441,6 +441,8 @@ class Trainer:
         _check_shares(config, self.engine.world_size, method.group)
         self.rows_per_step = config.rollout_batch_size // method.group  # of the source
         self.total_steps = _planned_steps(source, config, method.group)
+        epoch = _epoch_steps(source, config, method.group)
+        self.eval_steps = epoch if config.eval_every == "epoch" else config.eval_every
         self.run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir or config.output_dir)
         method.attach(self.engine, config)
         frozen, method.costs = method.frozen_modules(), costs_of(method.module)
@@ -452,7 +454,8 @@ class Trainer:
         self.step_start, self.boundary = StepStart(self), Boundary(self)
         self.history, self.log, self.meter = History(), EventLog(None, self.engine.rank), method.meter
         self.ending = threading.Event()
-        self.control, self.saves, self.lock = RunControl(self), Saves(config), RunLock(self.run_dir.path)
+        self.control, self.saves = RunControl(self), Saves(config, epoch=epoch)
+        self.lock = RunLock(self.run_dir.path)
 
     @cached_property
     def writer(self) -> AsyncWriter:
@@ -485,6 +488,8 @@ class Trainer:
                 stats = self.update(data)
                 asked = self.boundary.cross(self.finish_step(stats), stop)
             self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
+        if self.config.load_best:
+            self.saves.put_back(self)
         self.method.finish_run()
         return self.history
 
@@ -583,13 +588,18 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """The method's held-out metrics; no random number of the training is used up by it."""
         with _same_numbers_after(), self.engine.inference():
-            found = self.method.evaluate(self.held_out)
+            found = self.held_out_numbers()
         metrics = {k if k.startswith("eval/") else f"eval/{k}": v for k, v in found.items()}
         if metrics:
             self.history.evals.append(self.event("eval", **metrics))
         if self.started and self.method.by_question and self.engine.is_main:
             append_line(self.run_dir.questions_path, {"step": self.step, **_written(self.method.by_question)})
         return metrics
+
+    def held_out_numbers(self) -> dict[str, float]:
+        """What the method measures on the held-out rows."""
+        found: dict[str, float] = self.method.evaluate(self.held_out)
+        return found
 
     def save(self, failed: bool = False) -> Path:
         """Hand a snapshot to the writer; returns where it will be.
@@ -652,6 +662,22 @@ def _check_shares(config: TrainConfig, ranks: int, group: int) -> None:
             )
 
 
+def _epoch_steps(source: Source, config: TrainConfig, group: int) -> int | None:
+    """Steps in an epoch, where something happens once in each; None where nothing does.
+
+    Raises:
+        ConfigError: the source doesn't know its length.
+    """
+    if "epoch" not in (config.eval_every, config.save_every):
+        return None
+    if not hasattr(source, "__len__"):
+        raise ConfigError(
+            f"eval_every is {config.eval_every!r} and save_every is {config.save_every!r}, but the source doesn't "
+            "know how long an epoch is: give a number of steps."
+        )
+    return max(1, math.ceil(len(source) * group / config.rollout_batch_size))  # type: ignore[arg-type]
+
+
 def _planned_steps(source: Source, config: TrainConfig, group: int) -> int:
     """Steps in all: as configured, or as many as the epochs need."""
     if config.steps is not None:
@@ -669,7 +695,8 @@ def _observers(config: TrainConfig, callbacks: Iterable[Callback]) -> Callbacks:
     """Progress, samples and the stop rule, then the user's, and behind all of them the trackers."""
     own: list[Callback] = [*([Progress()] if config.console else []), SampleLog()]
     own += [stop_by(config.stop_on)] if config.stop_on is not None else []
-    observers = Callbacks([*own, *map(as_callback, callbacks)])
+    best = (config.keep_best or "").partition(":")[0]
+    observers = Callbacks([*own, *(as_callback(c, best or "eval/loss") for c in callbacks)])
     observers.active += [Trackers(config.trackers)] if config.trackers else []
     return observers
 

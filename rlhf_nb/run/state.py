@@ -131,13 +131,17 @@ class Saves:
     Args:
         config: with `save_every`, `keep_best` and `eval_every`.
         clock: tells seconds.
+        epoch: steps of an epoch, where `save_every` asks for one.
 
     Raises:
         ConfigError: `keep_best` can't be obeyed.
     """
 
-    def __init__(self, config: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self.every, self.clock = read_interval(config.save_every), clock
+    def __init__(
+        self, config: Any, clock: Callable[[], float] = time.monotonic, epoch: int | None = None
+    ) -> None:  # fmt: skip
+        every = read_interval(config.save_every)
+        self.every, self.clock = every._replace(steps=epoch) if every.epoch else every, clock
         keep_best: str = config.keep_best or ""
         self.metric, colon, way = keep_best.partition(":")
         if colon and way not in ("min", "max"):
@@ -205,6 +209,24 @@ class Saves:
     def best_yet(self) -> bool:
         """Whether an evaluation has just beaten all before, so that these very weights should be kept."""
         return self.metric.startswith("eval/") and self.improves
+
+    def put_back(self, run: Any) -> None:
+        """The best checkpoint's weights in the place of the last ones; without a best one these stay, with a warning.
+
+        Args:
+            run: a trainer that has made its last step.
+        """
+        run.writer.wait()
+        run.writer.check()
+        step = run.engine.gather_object(self.best and self.best["step"])[0]
+        folder = run.run_dir.checkpoints / f"step-{step or 0:010d}"
+        if step is None or not folder.exists():
+            message = f"load_best: no checkpoint counts as the best by {self.metric}; the last weights stay."
+            warnings.warn(message, stacklevel=3)
+        elif step != run.step:
+            tensors, meta = load_checkpoint(folder)
+            load_engine_state(run.engine, tensors, meta["engine"])
+            run.event("best", path=folder.name, metric=self.metric, value=self.best and self.best["value"])
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is being made."""

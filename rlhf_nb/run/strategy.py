@@ -29,7 +29,7 @@ __all__ = ['Rates', 'COMPRESSIONS', 'lr_factor', 'build_optimizer', 'Together', 
 
 # %% ../../nbs/run/strategy.ipynb #b2644e4b
 def lr_factor(
-    step: int, schedule: str = "constant", warmup: int = 0, total: int | None = None,
+    step: int, schedule: str = "constant", warmup: float = 0, total: int | None = None,
     min_rate: float | None = None, power: float = 1.0, decay: int | None = None,
 ) -> float:  # fmt: skip
     """What the peak learning rate is multiplied by; in [0, 1], and above 0 unless `min_rate` is 0.
@@ -37,12 +37,13 @@ def lr_factor(
     Args:
         step: steps already done (0 at the first one).
         schedule: as in `OptimizerConfig`; "linear" and "cosine" fall towards 0 at `total`.
-        warmup: steps in which the rate rises in a line to its peak.
+        warmup: steps in which the rate rises in a line to its peak; below 1: a share of `total`.
         total: steps in all; None (unknown) stays at the peak.
         min_rate: where cosine_with_min_lr, polynomial and wsd end; None: 0.1 for the first, 0 for the others.
         power: of "polynomial".
         decay: steps at the end in which "wsd" falls; None: a fifth of what follows the warm-up.
     """
+    warmup = math.ceil(warmup * (total or 0)) if warmup < 1 else int(warmup)
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "inverse_sqrt":

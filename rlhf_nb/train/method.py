@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from ..core import ConfigError
 from ..config import DataConfig, ModelConfig, TrainConfig, option
 from ..data.templates import speaks_chat
 from ..data.worlds import Row
@@ -104,6 +105,21 @@ class TextMethod(BaseMethod):
         """Rows of text as rows of token ids; those that teach nothing are dropped,
         and counted in a warning unless `warn` is False.
         """
+
+    def predictions(self, rows: list[Row], reduce: Callable[[Any, Any], Any] | None = None) -> tuple[Any, Any]:
+        """What `compute_metrics` of transformers is given: predictions and labels of rows, as arrays.
+
+        Args:
+            rows: tokenized.
+            reduce: what is kept of logits, from logits and labels.
+
+        Raises:
+            ConfigError: this method has no predictions.
+        """
+        raise ConfigError(
+            f"compute_metrics: {self.name} predicts nothing that could be compared with labels; an evaluation reports "
+            "its own metrics, online methods also watch={'name': reward_function}."
+        )
 
     def my_share(self, held_out: Sequence[Row]) -> list[Row]:
         """This rank's share of the held-out rows: ranks take turns,

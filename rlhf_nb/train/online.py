@@ -551,7 +551,13 @@ def as_rewards(reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | No
     """
     if isinstance(reward, RewardModel):
         reward = RewardModelFn(reward, token_budget=config.token_budget)
-    rewards = reward if isinstance(reward, Rewards) else Rewards(reward, timeout=config.reward_timeout)
+    if isinstance(reward, Rewards) and config.reward_weights:
+        raise ConfigError(
+            f"reward_weights is {config.reward_weights}, but the rewards come with weights of their own: leave it out, "
+            "and write weights into the entries."
+        )
+    how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
+    rewards = reward if isinstance(reward, Rewards) else Rewards(reward, **how)
     if config.watch:
         rewards = with_watched(rewards, entries_as_rewards(config.watch, config, "watch"))
     return with_watched(rewards, Rewards(list(logged.values()), names=list(logged))) if logged else rewards

@@ -21,6 +21,7 @@ from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
 from .registry import register
+from .words import takes_trl
 from ..data.worlds import Row
 from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, as_rewards, online_presets
 from ..types import LossSum, PromptBatch, Rollout
@@ -243,16 +244,30 @@ def build_net(policy: Any, config: PPOConfig, reward: Any, reference: Reference 
 )  # fmt: skip
 class PPOTrainer(OnlineTrainer[PPOConfig]):
     """PPO, ready to `fit()`, or to be taken step by step: `rollout`, `score`, `advantages`, `update`;
-    arguments as in `OnlineTrainer`.
+    arguments as in `OnlineTrainer`, and `value_model`: the critic that trains (default: as `config.critic` says).
     """
 
     method_class = PPO
     method: PPO
 
+    @takes_trl
+    def __init__(
+        self, config: PPOConfig, model: Any = None, tokenizer: Any = None, reward: Any = None, *rest: Any,
+        value_model: ValueModel | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        if value_model is not None and config.critic != "separate":
+            raise ConfigError(
+                f"a value model was passed, but critic is {config.critic!r}, which makes its own: use critic=separate, "
+                "or pass none."
+            )
+        self.value_model = value_model
+        super().__init__(config, model, tokenizer, reward, *rest, **options)
+
     def make_method(self, config: PPOConfig, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> PPO:
         """Policy and critic as one module, with rewards and reference."""
         reward, logged = parts["reward"], parts["logged"]
-        net = build_net(model, config, reward, parts["reference"])
+        given, reference = self.value_model, parts["reference"]
+        net = build_net(model, config, reward, reference) if given is None else separate(model, given, reference)
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
         return PPO(net, tokenizer, as_rewards(reward, config, logged), config, watch=parts["watch"])

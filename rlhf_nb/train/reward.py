@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -297,6 +298,12 @@ class Reward(TextMethod):
             self.examples = []
         return {f"eval/{k}": v for k, v in (report | self._baselines).items()}
 
+    def predictions(self, rows: list[Row], reduce: Any = None) -> tuple[Any, Any]:
+        """Mean scores [B, 2] of the chosen and of the rejected answers, and labels [B]: 0, the first is the better."""
+        pairs = self.collate(rows).completions()
+        scores = torch.stack(predict(self.members, pairs, self.config.token_budget), 1)[:, 0].view(-1, 2)
+        return scores.cpu().numpy(), np.zeros(len(rows), dtype=np.int64)
+
     def calibrate(self) -> None:
         """Shift each member so that demonstrations score 0 on average."""
         if self.demonstrations:
@@ -516,6 +523,8 @@ class RewardTrainer(TextTrainer[RewardConfig]):
                 keep_fit(self.run_dir.path, of, fitted)
                 self.event("fit", **fitted.about)
 
-    def predict(self, c: Completions) -> Prediction:
-        """Mean and disagreement of the members' scores for completions."""
-        return predict(self.members, c, self.config.token_budget)
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
+        """Mean and disagreement of the members' scores for completions; of a data set what TRL's `predict` gives."""
+        if not isinstance(test_dataset, Completions):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        return predict(self.members, test_dataset, self.config.token_budget)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DataConfig, ModelConfig, OptimizerConfig, PathText, option
-from ..core import derive_seed
+from ..core import ConfigError, derive_seed
 from ..data.sources import collate_completions, tokenize_sft
 from ..data.worlds import toy_presets
 from ..losses.sft import sft_loss
@@ -142,7 +142,37 @@ class SFT(TextMethod):
         nll = float(self.engine.mean_of(found))
         return {"eval/loss": nll, "eval/perplexity": float(torch.tensor(nll).exp())}
 
+    def predictions(self, rows: list[Row], reduce: Any = None) -> tuple[Any, Any]:
+        """Logits [B, T, V], or what `reduce` keeps of them, and labels [B, T]: −100 where no token counts."""
+        c = self.collate(rows)
+        masks = c.completion_mask.tolist()
+        both = [r["prompt_ids"] + r["completion_ids"] for r in rows]
+        width, vocabulary = max(map(len, both)), len(self.tokenizer)
+        if reduce is None and len(rows) * width * vocabulary > _FLOATS:
+            raise ConfigError(
+                f"compute_metrics would be given logits of {len(rows)} rows × {width} tokens × {vocabulary} words, "
+                f"{4e-9 * len(rows) * width * vocabulary:.1f} GB: give fewer held-out rows, or "
+                "preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)."
+            )
+        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        labels, seen = torch.full_like(ids, -100), torch.zeros_like(ids)
+        for i, (row, mask) in enumerate(zip(rows, masks)):
+            p, n = len(row["prompt_ids"]), len(row["completion_ids"])
+            ids[i, : p + n], seen[i, : p + n] = torch.tensor(both[i]), 1
+            labels[i, p : p + n] = torch.where(torch.tensor(mask[:n]), torch.tensor(row["completion_ids"]), -100)
+        found, at_once = [], max(1, self.config.token_budget // width)
+        with self.alone():
+            model: Any = self.module.model
+            for at in range(0, len(rows), at_once):
+                x, m, y = (t[at : at + at_once].to(self.engine.device) for t in (ids, seen, labels))
+                logits = model(input_ids=x, attention_mask=m).logits
+                found.append((logits if reduce is None else reduce(logits, y)).cpu())
+        return torch.cat(found).float().numpy() if reduce is None else torch.cat(found).numpy(), labels.numpy()
+
 # %% ../../nbs/train/sft.ipynb #26c2c8e5
+_FLOATS = 2**28  # of logits that are kept for `compute_metrics`: 1 GiB
+
+
 @register("sft", SFTConfig, stage=1, rows="sft", starts_from=(), about="Fine-tune a model on demonstrations.")
 class SFTTrainer(TextTrainer[SFTConfig]):
     """Supervised fine-tuning on demonstrations, ready to `fit()`; arguments as in `TextTrainer`."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -33,16 +35,17 @@ from ..models.load import check_window
 from ..models.policy import check_adapters, dropout_left_out, load_policy
 from ..models.starts import keep_starts
 from ..run.callbacks import Callback
-from ..run.hf_callbacks import as_callback
+from ..console import tell
+from ..run.hf_callbacks import as_callback, fill_state, log_of
 from ..run.loop import Trainer
 from .method import TextConfig, TextMethod
 from .tokens import tokens_of
-from .words import says_where, takes_trl
+from .words import dataset_rows, says_where, takes_trl
 from ..files import read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
-__all__ = ['kept_length', 'TextTrainer']
+__all__ = ['kept_length', 'TrlNumbers', 'TextTrainer']
 
 # %% ../../nbs/train/trainer.ipynb #3fc32725
 class _Given(NamedTuple):
@@ -63,6 +66,22 @@ def kept_length(row: Row) -> int:
     return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
 
 # %% ../../nbs/train/trainer.ipynb #8d95d98f
+class TrlNumbers(dict[str, Any]):
+    """Numbers of an evaluation, which TRL's names find, too: `eval_loss` is `eval/loss`."""
+
+    def __missing__(self, key: str) -> Any:
+        if "_" in key and "/" not in key.partition("_")[0]:
+            return dict.__getitem__(self, key.replace("_", "/", 1))
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or super().__contains__(str(key).replace("_", "/", 1))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The number, or the default."""
+        return self[key] if key in self else default
+
+
 _T = TypeVar("_T", bound=TextConfig)
 
 
@@ -93,6 +112,8 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         eval_rows: held-out rows.
         callbacks: observers of the run.
         parts: what else the method is made of; subclasses that take more than the above hand it on here.
+        compute_metrics, preprocess_logits_for_metrics: as in transformers: numbers of one's own from predictions and
+            labels of the held-out rows (see `predict`), and what is kept of logits.
         options: as in `run.loop.Trainer`.
 
     Raises:
@@ -114,8 +135,11 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         callbacks: Iterable[Callback] = (),
         *,
         parts: dict[str, Any] | None = None,
+        compute_metrics: Callable[[Any], dict[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **options: Any,
     ) -> None:
+        self.own_metrics, self.reduced = compute_metrics, preprocess_logits_for_metrics
         if model is None:
             model, tokenizer, _ = load_policy(config.model, config)
         elif tokenizer is None:
@@ -204,7 +228,92 @@ class TextTrainer(Trainer, _OfConfig[_T]):
                 f"resume_from_checkpoint is {resume_from_checkpoint!r}, but a run goes on in its own folder: set "
                 "output_dir to it, and fit(resume=True)."
             )
-        return self.fit(resume=bool(resume_from_checkpoint))
+        begin, history = time.perf_counter(), self.fit(resume=bool(resume_from_checkpoint))
+        losses = [event["loss"] for event in history if math.isfinite(event["loss"])]
+        history.global_step, history.training_loss = self.step, sum(losses) / max(1, len(losses))
+        history.metrics = {"train_runtime": time.perf_counter() - begin, "train_loss": history.training_loss}
+        history.metrics |= {"epoch": float(history[-1]["epoch"])} if history else {}
+        return history
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """As in `Trainer`; TRL's names of the numbers (`eval_loss`) read them, too.
+
+        Args:
+            eval_dataset: other rows than the held-out ones.
+            ignore_keys: nothing here.
+            metric_key_prefix: another first word for the numbers.
+        """
+        if eval_dataset is None and metric_key_prefix == "eval":
+            return TrlNumbers(super().evaluate())
+        kept = self.held_out
+        try:
+            self.held_out = kept if eval_dataset is None else self._tokens(eval_dataset)
+            with self.engine.inference():
+                found = self.held_out_numbers()
+        finally:
+            self.held_out = kept
+        return TrlNumbers({f"{metric_key_prefix}/{k.removeprefix('eval/')}": v for k, v in found.items()})
+
+    def _tokens(self, rows: Any) -> list[Row]:
+        """Rows of any kind of data set as this method's tokens."""
+        data, rows = self.args.data, dataset_rows(rows, "eval_dataset")
+        read = list(in_kind(renamed(rows, data.columns), self.kind, reading_of(data, self.config.seed)))
+        found: list[Row] = self.method.tokenize(read, warn=False)
+        return found
+
+    def held_out_numbers(self) -> dict[str, float]:
+        """As in `Trainer`, and what `compute_metrics` says of the predictions."""
+        found = super().held_out_numbers()
+        if self.own_metrics is None or not self.held_out:
+            return found
+        from transformers import EvalPrediction
+
+        predictions, labels = self.method.predictions(self.held_out, self.reduced)
+        own = self.own_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+        return found | {f"eval/{k.removeprefix('eval_')}": v for k, v in own.items()}
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
+        """TRL's predictions of rows: predictions, label_ids and metrics (of reward models scores [B, 2] of chosen and
+        rejected answers, of SFT logits [B, T, V] and the tokens that count).
+        """
+        from transformers.trainer_utils import PredictionOutput
+
+        rows = self._tokens(test_dataset)
+        with self.engine.inference():
+            predictions, labels = self.method.predictions(rows, self.reduced)
+        metrics = self.evaluate(test_dataset, metric_key_prefix=metric_key_prefix)
+        return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
+
+    @property
+    def state(self) -> Any:
+        """TRL's state of the run: global_step, max_steps, epoch, log_history."""
+        from transformers import TrainerState
+
+        state = fill_state(TrainerState(), self)
+        state.log_history = log_of(self)
+        return state
+
+    @property
+    def args(self) -> Any:
+        """TRL's place of the settings."""
+        return self.config
+
+    @property
+    def processing_class(self) -> Any:
+        """TRL's place of the tokenizer."""
+        return self.method.tokenizer
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """TRL's way to show numbers."""
+        tell("\n".join(f"{split}: {k} = {v}" for k, v in sorted(metrics.items())), err=False)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """TRL's way to keep numbers: `SPLIT_results.json` in the run's folder; metrics.jsonl has every step anyway."""
+        if self.engine.is_main:
+            write_whole(self.run_dir.path / f"{split}_results.json", json.dumps(dict(metrics), indent=4))
+
+    def save_state(self) -> None:
+        """TRL's word for what the run's folder holds anyway."""
 
     def add_callback(self, callback: Any) -> None:
         """TRL's word for one more observer: a callback of ours or a transformers `TrainerCallback`."""

@@ -73,6 +73,9 @@ class RewardPart(StrictConfig):
         default_factory=list,
         description="what an answer is worth, one entry a part: {file: rewards.py, fn: NAME}, {verify: number}, ...",
     )
+    reward_weights: list[float] | None = option(
+        None, "of the reward functions that a trainer is given in Python; null: 1 each"
+    )
     watch: list[RewardEntry] = Field(
         default_factory=list, description="entries that are logged at each step and evaluation, and never learnt from"
     )

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from ..aliases import trl_words
-from ..config import LoraSettings, ModelConfig, StrictConfig
+from ..aliases import known, trl_words
+from ..config import LoraSettings, ModelConfig, StrictConfig, merge, parse_overrides, read_config_file
+from ..console import as_settings
 from ..core import ConfigError, DataError
 from ..data.worlds import model_world, FIRST_WORLD
 from ..models.adapters import Reference, add_lora
-from ..models.heads import RewardModel
+from ..models.heads import RewardModel, ValueModel
 from ..models.policy import load_policy
 from ..models.starts import read_starts
 from ..models.load import ensure_pad, load_tokenizer, pretrained, resize_embeddings
@@ -25,7 +28,8 @@ from ..rewards.base import RewardModelFn
 from .registry import config_of
 
 # %% auto #0
-__all__ = ['dataset_rows', 'lora_settings', 'our_arguments', 'says_where', 'takes_trl']
+__all__ = ['dataset_rows', 'lora_settings', 'our_arguments', 'ScriptArguments', 'TrlParser', 'get_peft_config',
+           'get_quantization_config', 'get_kbit_device_map', 'says_where', 'takes_trl']
 
 # %% ../../nbs/train/words.ipynb #a5461fe6
 def dataset_rows(data: Any, what: str) -> Any:
@@ -131,10 +135,7 @@ def _reward(value: Any, trust: bool) -> Any:
     if isinstance(value, str | Path):
         return RewardModel.load(value, trust_remote_code=trust)
     if isinstance(value, nn.Module) and type(value).__module__.startswith("transformers."):
-        raise ConfigError(
-            f"reward is a {type(value).__name__} without its tokenizer: save both in a folder and give reward=FOLDER, "
-            "or RewardModel.load(FOLDER)."
-        )
+        return RewardModel.from_classifier(value)
     return value
 
 
@@ -171,6 +172,35 @@ def _renamed(trainer: str, kind: type[StrictConfig], takes: list[str], given: di
     return out
 
 
+# what a plain TrainingArguments says even where it was left at its default; the rest counts where it was set
+_ALWAYS = ("output_dir", "learning_rate", "num_train_epochs", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed",
+    "logging_steps")  # fmt: skip
+
+
+def _of_transformers(kind: type[StrictConfig], args: Any) -> StrictConfig:
+    """A config from a `TrainingArguments` of transformers, or a class that is built on it."""
+    given, usual = args.to_dict(), type(args)(output_dir=args.output_dir).to_dict()
+    said = {k: v for k, v in given.items() if known(k) or kind.has(k)}
+    said = {k: v for k, v in said.items() if v is not None and (k in _ALWAYS or v != usual.get(k))}
+    said |= {k: given[k] for k in ("output_dir", "seed") if k in given}
+    return kind(**{k: v for k, v in said.items() if not str(v).startswith("<")})  # tokens that are not shown
+
+
+def _formatted(rows: Any, f: Callable[[Any], Any]) -> Any:
+    """Rows as a `formatting_func` writes them: a text for each, or all texts of a batch of columns."""
+    if not rows:
+        return rows
+    first = f(rows[0])
+    if isinstance(first, list):
+        texts = f({k: [row.get(k) for row in rows] for k in rows[0]})
+        if len(texts) != len(rows):
+            raise DataError(f"formatting_func gave {len(texts)} texts for {len(rows)} rows: it must give one for each.")
+        return [{"text": text} for text in texts]
+    made = [first, *map(f, rows[1:])]
+    return made if isinstance(first, Mapping) else [{"text": text} for text in made]
+
+
 def _fit_embeddings(model: Any, tokens: int) -> None:
     """A row for each token; that most of them are new is said, because then the tokenizer is another model's."""
     added = resize_embeddings(model, tokens)
@@ -201,8 +231,14 @@ def our_arguments(
         DataError: rows that are no list.
     """
     out = _renamed(trainer, kind, takes, {**_positional(takes, args), **given})
+    if (f := out.pop("formatting_func", None)) is not None:
+        out |= {k: _formatted(out[k], f) for k in ("rows", "eval_rows") if k in out}
+    if isinstance(out.get("value_model"), nn.Module):
+        out["value_model"] = ValueModel.from_classifier(out["value_model"])
     config, peft_config = out.get("config"), out.pop("peft_config", None)
     config = kind() if config is None else config
+    if not isinstance(config, StrictConfig) and hasattr(config, "per_device_train_batch_size"):
+        config = _of_transformers(kind, config)
     if not isinstance(config, StrictConfig):
         raise ConfigError(
             f"{trainer}: the config is a {type(config).__module__.split('.')[0]} {type(config).__name__}; write "
@@ -250,6 +286,93 @@ def our_arguments(
         out["reward"] = _reward(out["reward"], config.model.trust_remote_code)
     loaded = {"model": model, "tokenizer": tokenizer}
     return {**out, "config": config, **{k: v for k, v in loaded.items() if v is not None or k in out and k in takes}}
+
+# %% ../../nbs/train/words.ipynb #c0a51b02
+@dataclass
+class ScriptArguments:
+    """Which data a script loads, as TRL's example scripts call it."""
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+
+
+class TrlParser:
+    """The command line of a TRL script, shared out among classes of settings.
+
+    Args:
+        kinds: configs and dataclasses; a word belongs to the first that has it under its own name, then to the first
+            config in which it means something.
+    """
+
+    def __init__(self, kinds: Any) -> None:
+        self.kinds = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
+
+    def _home(self, key: str) -> int | None:
+        """Which of the classes a word belongs to."""
+        group = str(trl_words("same").get(key, "")).startswith("model.")
+        for i, kind in enumerate(self.kinds):
+            config = isinstance(kind, type) and issubclass(kind, StrictConfig)
+            if kind.has(key) if config else key in {f.name for f in fields(kind)}:
+                return i
+        own = [i for i, k in enumerate(self.kinds) if isinstance(k, type) and issubclass(k, StrictConfig)]
+        models = [i for i in own if self.kinds[i] is ModelConfig]
+        if models and (group or key in ("use_peft", "dtype", "torch_dtype")):
+            return models[0]
+        return next((i for i in own if i not in models), None) if known(key) else None
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
+        """The settings of each class.
+
+        Args:
+            args: words (default: of the command line); `--config FILE` is read first.
+
+        Raises:
+            ConfigError: a word that none of the classes knows, or a wrong value.
+        """
+        typed = sys.argv[1:] if args is None else args
+        words = as_settings(lambda key: self._home(key) is not None, ("--config",), typed)
+        data: dict[str, Any] = {}
+        if "--config" in words:
+            at = words.index("--config")
+            data, words = read_config_file(words[at + 1]), [*words[:at], *words[at + 2 :]]
+        data = merge(data, parse_overrides(words))
+        shares: list[dict[str, Any]] = [{} for _ in self.kinds]
+        for key, value in data.items():
+            home = self._home(key)
+            if home is None:
+                raise ConfigError(f"{key} is a setting of none of {', '.join(k.__name__ for k in self.kinds)}.")
+            shares[home][key] = value
+        return tuple(kind(**share) for kind, share in zip(self.kinds, shares))
+
+
+def get_peft_config(model: ModelConfig) -> Any:
+    """The adapters of a model's settings as a `peft.LoraConfig`; None where it trains in full."""
+    if model.lora is None:
+        return None
+    from peft import LoraConfig
+
+    lora = model.lora
+    return LoraConfig(
+        r=lora.r, lora_alpha=cast(int, lora.alpha), lora_dropout=lora.dropout, target_modules=lora.target_modules,
+        task_type="CAUSAL_LM", **{name: getattr(lora, name) for name in _SAME if getattr(lora, name)},
+    )  # fmt: skip
+
+
+def get_quantization_config(model: ModelConfig) -> Any:
+    """How `from_pretrained` quantizes the model of these settings; None where it doesn't."""
+    if model.lora is None or not model.lora.quantize_4bit:
+        return None
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def get_kbit_device_map() -> None:
+    """Where layers of a quantized model go: as the trainer says."""
 
 # %% ../../nbs/train/words.ipynb #b00da967
 def says_where(name: str) -> str:
