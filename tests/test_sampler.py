@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,6 +238,27 @@ def test_one_bad_row_is_still_found() -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(Exception, match="not finite"):
         sample_tokens(model, prompts(12), SamplingConfig(max_new_tokens=8), eos=[EOS], pad=PAD, seed=0, batch_size=5)
+
+
+@pytest.mark.fast_path
+@pytest.mark.parametrize("how", ["auto", "generate"])
+def test_a_run_says_whether_its_answers_are_exact(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_nb import GRPOConfig, GRPOTrainer
+
+    def start(folder: str) -> str:
+        config = GRPOConfig.preset(
+            "toy", output_dir=tmp_path / folder, steps=1, epochs=None, rollout_batch_size=8, mini_batch_size=8,
+            num_generations=4, console=False, sampling={"max_new_tokens": 6, "sampler": how},
+        )  # fmt: skip
+        run = GRPOTrainer(config, toy.build_model(0, "tiny"), tok, reward=toy.gold_reward, rows=toy.train_prompts(4))
+        run.fit()
+        event = json.loads((tmp_path / folder / "metrics.jsonl").read_text().splitlines()[0])
+        return str(event["checked"]["answers"])
+
+    assert start("run") == ("exact" if how == "auto" else "close: answers are drawn by generate")
+    if how == "auto":  # a product of one row has other bits, and the trial sees it
+        monkeypatch.setattr(engine, "LEAST", 1)
+        assert start("other").startswith("close: on this machine an answer alone")
 
 
 @pytest.mark.fast_path

@@ -168,12 +168,12 @@ def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: Tens
         if cache.dtype == torch.float32:  # rounding in half precision is left to the kernel
             q, scale = q * scale, 1.0
         q = q.reshape(n * kv_heads, heads // kv_heads, -1).to(cache.dtype)
-        return _one_query(q, *past[2 * index : 2 * index + 2], mask, scale).view(n, -1)
+        k, v = past[2 * index : 2 * index + 2]
+        return _one_query(q, k, v, mask, scale).view(n, -1)
 
     hidden = decoder.hidden_states(slots.tokens[:n], slots.positions[:n], attend)
     slots.put(*choose(decoder.logits(hidden), slots.numbers(), slots.place[:n] // slots.ids.shape[1]))
     slots.positions[:n].add_(1).clamp_(max=decoder.length - 1)  # a row that has finished goes on until it leaves
-
 
 # %% ../../nbs/fast/decode.ipynb #e319f278
 class Queue:
@@ -277,7 +277,7 @@ def decode(
     used: list[int] | None = None,
     over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Completions of prompts, several to each, with fixed shapes, as a recorded graph replays them; on a CPU `fast.engine` is faster.
+    """Completions of prompts, several to each, with the fixed shapes of a graph (CPUs: `fast.engine`).
 
     Args:
         model: a bare causal language model that `support.can_run` has nothing to say about, in evaluation mode.
@@ -316,4 +316,3 @@ def decode(
     if used is not None:
         used += steps
     return slots.ids[:-1].t(), slots.logps[:-1].t()
-

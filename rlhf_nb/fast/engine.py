@@ -87,8 +87,9 @@ class _New(NamedTuple):
 class RowCache:
     """Keys and values of rows, each from column 0 on, from which the last tokens can be taken back.
 
-    What is computed of a row depends on its own tokens only. Memory is taken by need: as many rows as are in use, as many
-    columns as the longest has, each up to the next power of two. A prompt copies its beginning from a row of the same owner.
+    What is computed of a row depends on its own tokens only. Memory is taken by need: as many rows as are in use, as
+    many columns as the longest has, each up to the next power of two. A prompt copies its beginning from a row of the
+    same owner.
 
     Args:
         decoder: see `decoder_for`.
@@ -112,9 +113,7 @@ class RowCache:
     def _blank(self, rows: int, columns: int) -> Tensor:
         "An empty cache, [layers, 2, rows, K, columns, D]."
         d = self.decoder
-        return torch.zeros(
-            len(d.layers), 2, rows, d.kv_heads, columns, d.head_dim, dtype=d.cached, device=self.device
-        )
+        return torch.zeros(len(d.layers), 2, rows, d.kv_heads, columns, d.head_dim, dtype=d.cached, device=self.device)
 
     def grow(self, rows: int, columns: int) -> None:
         "Have room for so many rows and columns; rows beyond are lost where the memory is needed."
@@ -177,7 +176,7 @@ class RowCache:
         at = (at * across + columns[:, :, None, None]).flatten()
         flat = cache.flatten(1, 4)
         q = torch.zeros(n, kv_heads, queries, d.head_dim, dtype=cache.dtype, device=device)
-        asked = q[:, :, : groups * width].unflatten(2, (groups, width))
+        asked = q[:, :, : groups * width].view(n, kv_heads, groups, width, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
             live = qkv[: n * width].to(cache.dtype)
@@ -188,7 +187,7 @@ class RowCache:
                 mixed = _mixture(q.mul_(scale).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
             else:
                 mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            mixed = mixed.view(n, kv_heads, queries, -1)[:, :, : groups * width].unflatten(2, (groups, width))
+            mixed = mixed.view(n, kv_heads, queries, -1)[:, :, : groups * width].view(n, kv_heads, groups, width, -1)
             mixed = mixed.permute(0, 3, 1, 2, 4).reshape(n * width, -1)
             return F.pad(mixed, (0, 0, 0, few)) if few else mixed
 
@@ -482,13 +481,15 @@ class RowEngine:
         """
         if self.rows:
             raise ModelError(
-                f"{len(self.rows)} answers are being written with version {self.version} of the weights, and an answer is "
-                f"one version's: let them end before version {version} comes."
+                f"{len(self.rows)} answers are being written with version {self.version} of the weights, and one is "
+                f"written with one version: let them end before version {version} comes."
             )
         own = dict(self.model.named_parameters(remove_duplicate=False))
         wrong = [k for k, w in weights.items() if k not in own or own[k].shape != w.shape]
         if wrong:
-            raise ModelError(f"{wrong[0]!r} is no parameter of this shape in {type(self.model).__name__}: nothing was loaded.")
+            raise ModelError(
+                f"{wrong[0]!r} is no parameter of this shape in {type(self.model).__name__}: nothing was loaded."
+            )
         with torch.no_grad():
             for name, weight in weights.items():
                 own[name].copy_(weight)
@@ -579,7 +580,8 @@ def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int
 
     Args:
         model: bare, on its device.
-        prompts: int64[length] each, a few; all are answered together, then one by one, then in another order.
+        prompts: int64[length] each, a few; they and their beginnings are answered together, one by one, and in half the
+            places.
         new_tokens: of each answer.
     """
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -594,12 +596,17 @@ def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int
         logps, tokens = logits.float().log_softmax(-1).max(-1)
         return tokens, logps, torch.zeros_like(tokens, dtype=torch.bool)
 
-    some = sorted(prompts, key=len)
+    texts = {tuple(p[:k].tolist()) for p in prompts for k in (len(p), max(1, len(p) - 1), max(1, len(p) // 2))}
+    some = [torch.tensor(text) for text in sorted(texts, key=lambda text: (len(text), text))]
+    every = list(range(len(some)))
+    ways = {"alone": [[i] for i in every], "in half the places": [every]}
     with torch.inference_mode():
         together = write(model, some, [1] * len(some), new_tokens, likeliest, None)
-        for way, parts in {"alone": [[i] for i in range(len(some))], "in half the places": [list(range(len(some)))]}.items():
+        for way, parts in ways.items():
             for part in parts:
-                found = write(model, [some[i] for i in part], [1] * len(part), new_tokens, likeliest, None, batch_size=-(-len(part) // 2))
+                mine, ones = [some[i] for i in part], [1] * len(part)
+                size = -(-len(part) // 2)
+                found = write(model, mine, ones, new_tokens, likeliest, None, batch_size=size)
                 if not all(torch.equal(a, b[part]) for a, b in zip(found, together)):
                     return f"on this machine an answer {way} has other last bits than in company"
     return None

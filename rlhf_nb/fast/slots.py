@@ -15,8 +15,8 @@ __all__ = ['Slots']
 class Slots:
     """The rows being decoded; slots 0 … count − 1 are in use.
 
-    All slots write the same cache column, so every row, whenever it began, ends there; a row of p tokens starts p columns
-    before. `mask` hides what lies left of a row, and right of the column written last: no shape depends on how many there are.
+    All slots write the same cache column, so every row, whenever it began, ends there; a row of p tokens starts p
+    columns before. `mask` hides what lies left of a row, and right of the column written last: shapes never change.
 
     Args:
         cache: [layers, 2, slots, K, T, D]; what a mask hides must be finite, too.
