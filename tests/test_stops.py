@@ -91,7 +91,7 @@ def test_inside_a_reward_function(tmp_path: Path, straight: Path) -> None:
 
 
 def test_inside_a_rollout(tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(engine.RowCache.states, 40, patiently)
+    slow = Slow(engine.RowCache.states, 120, patiently)  # behind the first of them, which a run is checked with
     made = grpo(tmp_path / "run")
     monkeypatch.setattr(engine.RowCache, "states", lambda *a: slow(*a))
     history = made.fit()
