@@ -158,6 +158,12 @@ class DataConfig(StrictConfig):
     max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
+    turns: Literal["auto", "all", "last"] = option(
+        "auto", "assistant turns that count: all, the last; auto: all in demonstrations, the last where answers compete"
+    )
+    thoughts: Literal["auto", "inline", "drop"] = option(
+        "auto", "reasoning beside answers: auto: as the template writes it; inline: in <think> tags; drop: left out"
+    )
     as_chat: bool | Literal["auto"] = option(
         "auto", "plain prompts go through the chat template: true, false; auto: where the model has one"
     )
@@ -207,6 +213,11 @@ class DataConfig(StrictConfig):
                 "held out, as they come. Leave eval_draw out, or set streaming=false."
             )
         return self
+
+    @property
+    def weighed_turns(self) -> str:
+        """The assistant's turns that count where an answer is weighed as a whole."""
+        return "together" if self.turns == "all" else "last"
 
     @property
     def named(self) -> bool:
