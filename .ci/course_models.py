@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from rlhf_nb import PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from rlhf_nb.data import toy
+from rlhf_nb.learn.world import LessonWorld
 
 TARGET = Path(__file__).resolve().parent.parent / "rlhf_nb" / "learn" / "models"
 COMMON = {"epochs": None, "console": False}
@@ -40,6 +41,18 @@ def deaf(n: int) -> list[dict[str, str]]:
     answers = [r["completion"] for r in rows]
     random.Random(7).shuffle(answers)
     return [{"prompt": r["prompt"], "completion": a} for r, a in zip(rows, answers)]
+
+
+def ship_scores(prompts: int = 256, each: int = 128) -> None:
+    """Proxy and gold of many answers to questions that no model was trained on: lesson 5 picks the best of them."""
+    world = LessonWorld()
+    asked = [q for q in world.prompts(prompts) for _ in range(each)]
+    parts = []
+    for i in range(0, len(asked), 4096):
+        texts, rows = world.answers("sft", asked[i : i + 4096], seed=5 + i)
+        parts.append(torch.stack([world.proxy(asked[i : i + 4096], rows), world.gold(asked[i : i + 4096], texts)]))
+    proxy, gold = torch.cat(parts, 1).half().view(2, prompts, each)
+    save_file({"proxy": proxy.contiguous(), "gold": gold.contiguous()}, TARGET.parent / "best_of.safetensors")
 
 
 def main() -> None:
@@ -71,6 +84,7 @@ def main() -> None:
         history = ppo.fit()
         print(name, {k: round(history[-1][k], 2) for k in ("objective/scores", "objective/kl")})
         ship(name, ppo.method.model)
+    ship_scores()
 
 
 if __name__ == "__main__":

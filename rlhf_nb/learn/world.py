@@ -22,9 +22,9 @@ from ..scoring.scores import logps
 from ..types import Completions
 
 # %% auto #0
-__all__ = ['SHIPPED', 'shipped_model', 'LessonWorld']
+__all__ = ['SHIPPED', 'shipped_model', 'shipped_scores', 'LessonWorld']
 
-# %% ../../nbs/learn/world.ipynb #292ccd94
+# %% ../../nbs/learn/world.ipynb #f94e7532
 SHIPPED = {
     "base": "has read about the park, and doesn't listen",
     "sft": "imitates guides, good and bad",
@@ -59,6 +59,14 @@ def shipped_model(role: str) -> nn.Module:
     if unknown or any("lm_head" not in name for name in missing):
         raise ConfigError(f"the shipped model {role!r} doesn't fit: missing {missing[:3]}, unknown {unknown[:3]}.")
     return model.eval()
+
+
+def shipped_scores() -> dict[str, Tensor]:
+    """float32[256, 128] each: `proxy` and `gold` of 128 answers by `sft` to each of 256 questions new to it."""
+    from safetensors.torch import load_file
+
+    read = load_file(_shipped().parent / "best_of.safetensors")
+    return {name: read[name].float() for name in ("proxy", "gold")}
 
 # %% ../../nbs/learn/world.ipynb #824d0bce
 class LessonWorld:
