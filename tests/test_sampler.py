@@ -132,7 +132,7 @@ def test_an_answer_has_the_same_bits_in_any_company(name: str, monkeypatch: pyte
         monkeypatch.setattr(engine, "workers_for", lambda model, cores=cores: cores)
         assert differs(orders[0]) == 0
     monkeypatch.undo()
-    monkeypatch.setattr(engine, "LEAST", 1)
+    monkeypatch.setattr(engine, "FEWEST_ROWS", 1)
     assert sum(differs([i]) for i in range(16)) > 0
 
 
@@ -257,7 +257,7 @@ def test_a_run_says_whether_its_answers_are_exact(how: str, tmp_path: Path, monk
 
     assert start("run") == ("exact" if how == "auto" else "close: answers are drawn by generate")
     if how == "auto":  # a product of one row has other bits, and the trial sees it
-        monkeypatch.setattr(engine, "LEAST", 1)
+        monkeypatch.setattr(engine, "FEWEST_ROWS", 1)
         assert start("other").startswith("close: on this machine an answer alone")
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,15 @@ from .support import can_run
 from .workers import HUGE, alone, spread, workers_for
 
 # %% auto #0
-__all__ = ['LEAST', 'WIDE', 'CHUNK', 'BEGINNING', 'READ', 'MASK', 'decoder_for', 'alike', 'Memory', 'RowCache', 'Answering',
-           'RowEngine', 'run_rows', 'write', 'company_matters']
+__all__ = ['FEWEST_ROWS', 'WIDE', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'tokens_in_common', 'RowCache',
+           'Answering', 'RowEngine', 'write_rows', 'write', 'company_matters']
 
 # %% ../../nbs/fast/engine.ipynb #e61e0009
-LEAST = 4  # rows of a product: with fewer, libraries take other instructions, and a row's last bits change
+FEWEST_ROWS = 4  # rows of a product: with fewer, libraries take other instructions, and a row's last bits change
 WIDE = 16  # columns of attention are a multiple of it
 CHUNK = 128  # columns whose mixture is one product: of longer ones, libraries choose where to cut by their width
 BEGINNING = 8  # tokens: a shorter beginning isn't copied
-READ = 1024  # tokens that are read in one pass, padding included
+READ_AT_ONCE = 1024  # tokens that are read in one pass, padding included
 MASK = 1 << 24  # numbers of attention weights in a pass, at most
 
 
@@ -51,24 +51,14 @@ def _up(n: int, unit: int = WIDE) -> int:
     return -(-n // unit) * unit
 
 
-def _at_least(x: Tensor, rows: int = LEAST) -> Tensor:
+def _at_least(x: Tensor, rows: int = FEWEST_ROWS) -> Tensor:
     "The same with rows of zeros behind, where there are too few."
     return x if len(x) >= rows else F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))
 
 
-def alike(one: Sequence[int], two: Sequence[int]) -> int:
+def tokens_in_common(one: Sequence[int], two: Sequence[int]) -> int:
     "How many tokens two texts have in common from the beginning on."
     return next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
-
-
-class Memory(Protocol):
-    "Keys and values of rows 0, 1, …; see `RowCache`."
-
-    lens: list[int]
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor: ...
-    def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor: ...
-    def move(self, row: int, to: int) -> None: ...
 
 # %% ../../nbs/fast/engine.ipynb #e61e0010
 class _New(NamedTuple):
@@ -166,7 +156,7 @@ class RowCache:
         own = steps[index] if run else index
         columns = torch.tensor([self.lens[r] for r in rows], device=device)[:, None] + steps[:width]
         ids = torch.tensor([t for b in blocks for t in (*b, *[b[-1]] * (width - len(b)))], device=device)
-        least = LEAST if self.by_products else 1
+        least = FEWEST_ROWS if self.by_products else 1
         queries, few = max(least, groups * width), max(0, least - n * width)
         looks = F.pad(columns[:, None].expand(n, groups, width).flatten(1), (0, queries - groups * width))
         bias = torch.zeros(n, queries, end, dtype=cache.dtype, device=device)
@@ -243,7 +233,7 @@ class RowCache:
     def _source(self, new: _New) -> tuple[int, int]:
         "The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."
         there = (r for r in self._begins.get(new.begins, ()) if self.owners[r] == new.owner)
-        n, row = max(((alike(self.held[r], new.text), r) for r in there), default=(0, new.rows[0]))
+        n, row = max(((tokens_in_common(self.held[r], new.text), r) for r in there), default=(0, new.rows[0]))
         n = min(n, len(new.text) - 1)
         return row, n if n >= BEGINNING else 0
 
@@ -252,7 +242,7 @@ class RowCache:
         now, later, firsts = list[_New](), list[_New](), dict[Any, list[_New]]()
         for new in waiting:
             others = firsts.setdefault(new.begins, [])
-            same = max((alike(new.text, other.text) for other in others), default=0)
+            same = max((tokens_in_common(new.text, other.text) for other in others), default=0)
             if others and same >= self._source(new)[1] + BEGINNING:
                 later.append(new)
             else:
@@ -276,9 +266,9 @@ class RowCache:
             group: list[_New] = []
             for new in left:  # side by side, as far as none runs over the end of its row
                 held, most = self.lens[new.rows[0]], MASK // (self.decoder.heads * _up(len(new.text)))
-                width = min(len(new.text) - held, READ // 2, max(LEAST, most))
+                width = min(len(new.text) - held, READ_AT_ONCE // 2, max(FEWEST_ROWS, most))
                 longest = max(self.lens[x.rows[0]] for x in [*group, new])
-                full = (len(group) + 1) * width > min(READ, most) or longest + width > self.cache.shape[4]
+                full = (len(group) + 1) * width > min(READ_AT_ONCE, most) or longest + width > self.cache.shape[4]
                 if group and full:
                     break
                 group.append(new)
@@ -497,7 +487,7 @@ class RowEngine:
         self.version = version
 
 
-def run_rows(
+def write_rows(
     engine: RowEngine, waiting: Sequence[Answering], slots: int, over: Callable[[list[int]], bool] | None = None,
     enter: float = 0.25,
 ) -> list[int]:  # fmt: skip
@@ -564,7 +554,7 @@ def write(
     def one(k: int) -> list[int]:
         mine = [rows[i] for group in groups[k::parts] for i in group]
         slots = min(-(-size // parts), len(mine))
-        return run_rows(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
+        return write_rows(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
     small = sum(p.numel() for p in model.parameters()) <= HUGE
     with alone() if small else nullcontext():  # one thread a row: how many there are changes no bit
