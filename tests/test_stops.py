@@ -106,7 +106,7 @@ def test_inside_a_rollout(tmp_path: Path, straight: Path, monkeypatch: pytest.Mo
 def test_the_loop_that_draws_tokens_has_a_safe_point() -> None:
     import inspect
 
-    assert "safe_point()" in inspect.getsource(decode.run) and "safe_point()" in inspect.getsource(engine.write_rows)
+    assert "safe_point()" in inspect.getsource(decode.run) and "safe_point()" in inspect.getsource(engine.write_answers)
 
 
 def test_inside_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

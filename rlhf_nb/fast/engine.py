@@ -21,7 +21,7 @@ from .workers import HUGE, alone, spread, workers_for
 
 # %% auto #0
 __all__ = ['FEWEST_ROWS', 'WIDE', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'tokens_in_common', 'RowCache',
-           'Answering', 'RowEngine', 'write_rows', 'write', 'company_matters']
+           'Answering', 'RowEngine', 'write_answers', 'write', 'company_matters']
 
 # %% ../../nbs/fast/engine.ipynb #e61e0009
 FEWEST_ROWS = 4  # rows of a product: with fewer, libraries take other instructions, and a row's last bits change
@@ -487,7 +487,7 @@ class RowEngine:
         self.version = version
 
 
-def write_rows(
+def write_answers(
     engine: RowEngine, waiting: Sequence[Answering], slots: int, over: Callable[[list[int]], bool] | None = None,
     enter: float = 0.25,
 ) -> list[int]:  # fmt: skip
@@ -554,7 +554,7 @@ def write(
     def one(k: int) -> list[int]:
         mine = [rows[i] for group in groups[k::parts] for i in group]
         slots = min(-(-size // parts), len(mine))
-        return write_rows(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
+        return write_answers(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
     small = sum(p.numel() for p in model.parameters()) <= HUGE
     with alone() if small else nullcontext():  # one thread a row: how many there are changes no bit
