@@ -260,7 +260,8 @@ def same_sides(look: FileLook) -> list[int]:
 def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
     """A file's rows as training tokenizes them."""
     chat = speaks_chat(tokenizer, data.as_chat)
-    limits: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": False}
+    longest = data.prompt_limit if look.kind == "prompt" else data.max_prompt_length
+    limits: dict[str, Any] = {"max_prompt_length": longest, "chat": chat, "warn": False}
     if look.kind == "prompt":
         return tokenize_prompts(look.rows, tokenizer, **limits)
     if look.kind == "unpaired":
@@ -526,9 +527,9 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
             "ones."
         )
         return
-    report: LengthReport = length_report(
-        tokens, None if look.kind == "prompt" else data.max_length, data.max_prompt_length, warn=False
-    )
+    asked = look.kind == "prompt"
+    whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
+    report: LengthReport = length_report(tokens, whole, first, warn=False)
     say(
         "\n"
         + report.text()

@@ -139,12 +139,12 @@ def plain_rows(chat: bool) -> Finding:
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
-    limits: tuple[int | None, int] = (data.max_length, data.max_prompt_length)
+    limits: tuple[int | None, int | None] = (data.max_length, data.max_prompt_length)
     chat = speaks_chat(tokenizer, data.as_chat)
     if kind == "prompt":
         tokens, limits = (
-            tokenize_prompts(rows, tokenizer, data.max_prompt_length, chat=chat, warn=False),
-            (None, limits[1]),
+            tokenize_prompts(rows, tokenizer, data.prompt_limit, chat=chat, warn=False),
+            (None, data.prompt_limit),
         )
     elif kind == "unpaired":
         tokens = tokenize_labelled(rows, tokenizer, data, warn=False)
@@ -166,7 +166,7 @@ def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind)
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."
         )
     report = length_report(tokens, *limits, warn=False)
-    return tokens, report, min(limits[0] or limits[1], report.total[100]) + new
+    return tokens, report, min(limits[0] or data.prompt_limit, report.total[100]) + new
 
 # %% ../../nbs/pipeline/doctor.ipynb #20999cd4
 def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, window: int | None) -> list[Finding]:

@@ -683,7 +683,7 @@ def held_out_prompts(plan: StagePlan, tokenizer: Any) -> PromptBatch:
     if (world := world_of(config.data.path)) and world.gold:
         held = world.prompts(n, derive_seed(seed, "pipeline"))
     chat = speaks_chat(tokenizer, config.data.as_chat)
-    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.max_prompt_length, chat=chat, warn=False)
+    rows = tokenize_prompts((held or train)[:n], tokenizer, config.data.prompt_limit, chat=chat, warn=False)
     return collate_prompts(rows, tokenizer.pad_token_id)
 
 

@@ -58,7 +58,6 @@ class DistillConfig(TextConfig):
     beta: float | None = option(None, "js: the teacher's share in the mixture; null: 0.5", gt=0, lt=1)
     top_k: int | None = option(64, "the teacher's likeliest tokens that are kept; null: all", ge=1)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how the student answers")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "the optimizer and its schedule")
 
     @property
     def own_share(self) -> float:
@@ -149,7 +148,7 @@ class Distill(TextMethod):
         """Prompts as tokens; with their answers where the data's own are learnt on."""
         data = self.config.data
         if self.config.own_share == 1:
-            return tokenize_prompts(rows, self.tokenizer, data.max_prompt_length, chat=self.chat, warn=warn)
+            return tokenize_prompts(rows, self.tokenizer, data.prompt_limit, chat=self.chat, warn=warn)
         return tokenize_sft(
             rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
             completion_only=data.completion_only, chat=self.chat, warn=warn,
