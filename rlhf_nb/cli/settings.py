@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..console import me as _me
+from ..console import me as _me, tell
 from ..errors import ConfigError, suggest
 
 # %% auto #0
@@ -57,7 +57,8 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         kind: a method, or "run" for a pipeline.
         config: file, run directory or recipe.
         overrides: `key=value` texts.
-        toy: begin with the toy preset.
+        toy: begin with the toy preset; a method that asks for a reward and was given none takes the world's proxy,
+            and says so.
     """
     from rlhf_nb.train.registry import get
 
@@ -73,7 +74,23 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         raise ConfigError(
             f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
         )
-    return of.load(path, list(overrides or []), "toy" if toy else "default")
+    made = of.load(path, list(overrides or []), "toy" if toy else "default")
+    if toy and _unrewarded(kind, made):
+        tell(
+            "Note: no reward was named, so the world's proxy is maximised (reward=proxy: what its labellers believe an "
+            "answer is worth, or, where it has none, 1 for a right answer), and gold only watched. reward=FOLDER takes "
+            f"the model that `{_me()} reward --toy` leaves."
+        )
+        made = made.replace(reward="proxy")
+    return made
+
+
+def _unrewarded(kind: str, config: Any) -> bool:
+    """Whether a method learns from answers of its own and nothing says what they are worth."""
+    from rlhf_nb.train.registry import get
+
+    asks = kind != "run" and get(kind).online and config.has("reward")
+    return asks and config.reward is None and not config.rewards and getattr(config, "replay", None) is None
 
 
 def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
@@ -97,13 +114,17 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
         lacking = config.unsaid()
     else:
         named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        named |= {"reward": False} if command != "plan" and _unrewarded(kind, config) else {}
+        named |= {"teacher": config.teacher} if config.has("teacher") and command != "plan" else {}
         lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
     if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
-        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
+        typed_as = {"model.name_or_path": "MODEL", "reward": "FOLDER", "teacher": "MODEL"}
+        more = [f"{key}={typed_as.get(key, 'FILE')}" for key in lacking]
         raise ConfigError(
             f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
             f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+            f"{' teacher=toy' if 'teacher' in lacking else ''}"
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002

@@ -205,7 +205,7 @@ class LengthReport:
 def _warn_cut(report: LengthReport, level: int, example: str = "") -> None:
     """Warn when rows lose tokens, with an example and the remedy."""
     if report.cut:
-        share = f"{report.cut} of {report.rows} rows ({report.cut_fraction:.1%})"
+        share = f"{report.cut} of {report.rows} rows ({report.cut_fraction:.0%})"
         _warn(f"{share} are longer than the limits and lose tokens{example}; {report.remedy}.", level)
 
 

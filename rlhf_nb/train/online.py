@@ -513,8 +513,8 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
 
     Args:
         config: `rewards` are entries (`train.entries`); `reward` is the folder of a reward model, of an ensemble's
-            `member-*` folders, or in a world that is made here "check" (1 for a right answer) or "gold", where it has
-            one.
+            `member-*` folders, or in a world that is made here "check" (1 for a right answer), "proxy" (what its
+            labellers believe an answer is worth; "check" where it has none) or "gold", where it has one.
 
     Raises:
         ConfigError: neither names anything.
@@ -531,9 +531,11 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
         )
     if config.reward == "gold" and gold:
         return gold["gold"], {}
-    if config.reward == "check" and world is not None:
+    if config.reward == "proxy" and world is not None and world.taste is not None:
+        return Rewards([world.taste], names=["proxy"], timeout=config.reward_timeout), gold
+    if config.reward in ("check", "proxy") and world is not None:
         return from_entries(world.check, config), gold
-    if config.reward in ("gold", "check") and not Path(config.reward).exists():
+    if config.reward in ("gold", "check", "proxy") and not Path(config.reward).exists():
         raise ConfigError(
             f"reward={config.reward} judges answers of worlds that are made here, and data.path is {config.data.path}: "
             "name the folder of a reward model, or an entry, rewards=[{verify: number}]."
