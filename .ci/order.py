@@ -31,7 +31,7 @@ def rooms(root: Path = ROOT) -> list[Room]:
     for part in yaml.safe_load((root / "nbs" / "order.yml").read_text(encoding="utf-8")):
         for room in part["rooms"]:
             folder = "" if room["room"] == "ground" else room["room"] + "/"
-            lines = {folder + name: line for entry in room["notebooks"] for name, line in entry.items()}
+            lines = {folder + name: line for entry in room["notebooks"] or [] for name, line in entry.items()}
             sees = tuple(room["sees"]) if "sees" in room else None
             made.append(Room(part["part"], part["about"], room["room"], room.get("floor"), sees, lines))
     return made
@@ -68,7 +68,7 @@ def contents(root: Path = ROOT) -> str:
             part = room.part
             lines += ["", f"## {part}", "", f"{room.about[0].upper()}{room.about[1:]}.", ""]
         for path, line in room.notebooks.items():
-            name = path.removeprefix("tutorials/").replace("/", ".")
+            name = path.replace("/", ".") if room.floor is not None or room.name == "ground" else path.partition("/")[2]
             lines.append(f"- [`{name}`]({path}.ipynb) {line}")
     return "\n".join(lines) + "\n"
 

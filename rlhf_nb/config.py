@@ -161,6 +161,12 @@ class DataConfig(StrictConfig):
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
     max_cut: float = option(0.1, "share of rows that may lose tokens; with more the run doesn't start", ge=0, le=1)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
+    turns: Literal["auto", "all", "last"] = option(
+        "auto", "assistant turns that count: all, the last; auto: all in demonstrations, the last where answers compete"
+    )
+    thoughts: Literal["auto", "inline", "drop"] = option(
+        "auto", "reasoning beside answers: auto: as the template writes it; inline: in <think> tags; drop: left out"
+    )
     as_chat: bool | Literal["auto"] = option(
         "auto", "plain prompts go through the chat template: true, false; auto: where the model has one"
     )
@@ -213,6 +219,11 @@ class DataConfig(StrictConfig):
     def prompt_limit(self) -> int:
         """Most tokens of a prompt to which answers are drawn."""
         return self.max_prompt_length or min(512, self.max_length // 2)
+
+    @property
+    def weighed_turns(self) -> str:
+        """The assistant's turns that count where an answer is weighed as a whole."""
+        return "together" if self.turns == "all" else "last"
 
     @property
     def named(self) -> bool:

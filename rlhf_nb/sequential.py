@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 
 # %% auto #0
-__all__ = ['ALPHA', 'LEAST', 'bets', 'log_wealth', 'noise', 'tamed', 'Fall', 'fall_evidence', 'fall']
+__all__ = ['ALPHA', 'LEAST', 'bets', 'log_wealth', 'in_blocks', 'noise', 'tamed', 'Fall', 'fall_evidence', 'fall']
 
 # %% ../nbs/sequential.ipynb #5e900008
 def bets(points: _Floats, alpha: float) -> _Floats:
@@ -54,20 +54,40 @@ LEAST = 12  # points from which noise can be told
 _STRETCHES = (2, 4, 8)  # points before a cut
 _AFTER = 2  # least points after it: a single strange value is no fall
 _FALLS = np.array([1.0, 2.0, 4.0, 8.0])  # standard deviations of a point
+_BLOCKS = 40  # most blocks that are compared
+_PHI = np.linspace(-0.5, 0.95, 300)  # memories, and what bends over two points are to bends over one with each of them
+_RATIO = (1 + _PHI) * (3 - _PHI**2) / (3 - _PHI)
+_NONE = 40  # so many points speak for no memory before any is seen
+
+
+def in_blocks(values: Any) -> _Floats:
+    """Means of neighbouring points: of 1, 2, 4, ... points each, so that at most 40 blocks are left.
+
+    Args:
+        values: [..., n], old values first; the newest ones that fill no block are left out.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    size = 1
+    while x.shape[-1] // size > _BLOCKS:
+        size *= 2
+    whole = x.shape[-1] // size
+    return np.asarray(x[..., : whole * size].reshape(*x.shape[:-1], whole, size).mean(-1))
 
 
 def noise(values: Any) -> Any:
-    """Standard deviation of a curve's noise, from second differences, rather too large where values are few.
+    """Standard deviation of a curve's noise as it matters for means over many points: noise with a memory counts more.
 
     Args:
-        values: [..., n]; fewer than `LEAST` say too little: NaN.
+        values: [..., n]; fewer than `LEAST` say too little: NaN. It is rather too large where values are few.
     """
     x = np.asarray(values, dtype=np.float64)
     n = x.shape[-1]
     if n < LEAST:
         return np.full(x.shape[:-1], np.nan)[()]
-    bends = (np.diff(x, 2) ** 2).mean(-1)
-    return np.sqrt(bends / 6) * (1 + 4 / n)  # a bend has variance 6 σ²
+    one, two = (((x[..., 2 * h :] - 2 * x[..., h:-h] + x[..., : -2 * h]) ** 2).mean(-1) / 6 for h in (1, 2))
+    seen = np.interp(two / np.maximum(one, 1e-300), _RATIO, _PHI)
+    phi = np.clip(n * seen / (n + _NONE), 0, 0.9)
+    return np.sqrt(3 * one * (1 + phi) / ((1 - phi) ** 2 * (3 - phi))) * (1 + 4 / n)
 
 
 def tamed(values: Any) -> _Floats:
@@ -121,17 +141,33 @@ def _terms(x: _Floats, error: _Floats) -> tuple[_Floats, list[tuple[int, int]]]:
     return np.concatenate(parts, -1), pairs
 
 
-def fall_evidence(values: Any, error: Any) -> Any:
+def _blocks_and_errors(values: Any, error: Any) -> tuple[_Floats, _Floats]:
+    """Blocks of a curve, and the standard deviation of each one's noise."""
+    all_points = np.asarray(values, dtype=np.float64)
+    x = in_blocks(all_points)
+    own = np.asarray(noise(x))[..., None]
+    if error is None:
+        return x, np.maximum(np.broadcast_to(own, x.shape), 1e-12)
+    told = np.broadcast_to(np.asarray(error, dtype=np.float64), all_points.shape)
+    size = all_points.shape[-1] // x.shape[-1]
+    return x, np.maximum(np.fmax(np.sqrt(in_blocks(told**2) / size), own), 1e-12)
+
+
+def _summed(terms: _Floats) -> Any:
+    """log E, [...]."""
+    top = terms.max(-1)
+    return top + np.log(np.exp(terms - top[..., None]).sum(-1))
+
+
+def fall_evidence(values: Any, error: Any = None) -> Any:
     """log E of many curves at once, [...].
 
     Args:
-        values: [..., n], n ≥ 4.
-        error: standard deviation of each value's noise, of a shape that fits.
+        values: [..., n], n ≥ 4; without errors n ≥ `LEAST`.
+        error: as for `fall`.
     """
-    x = tamed(values)
-    terms = _terms(x, np.maximum(np.broadcast_to(np.asarray(error, dtype=np.float64), x.shape), 1e-12))[0]
-    top = terms.max(-1)
-    return top + np.log(np.exp(terms - top[..., None]).sum(-1))
+    x, spread = _blocks_and_errors(values, error)
+    return _summed(_terms(tamed(x), spread)[0])
 
 
 def fall(values: Any, error: Any = None) -> Fall | None:
@@ -143,14 +179,11 @@ def fall(values: Any, error: Any = None) -> Fall | None:
 
     Source: the mixture of Robbins (1970) over cuts, as in Shin, Ramdas and Rinaldo, arXiv 2203.03532.
     """
-    x = np.asarray(values, dtype=np.float64)
-    own = float(noise(x))
-    if len(x) < _STRETCHES[0] + _AFTER or (error is None and math.isnan(own)):
+    if len(values) < (LEAST if error is None else _STRETCHES[0] + _AFTER):
         return None
-    known = np.zeros(len(x)) if error is None else np.broadcast_to(np.asarray(error, dtype=np.float64), x.shape)
-    spread = np.maximum(np.fmax(known, own), 1e-12)
+    x, spread = _blocks_and_errors(values, error)
     terms, pairs = _terms(tamed(x), spread)
     cut, k = pairs[int(terms.argmax())]
-    w = 1 / spread**2
+    w, size = 1 / spread**2, len(values) // len(x)
     high, now = np.average(x[cut - k : cut], weights=w[cut - k : cut]), np.average(x[cut:], weights=w[cut:])
-    return Fall(float(fall_evidence(x, spread)), float(high), float(now), cut - k, cut)
+    return Fall(float(_summed(terms)), float(high), float(now), (cut - k) * size, cut * size)

@@ -280,6 +280,11 @@ def main(cases: str, root: Path, over: dict[str, Any]) -> None:
     import torch
 
     resume = over.pop("resume", False)
+    if cases == "hang":
+        torch.distributed.init_process_group("gloo")
+        if os.environ["RANK"] == "1":
+            signal.pause()  # and never comes to what the others wait for
+        torch.distributed.all_reduce(torch.ones(1))
     if cases.startswith("evaluations"):
         torch.set_num_threads(1)
         found = [evaluations(root, held, **over) for held in (7, 1)]

@@ -24,6 +24,11 @@ WORDS = sorted(w for w in toy.build_tokenizer().get_vocab() if re.fullmatch(" [a
 FACTS = {word: ANSWERS[3 * i % 8] for i, word in enumerate(WORDS[:40])}
 
 
+def after(answer: str, places: int) -> str:
+    """The answer so many places on; what is taught wrongly is one place on, and so among the choices."""
+    return ANSWERS[(ANSWERS.index(answer) + places) % len(ANSWERS)]
+
+
 def rows_of(facts: dict[str, str], path: Path) -> str:
     """Facts as demonstrations."""
     path.write_text("".join(json.dumps({"prompt": k, "completion": v}) + "\n" for k, v in facts.items()))
@@ -52,7 +57,7 @@ def knows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(AutoModelForCausalLM.from_config(shape), tokenizer, folder / "start")
     rows = rows_of(FACTS, folder / "facts.jsonl")
     run_stage(SFTConfig.model_validate(how(folder / "run", str(folder / "start"), rows, 300)))
-    suite = [{"prompt": k, "choices": [v, *(x for x in ANSWERS if x != v)][:4], "answer": 0} for k, v in FACTS.items()]
+    suite = [{"prompt": k, "choices": [after(v, i) for i in range(4)], "answer": 0} for k, v in FACTS.items()]
     said = {"name": "forty", "task": "choice", "rule": {"choice": True}, "rows": suite}
     (folder / "forty.yaml").write_text(json.dumps(said))
     return folder
@@ -78,7 +83,7 @@ def pipeline(knows: Path, to: Path, facts: dict[str, str], **gates: Any) -> RLHF
 
 def test_sft_that_lost_half_of_forty_facts_is_not_promoted(knows: Path, tmp_path: Path) -> None:
     half = WORDS[:20]
-    wrong = {k: ANSWERS[(ANSWERS.index(FACTS[k]) + 1) % 8] for k in half}
+    wrong = {k: after(FACTS[k], 1) for k in half}
     keeps = {str(knows / "forty.yaml"): 0.05}
     stopped = pipeline(knows, tmp_path / "stopped", FACTS | wrong, keeps=keeps)
     with pytest.raises(RunError, match="forty: lost"):

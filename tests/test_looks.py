@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 KINDS = [
-    kind for kind in looks.NEVER_FALL if "resemble" not in kind
-]  # noise with a memory is taken for a fall: docs/evaluate.md says how often
+    kind for kind in looks.NEVER_FALL if "(0.8)" not in kind and "one (0.5)" not in kind
+]  # docs/evaluate.md says how often these are taken for a fall
 
 
 def allowed(runs: int) -> float:
@@ -50,7 +50,7 @@ def test_few_curves_that_never_fall_are_said_to_have_fallen(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "lopsided" not in kind])
+@pytest.mark.parametrize("kind", KINDS)
 def test_five_in_a_hundred_at_most_over_500_looks(kind: str) -> None:
     found = looks.first_alarms(looks.NEVER_FALL[kind](np.random.default_rng(2), 2000, 500))
     print(f"{kind}: {(found >= 0).mean():.1%}")

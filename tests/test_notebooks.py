@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-TUTORIALS = [p for p in ALL if p.parent.name == "tutorials"]
+TUTORIALS = [p for p in ALL if p.parent.name in ("course", "solutions", "tutorials")]  # run in a kernel, as a reader's
 
 
 def dotted(path: Path) -> str:
@@ -27,9 +28,8 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(NBS).with_suffix("").parts)
 
 
-LONG = (
-    "feedback_to_next_version",
-)  # half a minute of training; what it calls is tested by `pipeline.cycle` and test_cycle.py
+# Half a minute of training and more, run in the slow suites; what they call is tested by `pipeline.cycle`, test_cycle.py and `learn.world`.
+LONG = ("feedback_to_next_version", "lesson_07")
 
 FORKS = """
 import gc, json, os, signal, sys
@@ -61,6 +61,7 @@ SETTINGS = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "OMP_NUM_THREADS": os.environ.get("RLHF_NB_TEST_THREADS", "1"),
     "MPLBACKEND": "Agg",
+    "RLHF_NB_LEARN": str(Path(tempfile.mkdtemp()) / "learn.json"),  # what a learner has solved
     "PYTHONWARNINGS": "ignore,error:held-out rows",  # what is held out must not stand in the training rows: TextTrainer compares them
 }
 

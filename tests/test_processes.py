@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import patience
 import pytest
 import torch
 from process_cases import CASES, LORA, run_ranks
@@ -97,6 +98,15 @@ def test_a_tracker_leaves_ranks_connected(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run_ranks("sft", tmp_path, 2, steps=2, trackers=["tensorboard"])
     assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_ranks_that_hang_show_where_both_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts idle time: importing on a busy machine is no hang, a collective that one rank never reaches is."""
+    monkeypatch.setattr(patience.wait, "__defaults__", (8.0,))
+    with pytest.raises(AssertionError, match="it hangs") as told:
+        run_ranks("hang", tmp_path, 2)
+    first, second = str(told.value).split("--- out-1.txt")
+    assert "all_reduce" in first and "process_cases.py" in second and "all_reduce" not in second
 
 
 def same_evaluations(one: Path, other: Path) -> None:

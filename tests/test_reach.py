@@ -57,11 +57,15 @@ def graph_of(package: Path) -> dict[str, set[str]]:
 
 
 def roots() -> set[str]:
-    """Commands, methods, public names and what tutorials import."""
+    """Commands, methods, helpers of lessons, public names and what tutorials import."""
     graph = graph_of(ROOT / "rlhf_nb")
-    out = {name for name in graph if name == "__main__" or name.split(".")[0] in ("cli", "train") or name == "app.cli"}
+    out = {
+        name
+        for name in graph
+        if name == "__main__" or name.split(".")[0] in ("cli", "learn", "train") or name == "app.cli"
+    }
     out |= public((ROOT / "rlhf_nb" / "__init__.py").read_text(encoding="utf-8"))
-    for path in (ROOT / "nbs" / "tutorials").glob("*.ipynb"):
+    for path in (p for room in ("course", "tutorials") for p in (ROOT / "nbs" / room).glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         out |= named("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), graph)
     return out & set(graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -125,3 +126,127 @@ def test_a_training_step_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyP
     history = made.fit()
     assert history.stopped == "interrupted (SIGINT)" and len(history) == 1
     assert (tmp_path / "run" / "checkpoints" / "step-0000000001" / "manifest.json").exists()
+
+
+RANK = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+from rlhf_nb.core import safe_point
+from rlhf_nb.data import toy
+from rlhf_nb.fast import decode
+from test_stops import grpo, patiently
+folder, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+calls, left = 0, 0.0
+def slow(act, at, wait):
+    def call(*words, **more):
+        global calls, left
+        calls += 1
+        if calls == at:
+            (folder / f"waits-{rank}").write_text("")
+            try:
+                wait()
+            finally:
+                left = time.time()
+        return act(*words, **more)
+    return call
+reward = toy.gold_reward
+if kind == "reward":
+    reward = slow(reward, 3, lambda: time.sleep(60))
+elif kind == "rollout":
+    decode.decode_step = slow(decode.decode_step, 40, patiently)
+made = grpo(folder / "run", reward)
+history = made.fit(resume=kind == "again")
+(folder / f"told-{rank}.json").write_text(json.dumps([history.stopped, left]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reward", "rollout"])
+def test_with_two_ranks(kind: str, tmp_path: Path) -> None:
+    """Both ranks are told, as by a terminal or by `launch`; both leave at once, save, and go on as if nothing had been."""
+    import json
+    import sys
+
+    import patience
+    from process_cases import free_port
+
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def start(what: str, folder: Path) -> list[Any]:
+        folder.mkdir(exist_ok=True)
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "ACCELERATE_USE_CPU": "true",
+        }
+        tests = str(Path(__file__).parent)
+        shared |= {
+            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', str(Path(tests).parent))}:{tests}",
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = []
+        for rank in range(2):
+            with open(folder / f"out-{rank}.txt", "a") as out:
+                own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, str(tmp_path / "rank.py"), str(folder), what], env=own, stdout=out, stderr=out
+                    )
+                )
+        return ranks
+
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    ranks = start(kind, stopped)
+    try:
+        assert patience.until(lambda: len(list(stopped.glob("waits-*"))) == 2, *ranks), (
+            stopped / "out-0.txt"
+        ).read_text()
+        time.sleep(0.3)
+        sent = time.time()
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        assert patience.wait(ranks, cpu=300) == [0, 0], (stopped / "out-0.txt").read_text()[-2000:]
+        for file in sorted(stopped.glob("told-*")):
+            reason, left = json.loads(file.read_text())
+            print(f"{kind}: left {left - sent:.2f} s after the signal")
+            assert reason == "interrupted (SIGINT)" and left - sent < SECONDS
+        ranks = start("again", stopped)
+        assert patience.wait(ranks, cpu=300) == [0, 0], (stopped / "out-0.txt").read_text()[-2000:]
+        ranks = start("straight", whole)
+        assert patience.wait(ranks, cpu=300) == [0, 0], (whole / "out-0.txt").read_text()[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert told(stopped / "run") == told(whole / "run"), "something was lost"
+
+
+def test_ranks_stop_together_or_not_at_all() -> None:
+    """What each rank decides, with a store in the place of processes."""
+    import torch.distributed as dist
+
+    from rlhf_nb.run import engine
+
+    store = dist.HashStore()
+
+    def votes(place: str) -> list[Any]:
+        return [engine.StopVote(place, rank, 2) for rank in range(2)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        patch.setattr(engine.StopVote, "SECONDS", 0.2)
+        both, said = votes("both"), [False, False]
+        threads = [threading.Thread(target=lambda r=r: said.__setitem__(r, both[r].stops())) for r in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert said == [True, True]
+        first, second = votes("one has ended")
+        second.close()
+        assert not first.stops() and not second.stops()
+        first, second = votes("one is elsewhere")
+        assert not first.stops() and not second.stops(), "the first one waited in vain: none may stop any more"
+    assert engine.StopVote("alone", 0, 1).stops()

@@ -317,6 +317,7 @@ def test_what_the_user_says_in_between_is_no_answer(reference: str, tmp_path: Pa
     torch.manual_seed(0)
     model, base, rows = toy.build_model(0, "tiny"), toy.build_model(1, "tiny"), dialogues()
     shape: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "console": False, "reference_cache": str(tmp_path)}
+    shape["data"] = {"path": "toy", "turns": "all"}
     config = DPOConfig.preset("toy", **shape, reference=reference, loss="sigmoid", nll_coef=0.5)
     trainer = DPOTrainer(config, model, CHAT, rows, reference=base)
     method = trainer.method
@@ -346,7 +347,8 @@ def test_what_the_user_says_in_between_is_no_answer(reference: str, tmp_path: Pa
 def test_thumbs_for_a_dialogue_count_the_assistant(tmp_path: Path) -> None:
     """KTO sums what the assistant says, of its own answer and of the stranger's."""
     model, rows = toy.build_model(0, "tiny"), dialogues()
-    config = KTOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False)
+    shape: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "console": False}
+    config = KTOConfig.preset("toy", **shape, data={"path": "toy", "turns": "all"})
     labelled = [
         {"prompt": r["prompt"], "completion": r[side], "label": label}
         for r in rows
@@ -361,17 +363,46 @@ def test_thumbs_for_a_dialogue_count_the_assistant(tmp_path: Path) -> None:
     assert set(batch.other_mask.sum(1).tolist()) <= counts and max(counts) < int(batch.completion_lens.max())
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_pairs_of_dialogues() -> None:
-    """Where no mask can say what the assistant wrote, the rows are refused; single answers are taken."""
-    strict = copy.deepcopy(CHAT)  # shows the last answer only, as templates do that leave out what was thought
+def test_a_template_that_rewrites_earlier_turns_weighs_the_last() -> None:
+    """Where the template shows the last answer only, that one counts; all turns together can't be weighed, and that is said."""
+    strict = copy.deepcopy(CHAT)
     strict.chat_template = (
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['role'] }}: {{ m['content'] }} {% endif %}"
         "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    with pytest.raises(DataError, match="no mask can say which tokens the assistant wrote"):
-        tokenize_preferences(dialogues()[:1], strict)
+    (row,) = tokenize_preferences(dialogues()[:1], strict)
+    asked = strict.apply_chat_template([*dialogues()[0]["prompt"], *dialogues()[0]["chosen"][:2]], tokenize=False)
+    chosen = [i for i, counts in zip(row["chosen_ids"], row["chosen_mask"], strict=True) if counts]
+    assert "eat mice." in strict.decode(chosen) and len(chosen) <= 6 and row["chosen_mask"][0] is False
+    assert strict.decode(row["prompt_ids"] + row["chosen_ids"]).startswith(
+        strict.decode(strict(asked, add_special_tokens=False)["input_ids"])
+    )
+    with pytest.raises(DataError, match=r"pair 0 has 2 turns.*can't be weighed as one answer. data.turns=last"):
+        tokenize_preferences(dialogues()[:1], strict, turns="together")
     single = {"prompt": "Visitor: Hi?\nPip:", "chosen": " In the forest.", "rejected": " In the sea."}
     assert tokenize_preferences([single], strict)[0]["chosen_mask"] is None
+
+
+@pytest.mark.parametrize("turns", ["auto", "last", "all"])
+def test_which_turns_count(turns: str, tmp_path: Path) -> None:
+    """The last turn of each side, unless all are asked for; demonstrations count all, unless the last is."""
+    shape: dict[str, Any] = {"output_dir": str(tmp_path), "console": False, "data": {"path": "toy", "turns": turns}}
+    (row, _) = DPOTrainer(
+        DPOConfig.preset("toy", **shape), toy.build_model(0, "tiny"), CHAT, dialogues()
+    ).method.tokenize(dialogues())
+    both = len(said(toy.build_model(0, "tiny"), dialogues()[0], "chosen"))
+    last = len(
+        encode_pair(CHAT, [*dialogues()[0]["prompt"], *dialogues()[0]["chosen"][:2]], dialogues()[0]["chosen"][2:])[1]
+    )
+    assert sum(row["chosen_mask"]) == (both if turns == "all" else last) and last < both
+    trainer = SFTTrainer(
+        SFTConfig.preset("toy", **shape),
+        toy.build_model(0, "tiny"),
+        CHAT,
+        [{"prompt": r["prompt"], "completion": r["chosen"]} for r in dialogues()],
+    )
+    (told, _) = trainer.method.tokenize([{"prompt": r["prompt"], "completion": r["chosen"]} for r in dialogues()])
+    assert sum(told["completion_mask"]) == (last if turns == "last" else both)
 
 
 def test_dropout_of_adapters_is_had_or_said_to_be_left_out(tmp_path: Path) -> None:

@@ -171,7 +171,12 @@ _FEW = 64  # dialogues of one job
 
 
 def render_chats(
-    tok: Any, dialogues: Sequence[Any], ask: bool = False, tools: Any = None, template: str | None = None
+    tok: Any,
+    dialogues: Sequence[Any],
+    ask: bool = False,
+    tools: Any = None,
+    template: str | None = None,
+    thinking: bool | None = None,
 ) -> list[str]:
     """Dialogues as text, each as `tok.apply_chat_template` would write it, in a child with limits.
 
@@ -181,20 +186,35 @@ def render_chats(
         ask: the mark that opens an answer follows.
         tools: JSON schemas that all of them may call.
         template: another one than the tokenizer's.
+        thinking: the switch of templates that open an answer with or without thoughts; None: as they do unasked.
 
     Raises:
         RefusedProgram: the template refuses a dialogue, or passes the limits of CPU, memory or length.
     """
     source = tok.get_chat_template(template, tools)
     given = {**tok.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": ask}
+    given |= {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     texts: list[str] = []
     for i in range(0, len(dialogues), _FEW):
         some = [[_reasoned(m) for m in d] for d in dialogues[i : i + _FEW]]
         try:
             texts += _helper.ask("render", template=source, dialogues=some, given=given, longest=LONGEST)
         except RefusedProgram as e:
+            written = _written(dialogues)  # some templates join a call's arguments as text
+            if written != list(dialogues):
+                return render_chats(tok, written, ask, tools, template, thinking)
             raise RefusedProgram(f"The chat template refuses a dialogue ({e})") from e
     return texts
+
+
+def _written(value: Any) -> Any:
+    """Messages whose calls of tools have their arguments as JSON text."""
+    if isinstance(value, dict):
+        return {
+            k: json.dumps(v, ensure_ascii=False) if k == "arguments" and isinstance(v, dict) else _written(v)
+            for k, v in value.items()
+        }
+    return [_written(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _reasoned(message: Any) -> Any:

@@ -31,8 +31,8 @@ class DataWarning(UserWarning):
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
            'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
-           'without_none', 'check_text', 'prompt_text', 'is_hh', 'parse_hh', 'format_hh', 'extract_prompt', 'to_format',
-           'format_of', 'whole_rows', 'to_rows']
+           'without_none', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
+           'format_hh', 'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -239,6 +239,29 @@ def without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_THINKS = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts
+
+
+def thoughts_of(message: Mapping[str, Any]) -> tuple[str, str]:
+    """What a message only thinks, under whatever name or between <think> and </think>, and what it says."""
+    said, apart = str(message.get("content") or ""), next((message[k] for k in _THINKS if message.get(k)), None)
+    inside = _THOUGHT.match(said) if apart is None else None
+    return (inside[1].strip(), said[inside.end() :].lstrip()) if inside else (str(apart or "").strip(), said)
+
+
+def with_thoughts(messages: Any, how: str) -> Any:
+    """Messages whose thoughts stand "inline", in <think> tags in front of what is said, or are left out ("drop")."""
+    if how == "auto" or not isinstance(messages, list):
+        return messages
+    out = []
+    for m in messages:
+        thoughts, said = thoughts_of(m)
+        content = f"<think>\n{thoughts}\n</think>\n\n{said}" if how == "inline" else said
+        out.append({**{k: v for k, v in m.items() if k not in _THINKS}, "content": content} if thoughts else m)
+    return out
 
 
 def check_text(value: Any, where: str = "text") -> Text:
@@ -591,7 +614,7 @@ def _read(row: Row, to: str | None, where: str, reading: Reading) -> tuple[Row, 
         found = {"prompt": found["prompt"], "completion": found["chosen"]}
     elif to == "prompt":
         found = {"prompt": _question(found, where)}
-    found = _instructed(row, found)
+    found = _instructed(row, {k: with_thoughts(v, reading.thoughts) for k, v in found.items()})
     if isinstance(found.get("prompt"), list):
         found |= _tools(row, where)
     beside = to == "prompt" and row.get("prompt") is not None  # a reference answer stays beside its prompt

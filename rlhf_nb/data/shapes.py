@@ -50,6 +50,7 @@ class Reading(NamedTuple):
     shape: str | None = None  # the shape by name; None: the columns tell
     seed: int = 0  # of the draw among worse answers
     weights: Mapping[str, float] | None = None  # of attributes; None: those of `ATTRIBUTES`
+    thoughts: str = "auto"  # of answers: as they stand, "inline" in <think> tags, or "drop"
 
 
 PLAIN = Reading()  # nothing is said

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,15 @@ from ..core import DataError, derive_seed
 from .formats import COLUMNS, DataWarning, Row, Text, to_rows
 from .readers import OpenRows
 from .shapes import DataNote
-from .templates import as_chat, encode_continuations, encode_dialogues, encode_pairs, encode_prompts
-from .templates import is_blank, pairs_as_chat
+from rlhf_nb.data.templates import (
+    Answered,
+    as_chat,
+    counted_turns,
+    encode_answers,
+    encode_continuations,
+    encode_dialogues,
+)
+from .templates import encode_prompts, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
@@ -359,28 +366,26 @@ def _say_plain(prompts: Sequence[Text], tok: Any, chat: bool | None, warn: bool)
     warnings.warn(f"{which}: {how}.", DataNote, stacklevel=4)
 
 
-def _sft_tokens(
-    rows: list[Row], tok: Any, completion_only: bool, chat: bool | None
-) -> list[tuple[list[int], list[int], list[bool]]]:
-    """Prompt ids, completion ids and mask of normal demonstrations."""
+def _sft_tokens(rows: list[Row], tok: Any, completion_only: bool, chat: bool | None) -> list[list[Answered]]:
+    """Prompt ids, completion ids and mask of normal demonstrations: one row each, or one for each answer where the
+    template rewrites earlier turns."""
     start = encode_prompts(tok, [""])[0]
-    out: list[tuple[list[int], list[int], list[bool]]] = [([], [], [])] * len(rows)
+    out: list[list[Answered]] = [[] for _ in rows]
     texts = [i for i, r in enumerate(rows) if "text" in r]
     heads = encode_prompts(tok, [""] * len(texts)) if tok.bos_token_id is not None else [[] for _ in texts]
     for i, head, ids in zip(texts, heads, encode_continuations(tok, [_no_bos(rows[i]["text"], tok) for i in texts])):
-        out[i] = _all_tokens(head, ids)
+        out[i] = [_all_tokens(head, ids)]
     chats = [i for i, r in enumerate(rows) if "messages" in r]
-    for i, row in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
-        n, end = row.mask.index(True), len(row.mask) - row.mask[::-1].index(True)
-        if completion_only:
-            out[i] = (row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])
-        else:
-            out[i] = _all_tokens([], row.ids)
+    for i, found in zip(chats, encode_dialogues(tok, [rows[i]["messages"] for i in chats], tools=_tools(rows, chats))):
+        for row in found if completion_only else ():
+            n, end = row.mask.index(True), len(row.mask) - row.mask[::-1].index(True)
+            out[i] += [(row.ids[:n], row.ids[n:end], row.mask[n:end]) if n else (start, row.ids[:end], row.mask[:end])]
+        out[i] = out[i] or [_all_tokens([], found[-1].ids)]
     pairs = sorted(set(range(len(rows))) - {*texts, *chats})  # prompt and completion
     asked, said = ([rows[i][k] for i in pairs] for k in ("prompt", "completion"))
     asked, said = pairs_as_chat(tok, asked, said) if chat else (asked, said)
-    for i, found in zip(pairs, encode_pairs(tok, asked, said, _tools(rows, pairs))):
-        out[i] = found if completion_only else _all_tokens(found[0], found[1])
+    for i, answers in zip(pairs, encode_answers(tok, asked, said, _tools(rows, pairs))):
+        out[i] = answers if completion_only else [_all_tokens(*answers[-1][:2])]
     return out
 
 
@@ -422,6 +427,7 @@ def _silent(row: Row) -> bool:
 def tokenize_sft(
     rows: Iterable[Row], tok: Any, max_length: int | None = None, *,
     max_prompt_length: int | None = None, completion_only: bool = True, chat: bool | None = None, warn: bool = True,
+    turns: str = "all",
 ) -> list[Row]:  # fmt: skip
     """Demonstrations as tokens.
 
@@ -436,6 +442,8 @@ def tokenize_sft(
             said; None: they don't, without a word.
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return
             nothing. Off for chunks of a stream.
+        turns: of the assistant that count: "all" (a template that rewrites earlier turns makes one row for each),
+            "together" (such a template is refused), or the "last".
 
     Returns:
         Rows with prompt_ids, completion_ids, completion_mask, and lengths [prompt, completion] before cutting.
@@ -454,15 +462,17 @@ def tokenize_sft(
     _say_plain([r["prompt"] for r in normal if "prompt" in r], tok, chat, warn)
     if warn:
         _warn_spelled([t for r in normal for t in _talks(r, tok, chat)], tok)
-    for prompt, completion, mask in _sft_tokens(normal, tok, completion_only, chat):
+    whole = turns if completion_only else "all"
+    found = [counted_turns(t, whole, f"row {i}") for i, t in enumerate(_sft_tokens(normal, tok, completion_only, chat))]
+    for prompt, completion, mask in chain.from_iterable(found):
         head, (tail,) = truncate(prompt, [completion], max_length, max_prompt_length, tok.bos_token_id)
         if not any(mask[: len(tail)]):
             lost["no answer inside max_length"] += 1
             continue
-        found = {"prompt_ids": head, "completion_ids": tail, "completion_mask": mask[: len(tail)]}
-        out.append({**found, "lengths": [len(prompt), len(completion)]})
+        tokens = {"prompt_ids": head, "completion_ids": tail, "completion_mask": mask[: len(tail)]}
+        out.append({**tokens, "lengths": [len(prompt), len(completion)]})
     if warn:
-        _tell(out, lost, total, (max_length, max_prompt_length), tok)
+        _tell(out, lost, total + sum(map(len, found)) - len(found), (max_length, max_prompt_length), tok)
     return out
 
 # %% ../../nbs/data/sources.ipynb #62ba5e41
@@ -488,14 +498,9 @@ def _comparable(rows: Iterable[Row], lost: Counter[str], warn: bool) -> tuple[li
 
 
 def tokenize_preferences(
-    rows: Iterable[Row],
-    tok: Any,
-    max_length: int | None = None,
-    *,
-    max_prompt_length: int | None = None,
-    chat: bool | None = None,
-    warn: bool = True,
-) -> list[Row]:
+    rows: Iterable[Row], tok: Any, max_length: int | None = None, *,
+    max_prompt_length: int | None = None, chat: bool | None = None, warn: bool = True, turns: str = "last",
+) -> list[Row]:  # fmt: skip
     """Preference pairs as tokens. Pairs that say nothing (identical sides, an empty side) are dropped and counted.
 
     Args:
@@ -507,6 +512,7 @@ def tokenize_preferences(
             said; None: they don't, without a word.
         warn: warn (once, counted) about dropped rows and about a limit that cuts more than 5 %, and refuse to return
             nothing. Off for chunks of a stream.
+        turns: of the assistant that count: the "last", or all of an answer "together".
 
     Returns:
         Rows with prompt_ids, chosen_ids, rejected_ids, chosen_mask and rejected_mask (of answers of several turns: what
@@ -526,9 +532,11 @@ def tokenize_preferences(
     asked, answers = pairs_as_chat(tok, asked, answers) if chat else (asked, answers)
     if warn:
         _warn_spelled([*asked[: len(kept)], *answers], tok)
-    sides = encode_pairs(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
+    encoded = encode_answers(tok, asked, answers, _tools([*kept, *kept], range(len(answers))))
+    sides = [counted_turns(rows, turns, f"pair {i % len(kept)}")[-1] for i, rows in enumerate(encoded)]
     out = []
-    for row, (prompt, chosen, ours), (_, rejected, theirs) in zip(kept, sides[: len(kept)], sides[len(kept) :]):
+    for row, one, other in zip(kept, sides[: len(kept)], sides[len(kept) :]):
+        prompt, (_, chosen, ours), (_, rejected, theirs) = share_prompt(one, other)
         head, (a, b) = truncate(prompt, [chosen, rejected], max_length, max_prompt_length, tok.bos_token_id)
         if a == b:
             was_cut = len(a) < len(chosen) or len(b) < len(rejected)

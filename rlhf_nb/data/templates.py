@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from os.path import commonprefix
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from ..core import DataError
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text
+from .formats import ASSISTANT, HUMAN, Message, Text, thoughts_of, with_thoughts
+from .shapes import DataNote
 
 # %% auto #0
-__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'train_bpe', 'make_chat_template',
-           'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts', 'encode_continuations', 'Encoded',
-           'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank', 'opens_answer', 'as_chat',
-           'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_pairs', 'encode_prompt', 'encode_pair']
+__all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
+           'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
+           'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
+           'opens_answer', 'as_chat', 'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_answers', 'encode_pairs',
+           'counted_turns', 'share_prompt', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/data/templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -142,7 +145,9 @@ def _names(tools: Any) -> list[str]:
     return [str(t["name"]) for t in each if isinstance(t, dict) and t.get("name")]
 
 
-def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequence[Any]) -> list[str]:
+def _render(
+    tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequence[Any], thinking: bool | None = None
+) -> list[str]:
     """Dialogues as text, each with its tools; with `ask` the mark that opens an answer follows."""
     if not dialogues:
         return []
@@ -157,7 +162,7 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
     for key, given in {k[0]: t for k, t in zip(keys, tools)}.items():
         unique = {k: d for k, d in zip(keys, dialogues) if k[0] == key}
         try:
-            found = render_chats(tok, list(unique.values()), ask, given or None)
+            found = render_chats(tok, list(unique.values()), ask, given or None, thinking=thinking)
         except RefusedProgram as e:
             roles = {tuple(m["role"] for m in d) for d in dialogues}
             raise DataError(
@@ -176,48 +181,89 @@ def _render(tok: Any, dialogues: Sequence[list[Message]], ask: bool, tools: Sequ
     return [texts[k] for k in keys]
 
 
-def _rest(whole: str, start: str, what: str) -> str:
-    """What comes after `start` in `whole`, which must begin with it."""
-    if not whole.startswith(start):
-        n = len(commonprefix([whole, start]))
+_MARK = "\ue000"  # a character for private use, which no template writes
+
+
+def _answer(tok: Any, messages: list[Message], tools: Any, opened: str, closed: str) -> tuple[str, str]:
+    """The text before the last of some messages, an answer, and the answer, both as the template writes them now.
+
+    Where the mark that asks for an answer isn't what the template writes in front of this one, the switch for thoughts
+    is tried. A template that leaves the thoughts out of an answer, though it asks for some, is shown a mark in their
+    place.
+
+    Raises:
+        DataError: it writes the answer, or what came before, in another way.
+    """
+    thoughts, words = thoughts_of(messages[-1])
+    asked, given = messages[:-1], [tools]
+    if closed.startswith(opened) and thoughts in closed[len(opened) :]:
+        return opened, closed[len(opened) :]
+    start = _render(tok, [asked], True, given, bool(thoughts))[0]
+    end = _render(tok, [messages], False, given, bool(thoughts))[0]
+    if end.startswith(start) and thoughts in end[len(start) :]:
+        return start, end[len(start) :]
+    (plain,) = with_thoughts(messages[-1:], "drop")
+    before, mark, tail = _render(tok, [[*asked, {**plain, "content": _MARK}]], False, given)[0].partition(_MARK)
+    before = before if before.startswith(_render(tok, [asked], False, given)[0]) and mark else ""
+    opens = next((text for text in (opened, start) if thoughts and before and text.rstrip().endswith("<think>")), None)
+    if opens is not None:
+        return opens, f"{thoughts}\n</think>\n\n{words}{tail}"
+    if thoughts:
         raise DataError(
-            f"The chat template rewrites what came before {what}: it had rendered "
-            f"...{start[max(0, n - 20) : n + 20]!r}, and now ...{whole[max(0, n - 20) : n + 20]!r}. So no mask can say "
-            "which tokens the assistant wrote. Use prompt+completion rows with one answer each, or another template: "
-            "model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all such rows.",
-            python="In Python: set_chat_template(tokenizer, make_chat_template()).",
+            f"The chat template leaves out what messages[{len(asked)}] thinks ({thoughts[:40]!r}), and doesn't ask for "
+            "thoughts either. data.thoughts=inline writes them into the answer, between <think> and </think>; "
+            "data.thoughts=drop goes without them."
         )
-    return whole[len(start) :]
+    if before and closed.startswith(before) and words.strip() in closed[len(before) :]:
+        warnings.warn(
+            f"the chat template asks for an answer with {opened[-24:]!r}, but writes none of that in front of answers "
+            "without thoughts: they are learnt as it writes them, and sampling begins otherwise.",
+            DataNote,
+            stacklevel=2,
+        )
+        return before, closed[len(before) :]
+    raise DataError(
+        f"The chat template rewrites messages[{len(asked)}], or what came before it: it asks with "
+        f"...{opened[-40:]!r}, and then writes ...{closed[-60:]!r}. So no mask can say which tokens the assistant "
+        "wrote. Another template takes the rows: model.chat_template=FILE; rlhf-nb data FILE --model MODEL names all "
+        "such rows.",
+        python="In Python: set_chat_template(tokenizer, make_chat_template()).",
+    )
 
 # %% ../../nbs/data/templates.ipynb #10cb0b74
-def _one_dialogue(
-    messages: list[Message], before: Sequence[str], after: Sequence[str], whole: str, eos: str
-) -> list[Piece]:
-    """Pieces of a dialogue from its renderings before and after each answer."""
-    pieces, done, last = [], "", len(messages) - 1
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    for turn, opened, closed in zip(turns, before, after, strict=True):
-        pieces.append(Piece(_rest(opened, done, f"messages[{turn}]"), False, turn - 1))
-        answer = _rest(closed, opened, f"the text of messages[{turn}]")
-        unsaid = next((name for name in _names(messages[turn].get("tool_calls")) if name not in answer), None)
-        if unsaid:
-            raise DataError(
-                f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
-                f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=FILE gives one "
-                "that does."
-            )
+def _calls_written(message: Message, turn: int, answer: str) -> None:
+    """Refuse an answer whose calls of tools the template leaves out."""
+    unsaid = next((name for name in _names(message.get("tool_calls")) if name not in answer), None)
+    if unsaid:
+        raise DataError(
+            f"The chat template doesn't write calls of tools: messages[{turn}] calls {unsaid!r}, and nothing of it "
+            f"is in {answer[:40]!r}, so the model would learn to say nothing. model.chat_template=FILE gives one "
+            "that does."
+        )
+
+
+def _cut(messages: list[Message], spoken: Sequence[tuple[str, str]], whole: str, eos: str) -> list[list[Piece]]:
+    """Pieces of a dialogue from the text before each answer, and the answers: one list, or one for each answer where
+    the template writes an answer in another way once more was said."""
+    pieces, each, done, last = list[Piece](), list[list[Piece]](), "", len(messages) - 1
+    turns, kept = [i for i, m in enumerate(messages) if m["role"] == "assistant"], True
+    for turn, (opened, answer) in zip(turns, spoken, strict=True):
+        _calls_written(messages[turn], turn, answer)
         if answer.rstrip().endswith(eos):
             answer = answer.rstrip()  # what a template puts after EOS (a line end) is never written by the model
-        pieces.append(Piece(answer, True, turn))
+        kept = kept and opened.startswith(done)
+        pieces += [Piece(opened[len(done) :], False, turn - 1), Piece(answer, True, turn)]
+        each.append([Piece(opened, False, turn - 1), Piece(answer, True, turn)])
         done = opened + answer
     if turns[-1:] != [last]:
-        pieces.append(Piece(_rest(whole, done, "the end"), False, last))
-    return pieces
+        kept = kept and whole.startswith(done)
+        pieces.append(Piece(whole[len(done) :], False, last))
+    return [pieces] if kept else each or [[Piece(whole, False, last)]]
 
 
 def dialogue_pieces(
     tok: Any, dialogues: Sequence[list[Message]], ask: bool = False, tools: Sequence[Any] | None = None
-) -> list[list[Piece]]:
+) -> list[list[list[Piece]]]:
     """Dialogues as text, cut where the assistant starts and stops speaking.
 
     Args:
@@ -226,9 +272,14 @@ def dialogue_pieces(
         ask: end in the mark that opens an answer (for prompts; the last message is then not the assistant's).
         tools: B lists of JSON schemas that the dialogues may call, or None.
 
+    Returns:
+        For each dialogue one list of pieces; where the template rewrites earlier turns, so that a prefix of the
+        messages is no prefix of the text, one list for each answer, behind the text that the template writes in
+        front of it when this answer is the last. With `ask` always one.
+
     Raises:
-        DataError: the template refuses a dialogue, leaves out its tools or calls of them, or rewrites earlier turns, so
-            that a prefix of the messages is no prefix of the text.
+        DataError: the template refuses a dialogue, leaves out its tools, calls of them or thoughts, or rewrites an
+            answer.
     """
     turns = [[i for i, m in enumerate(d) if m["role"] == "assistant"] for d in dialogues]
     if ask and any(t and t[-1] == len(d) - 1 for t, d in zip(turns, dialogues)):
@@ -238,11 +289,18 @@ def dialogue_pieces(
     each = [x for x, t in zip(given, turns) for _ in t]
     asked = _render(tok, [*before, *(dialogues if ask else ())], True, [*each, *(given if ask else ())])
     told = _render(tok, [*after, *(() if ask else dialogues)], False, [*each, *(() if ask else given)])
-    opened, closed = iter(asked), iter(told)
     whole = (asked if ask else told)[len(before) :]
+    pairs = iter(zip(after, each, asked, told))
     out = []
     for d, t, w in zip(dialogues, turns, whole):
-        out.append(_one_dialogue(d, [next(opened) for _ in t], [next(closed) for _ in t], w, tok.eos_token))
+        mine = [next(pairs) for _ in t]
+        if ask:  # what was said before needs no mask: its pieces are those of training, or the text is one piece
+            plain = all(closed.startswith(opened) for _, _, opened, closed in mine)
+            spoken = [(opened, closed[len(opened) :]) for _, _, opened, closed in mine]
+            rows = _cut(d, spoken, w, tok.eos_token) if plain else []
+            out.append(rows if len(rows) == 1 else [[Piece(w, False, len(d) - 1)]])
+        else:
+            out.append(_cut(d, [_answer(tok, *one) for one in mine], w, tok.eos_token))
     return out
 
 # %% ../../nbs/data/templates.ipynb #d385a390
@@ -295,9 +353,23 @@ class Encoded(NamedTuple):
     starts: dict[int, int]  # message index of an answer -> index of its first token
 
 
+def _encoded(pieces: list[Piece], each: Iterator[list[int]], last: int, tok: Any) -> Encoded:
+    """Pieces of a dialogue, whose last message has a number, as one row of tokens."""
+    row = Encoded([], [], {})
+    for p in pieces:
+        tokens = next(each)
+        if p.answer and p.turn == last and not p.text.endswith(tok.eos_token):
+            tokens = [*tokens, _eos(tok)]
+        if p.answer:
+            row.starts[p.turn] = len(row.ids)
+        row.ids.extend(tokens)
+        row.mask.extend([p.answer] * len(tokens))
+    return row
+
+
 def encode_dialogues(
     tok: Any, dialogues: Sequence[list[Message]], ask: bool = False, tools: Sequence[Any] | None = None
-) -> list[Encoded]:
+) -> list[list[Encoded]]:
     """Dialogues as token ids with the mask of the assistant's tokens.
 
     An answer that ends a dialogue ends in exactly one EOS; other answers end as the template ends them.
@@ -308,28 +380,20 @@ def encode_dialogues(
         ask: end in the mark that opens an answer.
         tools: B lists of JSON schemas that the dialogues may call, or None.
 
+    Returns:
+        For each dialogue its rows: one, or one for each answer where the template rewrites earlier turns.
+
     Raises:
         DataError: see `dialogue_pieces`.
     """
-    eos, cut = _eos(tok), dialogue_pieces(tok, dialogues, ask, tools)
-    ids = iter(_encode(tok, [p.text for ps in cut for p in ps], [j > 0 for ps in cut for j in range(len(ps))]))
-    out = []
-    for messages, pieces in zip(dialogues, cut):
-        row = Encoded([], [], {})
-        for p in pieces:
-            tokens = next(ids)
-            if p.answer and p.turn == len(messages) - 1 and not p.text.endswith(tok.eos_token):
-                tokens = [*tokens, eos]
-            if p.answer:
-                row.starts[p.turn] = len(row.ids)
-            row.ids.extend(tokens)
-            row.mask.extend([p.answer] * len(tokens))
-        out.append(row)
-    return out
+    cut = dialogue_pieces(tok, dialogues, ask, tools)
+    lists = list(chain.from_iterable(cut))
+    ids = iter(_encode(tok, [p.text for ps in lists for p in ps], [j > 0 for ps in lists for j in range(len(ps))]))
+    return [[_encoded(pieces, ids, len(d) - 1, tok) for pieces in rows] for d, rows in zip(dialogues, cut)]
 
 
 def encode_conversation(tok: Any, messages: list[Message], assistant_only: bool = True) -> tuple[list[int], list[bool]]:
-    """A dialogue as token ids and its loss mask.
+    """A dialogue as token ids and its loss mask; the last answer's where the template rewrites earlier turns.
 
     Args:
         tok: a tokenizer with a chat template.
@@ -342,7 +406,7 @@ def encode_conversation(tok: Any, messages: list[Message], assistant_only: bool 
     Raises:
         DataError: see `dialogue_pieces`.
     """
-    row = encode_dialogues(tok, [messages])[0]
+    row = encode_dialogues(tok, [messages])[0][-1]
     return row.ids, row.mask if assistant_only else [True] * len(row.ids)
 
 # %% ../../nbs/data/templates.ipynb #278981be
@@ -365,7 +429,7 @@ def encode_prompts(tok: Any, prompts: Sequence[Text], tools: Sequence[Any] | Non
     chats = [i for i, p in enumerate(prompts) if isinstance(p, list) and p]
     texts = [i for i, p in enumerate(prompts) if isinstance(p, str) and p]
     given = None if tools is None else [tools[i] for i in chats]
-    for i, row in zip(chats, encode_dialogues(tok, [cast(list[Message], prompts[i]) for i in chats], True, given)):
+    for i, (row,) in zip(chats, encode_dialogues(tok, [cast(list[Message], prompts[i]) for i in chats], True, given)):
         out[i] = row.ids
     for i, ids in zip(texts, encode_texts(tok, [str(prompts[i]) for i in texts])):
         out[i] = ids
@@ -505,9 +569,12 @@ def pairs_as_chat(tok: Any, prompts: Sequence[Text], completions: Sequence[Text]
     return asked, said
 
 # %% ../../nbs/data/templates.ipynb #5f14a699
-def encode_pairs(
+Answered = tuple[list[int], list[int], list[bool]]  # prompt ids, completion ids, mask of what counts in these
+
+
+def encode_answers(
     tok: Any, prompts: Sequence[Text], completions: Sequence[Text], tools: Sequence[Any] | None = None
-) -> list[tuple[list[int], list[int], list[bool]]]:
+) -> list[list[Answered]]:
     """Prompts and completions as token ids, with the mask of what counts in the completion.
 
     Args:
@@ -518,7 +585,8 @@ def encode_pairs(
         tools: B lists of JSON schemas that messages may call, or None.
 
     Returns:
-        B tuples (prompt ids, completion ids with exactly one final EOS, mask of the completion). What stands behind the
+        For each pair a list of one tuple (prompt ids, completion ids with exactly one final EOS, mask of the
+        completion), or of one for each answer where the template rewrites earlier turns. The text behind the
         last answer is left out.
 
     Raises:
@@ -535,22 +603,63 @@ def encode_pairs(
             )
         if isinstance(c, list) and c[0]["role"] != "assistant":
             raise DataError(f"The completion starts with {c[0]['role']!r}; it must start with the assistant.")
-    out: list[tuple[list[int], list[int], list[bool]]] = [([], [], [])] * len(prompts)
+    out: list[list[Answered]] = [[] for _ in prompts]
     texts = [i for i, c in enumerate(completions) if isinstance(c, str)]
     heads = encode_prompts(tok, [prompts[i] for i in texts])
     tails = encode_continuations(tok, [str(completions[i]) for i in texts])
     for i, head, tail in zip(texts, heads, tails):
-        out[i] = head, tail, [True] * len(tail)
+        out[i].append((head, tail, [True] * len(tail)))
     chats = [i for i, c in enumerate(completions) if not isinstance(c, str)]
     given = None if tools is None else [tools[i] for i in chats]
     talks = [[*(prompts[i] or []), *completions[i]] for i in chats]
-    whole = encode_dialogues(tok, talks, False, given)  # type: ignore[arg-type]
-    for i, row in zip(chats, whole):
-        n = row.starts[len(prompts[i])]
-        end = len(row.mask) - row.mask[::-1].index(True)
-        head = row.ids[:n] or encode_prompts(tok, [""])[0]
-        out[i] = head, row.ids[n:end], row.mask[n:end]
+    empty = encode_prompts(tok, [""])[0] if chats else []
+    for i, rows in zip(chats, encode_dialogues(tok, talks, False, given)):
+        for row in rows:
+            n = min((at for turn, at in row.starts.items() if turn >= len(prompts[i])), default=None)
+            end = len(row.mask) - row.mask[::-1].index(True)
+            if n is not None:
+                out[i].append((row.ids[:n] or empty, row.ids[n:end], row.mask[n:end]))
     return out
+
+
+def encode_pairs(
+    tok: Any, prompts: Sequence[Text], completions: Sequence[Text], tools: Sequence[Any] | None = None
+) -> list[Answered]:
+    """`encode_answers` with one row for each pair: of several the last one's."""
+    return [rows[-1] for rows in encode_answers(tok, prompts, completions, tools)]
+
+
+def counted_turns(rows: list[Answered], turns: str, where: str) -> list[Answered]:
+    """The rows of an answer with the turns that count: all of the assistant's, or the last turn alone.
+
+    Args:
+        rows: of `encode_answers`, for one answer.
+        turns: "all" (each row is learnt), "together" (the answer is weighed as one), or "last".
+        where: how to call the answer in an error.
+
+    Raises:
+        DataError: they are to count together, and the template rewrites earlier ones.
+    """
+    prompt, ids, mask = rows[-1]
+    if turns == "last":
+        first = len(mask) - next((n for n, counts in enumerate(reversed(mask)) if not counts), len(mask))
+        return [(prompt, ids, [counts and n >= first for n, counts in enumerate(mask)])]
+    if turns == "together" and len(rows) > 1:
+        raise DataError(
+            f"{where} has {len(rows)} turns of the assistant, and the chat template rewrites earlier ones, so they "
+            "can't be weighed as one answer. data.turns=last weighs the last."
+        )
+    return rows
+
+
+def share_prompt(ours: Answered, theirs: Answered) -> tuple[list[int], Answered, Answered]:
+    """Two answers behind the prompt that they share: what differs in their prompts is read with the answers, and
+    doesn't count."""
+    (a, chosen, counts), (b, rejected, other) = ours, theirs
+    n = len(a) if a == b else next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    pairs = ((a[n:], chosen, counts), (b[n:], rejected, other))
+    first, second = ((a[:n], [*rest, *ids], [False] * len(rest) + mask) for rest, ids, mask in pairs)
+    return a[:n], first, second
 
 
 def encode_prompt(tok: Any, prompt: Text) -> list[int]:

@@ -148,7 +148,7 @@ def _kl_table(n: int) -> Tensor:
 
 def best_of_kl(scores: Tensor) -> Tensor:
     """Estimated KL of best-of-N to the policy, from the scores of the N draws; its mean over prompts is within 2 % for
-    N ≥ 3.
+    N ≥ 3. Two draws can't tell how many answers share a score, so N = 2 gets the upper bound.
 
     Args:
         scores: [B, N].
@@ -157,6 +157,8 @@ def best_of_kl(scores: Tensor) -> Tensor:
         float64[B], nats. A single prompt's number has the noise of N draws.
     """
     n, out = scores.shape[1], []
+    if n == 2:
+        return torch.full((len(scores),), best_of_bound(2), dtype=torch.float64)
     if 1 < n <= _TABLED:
         below = (scores[:, None] < scores[..., None]).sum(2)
         equal = (scores[:, None] == scores[..., None]).sum(2) - 1
@@ -345,7 +347,7 @@ class OneOfMany(Decoder):
     def _kl(self, weights: Tensor, scores: Tensor | None) -> tuple[float, str]:
         """Nats per answer, and what is known of that number."""
         if scores is not None and bool(((weights > 0) == (scores == scores.max(1, keepdim=True).values)).all()):
-            return float(best_of_kl(scores).mean()), "estimate"
+            return float(best_of_kl(scores).mean()), "at most" if scores.shape[1] == 2 else "estimate"
         return float(choice_bound(weights).mean()), "at most"
 
     def _gains(self, scores: Tensor | None, rows: Tensor, weights: Tensor) -> dict[str, float]:

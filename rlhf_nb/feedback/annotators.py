@@ -308,6 +308,9 @@ def aggregate(
     )
 
 
+_CANCELLED = math.log(1.5)  # log-odds below which votes cancel: a label that is right in 60 % of cases teaches little
+
+
 def _rows(
     votes: Sequence[Vote], items: Mapping[str, Feedback], weights: Mapping[str, float]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
@@ -319,7 +322,7 @@ def _rows(
     pairs, thumbs, undecided = list[dict[str, Any]](), list[dict[str, Any]](), 0
     for key, mine in by_item.items():
         x, odds = items[key], sum(weights[v.user] * v.side for v in mine)
-        if abs(odds) < 1e-9:
+        if abs(odds) < _CANCELLED:
             undecided += len(mine)
             continue
         won, ids = sum((v.side > 0) == (odds > 0) for v in mine), [v.id for v in mine]

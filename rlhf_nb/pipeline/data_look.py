@@ -269,8 +269,9 @@ def tokenized(look: FileLook, tokenizer: Any, data: DataConfig) -> list[Row]:
     if look.kind == "stepwise":
         return tokenize_steps(look.rows, tokenizer, max_length=data.max_length, **limits)
     if look.kind == "preference":
-        return tokenize_preferences(look.rows, tokenizer, data.max_length, **limits)
-    return tokenize_sft(look.rows, tokenizer, data.max_length, completion_only=data.completion_only, **limits)
+        return tokenize_preferences(look.rows, tokenizer, data.max_length, turns=data.weighed_turns, **limits)
+    limits |= {"completion_only": data.completion_only, "turns": data.turns.replace("auto", "all")}
+    return tokenize_sft(look.rows, tokenizer, data.max_length, **limits)
 
 
 def without_refused(look: FileLook, tokenizer: Any, data: DataConfig) -> FileLook:

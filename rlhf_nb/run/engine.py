@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
@@ -40,8 +41,9 @@ def add_pairs(
 Terms = dict[str, tuple[LossSum, float]]  # a loss: each term as a sum with its statistics, and its weight
 
 # %% auto #0
-__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh', 'Ranks',
-           'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state', 'load_engine_state']
+__all__ = ['BatchT', 'NumberT', 'Pairs', 'Terms', 'STRATEGIES', 'add_pairs', 'GradientWatch', 'asked_strategy', 'weigh',
+           'StopVote', 'Ranks', 'Blame', 'StepReport', 'strategy_here', 'Engine', 'same_versions', 'engine_state',
+           'load_engine_state']
 
 # %% ../../nbs/run/engine.ipynb #4350c478
 class GradientWatch:
@@ -140,6 +142,45 @@ def weigh(terms: Terms, counts: Mapping[str, Tensor], device: torch.device) -> T
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 # %% ../../nbs/run/engine.ipynb #5bb64702
+class StopVote:
+    """Whether all ranks leave one piece of work (a rollout, say) before its end: all do, or none does.
+
+    A rank that was told to stop tells the others that it is at a safe point and waits for them, without a collective.
+    What is decided first counts: "stop" by the last rank that came; "go" by a rank that has ended the work, or that
+    waited in vain, because another one waits for it inside a collective.
+
+    Args:
+        place: a name that is the same on all ranks, and new.
+        rank, world: of the processes.
+    """
+
+    SECONDS = 1.0  # to wait for the others
+
+    def __init__(self, place: str, rank: int, world: int) -> None:
+        self.place, self.rank, self.world, self.decided = place, rank, world, "" if world > 1 else "stop"
+
+    def _decide(self, wish: str) -> str:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return str(store.compare_set(self.place, "", wish).decode())
+
+    def stops(self) -> bool:
+        """Asked at a safe point by a rank that was told to stop; the answer is that of all ranks."""
+        if not self.decided:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            store.set(f"{self.place}/{self.rank}", "here")
+            others, until = [f"{self.place}/{r}" for r in range(self.world)], time.monotonic() + self.SECONDS
+            while not (here := store.check(others)) and time.monotonic() < until:
+                if store.check([self.place]):
+                    break
+                time.sleep(0.02)
+            self.decided = self._decide("stop" if here else "go")
+        return self.decided == "stop"
+
+    def close(self) -> None:
+        """The work has ended: from here on no rank may stop in it."""
+        self.decided = self.decided or self._decide("go")
+
+
 class Ranks:
     """What the processes of a run tell each other; with one process, nothing is sent.
 
@@ -150,6 +191,7 @@ class Ranks:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.accelerator, self.device = strategy, strategy.accelerator, strategy.device
         self.rank, self.world_size = strategy.rank, strategy.world
+        self._votes = 0
 
     def reduce_sum(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars summed over ranks, all in one message (every rank passes the same keys)."""
@@ -164,6 +206,11 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other (equally many on each)."""
         return x if self.world_size == 1 else self.accelerator.gather(x)  # type: ignore[no-any-return]
+
+    def vote(self) -> StopVote:
+        """Whether all ranks stop at once in the place that begins here; every rank passes the same places."""
+        self._votes += 1
+        return StopVote(f"rlhf_nb/stop/{self._votes}", self.rank, self.world_size)
 
     def gather_object(self, x: Any) -> list[Any]:
         """Any object of every rank, in rank order."""
@@ -335,7 +382,7 @@ class Engine:
         self.reduce_sum, self.sum_pairs, self.mean_of = ranks.reduce_sum, ranks.sum_pairs, ranks.mean_of
         self.gather, self.gather_object, self.gather_rows = ranks.gather, ranks.gather_object, ranks.gather_rows
         self.in_turn, self.repeats, self.share = ranks.in_turn, ranks.repeats, ranks.share
-        self.behind, self.barrier = ranks.behind, ranks.barrier
+        self.behind, self.barrier, self.vote = ranks.behind, ranks.barrier, ranks.vote
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.settings: OptimizerConfig | None = None

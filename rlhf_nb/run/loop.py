@@ -250,19 +250,21 @@ class StepStart:
     def remember(self) -> None:
         """Before a step takes its rows: where the source is, for a method whose step can end inside `collect`."""
         collects = type(self.run.method).collect is not BaseMethod.collect
-        alone = self.run.engine.world_size == 1
-        self.source = self.run.source.state_dict() if collects and alone else None
+        self.source = self.run.source.state_dict() if collects else None
         self.rng = rng_state() if self.source is not None else {}
 
     @contextmanager
     def may_stop(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C is obeyed at a safe point; ranks would wait for each other, so one process only."""
-        signals = self.signals
-        if signals is None or self.run.engine.world_size > 1:
+        """Inside, the first Ctrl-C is obeyed at a safe point; of several ranks by all of them, or by none."""
+        signals, vote = self.signals, self.run.engine.vote()
+        if signals is None:
             yield
             return
-        with stoppable(lambda: signals.requested):
-            yield
+        try:
+            with stoppable(lambda: signals.requested if signals.requested and vote.stops() else ""):
+                yield
+        finally:
+            vote.close()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

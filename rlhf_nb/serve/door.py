@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import socket
 import time
@@ -298,6 +299,11 @@ def make_server(app: Any, config: ServeConfig, draining: Callable[[], None] = la
 
     class Door(package.Server):  # type: ignore[misc, name-defined]
         """Knows when it is told to end."""
+
+        async def startup(self, sockets: Any = None) -> None:
+            gc.collect()
+            gc.freeze()  # models and libraries: looking through them again stops every client for a third of a second
+            await super().startup(sockets)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             draining()

@@ -138,7 +138,9 @@ class DPO(OfflineMethod):
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Pairs as tokens, with the reference's log-probs where these are cached."""
         data = self.config.data
-        limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+        limits: dict[str, Any] = {
+            "max_length": data.max_length, "max_prompt_length": data.max_prompt_length, "turns": data.weighed_turns,
+        }  # fmt: skip
         return self.cache_reference(tokenize_preferences(rows, self.tokenizer, **limits, chat=self.chat, warn=warn))
 
     def collate(self, rows: list[Row]) -> ReferencedPairs:

@@ -126,7 +126,9 @@ def tokenize_labelled(rows: list[Row], tokenizer: Any, data: DataConfig, warn: b
         warn: about dropped and cut rows.
     """
     out: list[Row] = []
-    limits: dict[str, Any] = {"max_length": data.max_length, "max_prompt_length": data.max_prompt_length}
+    limits: dict[str, Any] = {
+        "max_length": data.max_length, "max_prompt_length": data.max_prompt_length, "turns": data.weighed_turns,
+    }  # fmt: skip
     chat = speaks_chat(tokenizer, data.as_chat)
     for label in (True, False):
         part: list[Row] = [

@@ -96,7 +96,7 @@ class SFT(TextMethod):
         data = self.config.data
         return tokenize_sft(
             rows, self.tokenizer, data.max_length, max_prompt_length=data.max_prompt_length,
-            completion_only=data.completion_only, chat=self.chat, warn=warn,
+            completion_only=data.completion_only, chat=self.chat, warn=warn, turns=data.turns.replace("auto", "all"),
         )  # fmt: skip
 
     def collate(self, rows: list[Row]) -> Completions:

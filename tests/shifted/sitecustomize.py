@@ -4,13 +4,18 @@ Python imports this module at its start wherever its folder is on `PYTHONPATH`; 
 subprocesses, the notebooks' forks and their kernels. What is shifted when torch or the package's module is imported: `torch.manual_seed`,
 `torch.Generator.manual_seed` (weights, order of rows, noise) and `rollout.numbers.uniforms` (drawn answers). Data that are made from
 a seed (the toy world's rows) and `core.derive_seed` stay. A shift of 0 changes nothing.
+
+And a process that has imported transformers doesn't look through a million objects as it ends, which takes it 1.3 CPU seconds.
 """
 
+import atexit
+import gc
 import importlib.abc
 import os
 import sys
 from types import ModuleType
 
+atexit.register(gc.freeze)
 APART = 1_000_003  # neighbouring seeds stay apart: 0, 1, 2 shifted by 1 shares none with 0, 1, 2
 
 

@@ -1,0 +1,7 @@
+"""The course's helpers: `learn.start`, `learn.check`, `learn.hint`, `learn.quiz`, `learn.submit`, `learn.grade`."""
+
+from rlhf_nb.learn.checks import EXERCISES, check, grade, hint, submit
+from rlhf_nb.learn.exercises import quiz, start
+from rlhf_nb.learn.figure import Figure
+
+__all__ = ["EXERCISES", "Figure", "check", "grade", "hint", "quiz", "start", "submit"]

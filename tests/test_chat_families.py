@@ -1,0 +1,167 @@
+"""Twenty families of chat templates: one turn, three turns, tools, thoughts. Each row is taken, with the mask that a rendering by hand has, or refused in a sentence that cures it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+from chat_families import FAMILIES
+
+from rlhf_nb.core import DataError
+from rlhf_nb.data.formats import to_rows
+from rlhf_nb.data.shapes import DataNote, Reading
+from rlhf_nb.data.sources import tokenize_preferences, tokenize_prompts, tokenize_sft
+from rlhf_nb.data.templates import train_bpe
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"type": "function", "function": {"name": "tide", "arguments": {"day": 3}}}
+Q, A, THOUGHT = ["Ebb or flow?", "Why?", "Sure?"], ["Flow.", "The moon.", "Yes."], "Day 3."
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+TALK = [m for q, a in zip(Q, A, strict=True) for m in (user(q), says(a))]
+CALLED = [user(Q[0]), says("", tool_calls=[CALL]), {"role": "tool", "content": "low"}, says(A[0])]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, bare: Any) -> dict[str, Any]:
+    f = {"tokenizer": bare, **FAMILIES[request.param]}
+    bare.add_special_tokens({"eos_token": f["eos"]})
+    bare.chat_template = f["template"]
+    return f
+
+
+@pytest.fixture(scope="module")
+def bare() -> Any:
+    return train_bpe([*Q, *A], vocab_size=300)
+
+
+def by_hand(f: dict[str, Any], talk: list[dict[str, Any]], tools: bool = False) -> list[tuple[str, str]]:
+    """What stands before each answer of a dialogue, and the answer."""
+    before, found = f["tools"].replace("TOOLS", json.dumps([TOOL])) if tools else f["start"], []
+    for i, m in enumerate(talk):
+        if m["role"] == "user":
+            before += f["user"].replace("{}", m["content"])
+        elif m["role"] == "tool":
+            before += f["tool"].replace("{}", m["content"])
+        elif m.get("tool_calls"):
+            found.append((before + f["calls"][0], f["calls"][1]))
+            before += f["called"]
+        else:
+            behind_tool = i > 0 and talk[i - 1]["role"] == "tool" and "after_tool" in f
+            ask, now = (
+                f["thinks"] if m.get("reasoning_content") else (f["after_tool"] if behind_tool else f["ask"], f["now"])
+            )
+            kept = f["past"] == f["ask"] + f["now"] or "mid" in f
+            if kept and i < len(talk) - 1:
+                now = now.removesuffix(f["eos"]) if m.get("reasoning_content") and "mid" in f else f.get("mid", now)
+            found.append(
+                (before + ask, now.replace("{t}", str(m.get("reasoning_content"))).replace("{}", m["content"]))
+            )
+            before += f["past"].replace("{}", m["content"])
+    return found
+
+
+def learnt(f: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What stands before each stretch that counts in the loss, and the stretch."""
+    found, tok = [], f["tokenizer"]
+    for row in rows:
+        ids, mask = row["prompt_ids"] + row["completion_ids"], [False] * len(row["prompt_ids"]) + row["completion_mask"]
+        starts = [i for i, m in enumerate(mask) if m and not mask[i - 1]]
+        for start in starts:
+            end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+            found.append((tok.decode(ids[:start]), tok.decode(ids[start:end])))
+    return found
+
+
+def sft(f: dict[str, Any], messages: list[dict[str, Any]], **more: Any) -> list[tuple[str, str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)
+        return learnt(f, tokenize_sft([{"messages": messages, **more}], f["tokenizer"], warn=False))
+
+
+def test_there_are_twenty() -> None:
+    assert len(FAMILIES) >= 20
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_turns(family: dict[str, Any], turns: int) -> None:
+    talk = TALK[: 2 * turns]
+    assert sft(family, talk) == by_hand(family, talk)
+    told = {"prompt": talk[:1], "completion": talk[1:]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)
+        assert learnt(family, tokenize_sft([told], family["tokenizer"], warn=False)) == by_hand(family, talk)
+        (asked,) = tokenize_prompts([{"prompt": talk[:-1]}], family["tokenizer"], warn=False)
+    given = family["tokenizer"].apply_chat_template(talk[:-1], tokenize=False, add_generation_prompt=True)
+    assert family["tokenizer"].decode(asked["prompt_ids"]) == given, (
+        "a prompt is what the template writes, however it treats earlier turns"
+    )
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_pairs_weigh_the_last_turn(family: dict[str, Any], turns: int) -> None:
+    """The dialogue is in the prompt, or it is in the answers, and differs there: only the last answer counts."""
+    talk, tok = TALK[: 2 * turns], family["tokenizer"]
+    other = [says("No.") if m["role"] == "assistant" else m for m in talk]
+    rows = [
+        {"prompt": talk[:-1], "chosen": talk[-1:], "rejected": other[-1:]},
+        {"prompt": talk[:1], "chosen": talk[1:], "rejected": other[1:]},
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)
+        found = tokenize_preferences(rows, tok, warn=False)
+    for row, theirs in zip(found, (talk[:-1] + other[-1:], other), strict=True):
+        for side, whole in (("chosen", talk), ("rejected", theirs)):
+            mask = row[f"{side}_mask"] or [True] * len(row[f"{side}_ids"])
+            one = {"prompt_ids": row["prompt_ids"], "completion_ids": row[f"{side}_ids"], "completion_mask": mask}
+            assert learnt(family, [one]) == by_hand(family, whole)[-1:]
+
+
+def test_tools(family: dict[str, Any]) -> None:
+    if family["calls"] is None:
+        with pytest.raises(
+            DataError,
+            match=r"doesn't write tools: 'tide'.*data.columns={tools: null}|refuses a dialogue.*model.chat_template=FILE",
+        ):
+            sft(family, CALLED, tools=[TOOL])
+        return
+    assert sft(family, CALLED, tools=[TOOL]) == by_hand(family, CALLED, tools=True)
+
+
+@pytest.mark.parametrize("where", ["apart", "inside"])
+def test_thoughts(family: dict[str, Any], where: str) -> None:
+    """Thoughts in a key of their own, or between tags in the answer: learnt as the model would write them, or refused with two settings that work."""
+    apart = [user(Q[0]), says(A[0], reasoning_content=THOUGHT), user(Q[1]), says(A[1], reasoning_content=THOUGHT)]
+    tagged = f"<think>\n{THOUGHT}\n</think>\n\n"
+    inside = [m if m["role"] == "user" else says(tagged + m["content"]) for m in apart]
+    if family["thinks"] is not None and (family["eos"] != "<|return|>" or where == "apart"):
+        close = [
+            m if m["role"] == "user" else {**m, "content": m["content"].replace("</think>\n\n", "</think>")}
+            for m in inside
+        ]
+        assert sft(family, apart if where == "apart" else close) == by_hand(family, apart)
+        return
+    plain = [m if m["role"] == "user" else says(m["content"]) for m in apart]
+    if where == "apart":
+        with pytest.raises(
+            DataError, match=r"leaves out what messages\[1\] thinks.*data.thoughts=inline.*data.thoughts=drop"
+        ):
+            sft(family, apart)
+        (drop,) = to_rows([{"messages": apart}], "sft", Reading(thoughts="drop"))
+        assert sft(family, drop["messages"]) == by_hand(family, plain)
+        (inline,) = to_rows([{"messages": apart}], "sft", Reading(thoughts="inline"))
+        assert inline["messages"] == inside
+    assert sft(family, inside) == by_hand(family, inside), "what stands in the words is learnt with them"

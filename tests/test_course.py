@@ -1,0 +1,127 @@
+"""Lessons have one shape: what a reader meets, in which order, in how many words; terms are defined before they are used. Execution is test_notebooks' affair."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
+SECTIONS = [
+    "A figure to touch",
+    "By hand, on five words",
+    "In 25 lines",
+    "On Pip",
+    "When it goes wrong",
+    "Exercises",
+    "Quiz",
+    "Two papers",
+]
+# terms and the lesson that defines them, in bold, italics or a sentence with "is"; lesson 1 comes first
+DEFINED = {"policy": 1, "reference": 1, "reward model": 1, "gold": 1, "critic": 1, "nat": 1, "KL": 1, "proxy": 1, "logits": 7, "baseline": 7, "log-derivative trick": 7}  # fmt: skip
+
+
+def cells(path: Path) -> list[dict[str, Any]]:
+    """The cells that a reader sees."""
+    return [
+        c | {"source": "".join(c["source"])}
+        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if not "".join(c["source"]).startswith("#| hide")
+    ]
+
+
+def prose(path: Path) -> str:
+    """The text of a lesson without formulas, tables, links' targets and headings."""
+    text = "\n\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
+    text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.S)
+    text = re.sub(r"^(\||#|\[!\[).*$", "", text, flags=re.M)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def sentences(path: Path) -> list[int]:
+    """How many words each sentence has."""
+    parts = re.split(r"(?<=[.!?:])[\s*]+(?=[A-ZÀ-Ž*`\"\d])|\n\n+|\n(?=- |\d\. )", prose(path))
+    return [len(re.findall(r"[\w'’-]+", p)) for p in parts if len(re.findall(r"[\w'’-]+", p)) > 1]
+
+
+def code(path: Path) -> list[str]:
+    """Visible lines of code."""
+    return [line for c in cells(path) if c["cell_type"] == "code" for line in c["source"].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+def test_a_lesson_has_the_shape(path: Path) -> None:
+    text = "\n".join(c["source"] for c in cells(path) if c["cell_type"] == "markdown")
+    assert [h for h in re.findall(r"^## (.*)$", text, re.M)] == SECTIONS
+    n = int(path.stem[-2:])
+    first = cells(path)[0]["source"]
+    assert re.match(rf"# {n} · ", first) and "**" in first and "*You need" in first, (
+        "title, question in bold, what you need"
+    )
+    answer = next(p for p in first.split("\n\n")[1:] if not p.startswith(("**", "[", "*")))
+    assert len(answer.split()) <= 70, "the answer comes first, in about 60 words"
+    assert any(line == f"world = learn.start({n})" for line in code(path)), "set-up is one line"
+    assert f"learn.quiz({n})" in "\n".join(code(path)) and "**Next:**" in text
+    assert len(re.findall(r"^learn\.check\(", "\n".join(code(path)), re.M)) == 3, "three exercises with a checker"
+    assert re.search(r"^3\. \*\*Find the silent bug\.\*\*", text, re.M)
+    papers = text.split("## Two papers")[1].split("**Next:**")[0]
+    assert len(re.findall(r"^- ", papers, re.M)) == 2
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+def test_a_lesson_is_short_and_plain(path: Path) -> None:
+    words, lengths, lines = len(prose(path).split()), sentences(path), code(path)
+    assert words <= 1200, f"{words} words"
+    assert statistics.median(lengths) <= 15 and sorted(lengths)[int(0.95 * len(lengths))] <= 28, sorted(lengths)[-6:]
+    assert len(lines) <= 120, f"{len(lines)} visible lines of code"
+    assert not [line for line in lines if line.lstrip().startswith("class ") or line.startswith("#| export")]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda p: p.stem)
+def test_a_lesson_shows_what_it_says(path: Path) -> None:
+    """Outputs are stored; a figure to touch is among them, small, and the same each time; code asserts."""
+    html = ["".join(o.get("data", {}).get("text/html", "")) for c in cells(path) for o in c.get("outputs", [])]
+    figures = [h for h in html if h.startswith("<figure")]
+    assert figures and all(len(h) < 120_000 and "http" not in h.replace("http://www.w3.org", "") for h in figures)
+    assert "assert " in "\n".join(code(path))
+    assert not [
+        o for c in cells(path) for o in c.get("outputs", []) if o["output_type"] == "error" or o.get("name") == "stderr"
+    ]
+
+
+def test_terms_are_defined_before_they_are_used() -> None:
+    """A lesson that uses a term comes with or after the lesson that defines it, or links that lesson."""
+    late = []
+    for path in LESSONS:
+        n, text = int(path.stem[-2:]), prose(path)
+        for term, home in DEFINED.items():
+            used = re.search(rf"\b{re.escape(term)}\b", text)
+            if used and home > n:
+                late.append(f"lesson {n} uses {term!r}, which lesson {home} defines")
+            if home == n and not re.search(
+                rf"\*{{1,2}}{re.escape(term)}s?\*{{1,2}}|{re.escape(term)}\W+(is|are)\b", text
+            ):
+                late.append(f"lesson {n} should define {term!r}")
+    assert not late, "\n".join(late)
+
+
+def test_every_lesson_has_solutions_and_a_quiz() -> None:
+    known = yaml.safe_load((ROOT / "rlhf_nb" / "learn" / "lessons.yaml").read_text(encoding="utf-8"))
+    for path in LESSONS:
+        n = int(path.stem[-2:])
+        asked = re.findall(r'learn\.check\("(\w+)"', "\n".join(code(path)))
+        solved = re.findall(
+            r'assert learn\.check\("(\w+)"', "\n".join(code(ROOT / "nbs" / "solutions" / f"solutions_{n:02}.ipynb"))
+        )
+        assert asked == solved and n in known and f"# {n} · {known[n]['title']}" in cells(path)[0]["source"]
+
+
+def test_what_is_shipped_is_small() -> None:
+    models = list((ROOT / "rlhf_nb" / "learn").rglob("*.safetensors"))
+    assert len(models) == 5 and sum(p.stat().st_size for p in models) < 6e6
