@@ -25,8 +25,8 @@ from .places import near_short_name, resolve
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'read_settings', 'quiet',
-           'load_or_explain', 'pretrained', 'base_of_adapter', 'hub_adapter']
+__all__ = ['looks_local', 'no_such_path', 'named', 'find_model', 'check_model_folder', 'settings_in', 'quiet', 'load_or_explain',
+           'pretrained', 'base_of_adapter', 'hub_adapter']
 
 # %% ../../nbs/models/files.ipynb #194516c8
 def looks_local(name: str) -> bool:
@@ -157,7 +157,7 @@ def _no_weights(path: Path, files: Iterable[str], rule: str) -> ModelError:
 _MOST = {"layers": 10_000, "n_layer": 10_000, "labels": 100_000, "experts": 100_000, "vocab": 10_000_000}
 
 
-def read_settings(file: Path) -> dict[str, Any]:
+def settings_in(file: Path) -> dict[str, Any]:
     """A JSON file of a model's folder.
 
     Raises:
@@ -179,7 +179,7 @@ def _check_sizes(file: Path, most: int) -> None:
         file: config.json or adapter_config.json.
         most: the largest number in it that is believed; fewer layers, labels, experts and tokens are.
     """
-    todo: list[tuple[str, Any]] = [("", read_settings(file))]
+    todo: list[tuple[str, Any]] = [("", settings_in(file))]
     while todo:
         key, value = todo.pop()
         if isinstance(value, dict | list):
@@ -203,7 +203,7 @@ def _check_names(file: Path) -> None:
     Args:
         file: adapter_config.json, which `_check_sizes` has read.
     """
-    settings = read_settings(file)
+    settings = settings_in(file)
     for key in _NAMING:
         names = settings.get(key) or ()
         names = [names] if isinstance(names, str) else names
@@ -354,7 +354,7 @@ def base_of_adapter(where: str | Path) -> str:
     file = Path(where) / "adapter_config.json"
     if file.parent.is_dir():
         check_model_folder(file.parent)
-    name = read_settings(file).get("base_model_name_or_path")
+    name = settings_in(file).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return ""
     if len(name) > 4000:  # no path of any system

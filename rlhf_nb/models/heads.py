@@ -30,7 +30,7 @@ from rlhf_nb.models.load import (
     check_whole,
     compare_outputs,
 )
-from .files import read_settings
+from .files import settings_in
 from .load import disable_dropout, find_model, load_or_explain, merged_weights, pretrained
 from .load import probe_ids, resize_embeddings, save_weights, staged, using_adapter
 from ..types import Completions
@@ -717,7 +717,7 @@ def read_adapter(where: str | Path) -> ScalarAdapter:
             "(model.lora.r=16) to share a backbone, or use critic=separate."
         )
     settings = load_or_explain("adapter", str(folder), lambda: LoraConfig.from_pretrained(str(folder)))
-    config = read_settings(folder / "config.json") if (folder / "config.json").exists() else {}
+    config = settings_in(folder / "config.json") if (folder / "config.json").exists() else {}
     about = config.get("reward_head") or {}
     tensors = _read_tensors(str(folder), "base_model.model.")
     weight = tensors.pop("score.weight", None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import DTYPES, ConfigError, ModelError, derive_seed
 from ..data.hub import sha256_of
-from .files import read_settings
+from .files import settings_in
 from .load import pretrained, staged
 from .recipe import Recipe, Rescale, numbers_for
 from .shards import SHARD_BYTES, Adapter, ModelTensors, copy_beside, write_config, write_shards
@@ -376,7 +376,7 @@ def _template(model: ModelTensors) -> str | None:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if (folder / "tokenizer_config.json").is_file():
-            found = read_settings(folder / "tokenizer_config.json").get("chat_template")
+            found = settings_in(folder / "tokenizer_config.json").get("chat_template")
             return json.dumps(found) if found else None
     return None
 

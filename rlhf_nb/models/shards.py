@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core import ModelError, suggest
-from .files import read_settings
+from .files import settings_in
 from .load import base_of_adapter, find_model, pretrained
 from .places import SHORT_NAMES
 from ..untrusted import json_value
@@ -106,7 +106,7 @@ class Adapter:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.config = read_settings(self.folder / "adapter_config.json")
+        self.config = settings_in(self.folder / "adapter_config.json")
         for key, known in _PLAIN.items():
             if key in self.config and self.config[key] not in known:
                 raise ModelError(
