@@ -35,6 +35,10 @@ NEEDS = {  # extra: packages that are hidden, and command lines that need one of
         ["jsonschema"],
         ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: json, schema: {}}]'"],
     ),
+    "math": (
+        ["math_verify"],
+        ["grpo TINY rollout_batch_size=4 mini_batch_size=4 num_generations=2 'rewards=[{verify: math}]'"],
+    ),
 }  # fmt: skip
 OTHER = {"browser", "dev", "test"}  # for those who work on the package
 

@@ -56,8 +56,7 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         kind: a method, or "run" for a pipeline.
         config: file, run directory or recipe.
         overrides: `key=value` texts.
-        toy: begin with the toy preset; a method that asks for a reward and was given none takes the world's proxy,
-            and says so.
+        toy: begin with the toy preset.
     """
     from rlhf_nb.train.registry import get
 
@@ -69,10 +68,7 @@ def load_config(kind: str, config: str | None, overrides: Sequence[str] | None, 
         raise ConfigError(
             f"the recipe {path.stem} is not for {kind}. Type: {_me()} {recipe_kind(path)} --config {path.stem}"
         )
-    made = of.load(path, list(overrides or []), "toy" if toy else "default")
-    from rlhf_nb.train.stage import with_proxy
-
-    return with_proxy(kind, made) if toy else made
+    return of.load(path, list(overrides or []), "toy" if toy else "default")
 
 
 def typed(config: str | None, toy: bool, overrides: Sequence[str] | None) -> list[str]:
@@ -92,16 +88,17 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     Raises:
         ConfigError: with the two lines that can be typed.
     """
-    from rlhf_nb.train.stage import unsaid_of
-
-    if lacking := config.unsaid() if kind == "run" else unsaid_of(kind, config, planning=command == "plan"):
+    if kind == "run":
+        lacking = config.unsaid()
+    else:
+        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
+        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
+    if lacking:
         line = " ".join(filter(None, [_me(), command, kind]))
-        typed_as = {"model.name_or_path": "MODEL", "reward": "FOLDER", "teacher": "MODEL"}
-        more = [f"{key}={typed_as.get(key, 'FILE')}" for key in lacking]
+        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
         raise ConfigError(
             f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
             f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
-            f"{' teacher=toy' if 'teacher' in lacking else ''}"
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002

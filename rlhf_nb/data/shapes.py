@@ -388,7 +388,11 @@ def _shepherd(found: dict[str, list[Any]], where: str, to: str | None, reading: 
 def _prm800k(found: dict[str, list[Any]], where: str, to: str | None, reading: Reading) -> Row:
     """PRM800K: the steps that labellers went on with, the last one as far as it was rated; neutral counts as right."""
     texts, labels = list[Any](), list[bool]()
-    for step in found["label"][0].get("steps") or []:
+    judged = found["label"][0]
+    steps = judged.get("steps") or [] if isinstance(judged, dict) else [judged]
+    if not all(isinstance(step, dict) for step in steps):
+        raise DataError(f"{where}, label is {judged!r}, and PRM800K's holds a record for each step.")
+    for step in steps:
         rated, chosen = step.get("completions") or [], step.get("chosen_completion")
         here = rated[chosen or 0] if rated else step.get("human_completion")
         here = step["human_completion"] if chosen is None and step.get("human_completion") else here

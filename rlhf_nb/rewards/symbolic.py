@@ -52,7 +52,7 @@ class SameMathematics(AnswerReward):
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "verify: math compares answers with the package math-verify, which is not installed: pip install "
-                "math-verify. Without it, verify: number compares answers that are numbers."
+                "math-verify (it is the extra `math`). Without it, verify: number compares answers that are numbers."
             )
         if not seconds > 0:
             raise ConfigError(f"seconds = {seconds} must be above 0: it is the time that one comparison may take.")

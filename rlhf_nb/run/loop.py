@@ -484,15 +484,13 @@ class Trainer:
             while not (asked.stop or self.step >= self.total_steps):
                 batch = self.next_batch()
                 if self.exhausted:
-                    asked = Flags(stop=True, evaluate=True, reason="the source has no more rows")
-                    self.boundary.evaluate_and_save(asked)
+                    self.boundary.evaluate_and_save(asked := Flags(True, evaluate=True, reason="no more rows"))
                     break
                 data = self.collect(batch)
                 stats = self.update(data)
                 asked = self.boundary.cross(self.finish_step(stats), stop)
             self.history.stopped = asked.reason or ("asked to stop" if asked.stop else None)
-        if self.config.load_best:
-            self.saves.put_back(self)
+        self.saves.put_back(self)
         self.method.finish_run()
         return self.history
 

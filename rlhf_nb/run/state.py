@@ -211,11 +211,13 @@ class Saves:
         return self.metric.startswith("eval/") and self.improves
 
     def put_back(self, run: Any) -> None:
-        """The best checkpoint's weights in the place of the last ones; without a best one these stay, with a warning.
+        """Where `load_best` asks for it: the best weights. Without a best checkpoint the last stay, with a warning.
 
         Args:
             run: a trainer that has made its last step.
         """
+        if not run.config.load_best:
+            return
         run.writer.wait()
         run.writer.check()
         step = run.engine.gather_object(self.best and self.best["step"])[0]

@@ -400,7 +400,8 @@ def takes_trl(init: _Init) -> _Init:
             makers = [vars(c)["__init__"] for c in cls.__mro__ if "__init__" in vars(c)]
             makers = makers[makers.index(translated) :]
             named = [p for m in makers for p in inspect.signature(m).parameters.values()]
-            takes = dict.fromkeys(p.name for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            own = [p for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            takes = dict.fromkeys(p.name for p in sorted(own, key=lambda p: p.kind is p.KEYWORD_ONLY))
             args, given = (), our_arguments(cls.__name__, kind, [n for n in takes if n != "self"], args, given)
         init(self, *args, **given)
 
