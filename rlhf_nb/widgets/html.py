@@ -32,7 +32,7 @@ def _cell(value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     shown = f"{value:.2f}" if isinstance(value, float) else escape(value)
     shown = "–" if value is None or (isinstance(value, float) and math.isnan(value)) else shown
-    style = "text-align:right" if number else "text-align:left;white-space:pre-wrap;overflow-wrap:anywhere"
+    style = "text-align:right" if number else "text-align:left;overflow-wrap:anywhere"
     return f'<td style="{style};vertical-align:top">{shown}</td>'
 
 

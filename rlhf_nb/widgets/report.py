@@ -38,7 +38,7 @@ table{border-collapse:collapse;font-size:13px;margin:.5em 0}
 td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
 td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
 summary{cursor:pointer;font-weight:600;margin:.6em 0}
-td.t{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
+td.t,details td{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
 """
 
 
