@@ -87,8 +87,8 @@ MUTANTS: list[tuple[str, ...]] = [
     # data: tokens and masks
     ("encode_continuations", "the answer has no EOS", "[*row, eos]", "row"),
     ("encode_texts", "no BOS", "else [*bos, *row]", "else row"),
-    ("_encoded", "the last answer has no EOS", "tokens = [*tokens, _eos(tok)]", "tokens = [*tokens]"),
-    ("_encoded", "the question counts in the loss", "[p.answer] * len(tokens)", "[True] * len(tokens)"),
+    ("data.templates:_encoded", "the last answer has no EOS", "tokens = [*tokens, _eos(tok)]", "tokens = [*tokens]"),
+    ("data.templates:_encoded", "the question counts in the loss", "[p.answer] * len(tokens)", "[True] * len(tokens)"),
     ("dialogue_pieces", "the mark that opens an answer is missing", "*(dialogues if ask else ())], True, [", "*(dialogues if ask else ())], False, ["),
     ("MemorySource._permutation", "every epoch has the same order", 'derive_seed(self.seed, "rows", self.epoch)', 'derive_seed(self.seed, "rows")', "test_notice::test_each_epoch_has_its_own_order"),
     ("MemorySource.load_state_dict", "a resumed source starts its epoch anew", 'self.epoch, self.position = int(state["epoch"]), int(state["position"])', 'self.epoch, self.position = int(state["epoch"]), 0'),

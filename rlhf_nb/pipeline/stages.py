@@ -620,8 +620,10 @@ class RLHFPipeline:
         for stage in self.stages:
             if not (done := self.finished(stage)):
                 continue
-            changes = config_changes(done["config"], lasting(getattr(self.config, stage)))
-            if changes and config_changes(done["config"], lasting(self.stage_config(stage))):  # what ranks write
+            asked = getattr(self.config, stage)
+            before = merge(lasting(type(asked)()), done["config"])  # settings that came later had their defaults
+            changes = config_changes(before, lasting(asked))
+            if changes and config_changes(before, lasting(self.stage_config(stage))):  # what ranks write
                 raise RunError(
                     f"{stage} was finished with other settings ({'; '.join(changes[:3])}), and what follows is built "
                     "on it: go back to those settings, or choose another output_dir."
