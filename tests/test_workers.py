@@ -62,7 +62,7 @@ def pairs(n: int) -> list[dict[str, Any]]:
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     import rlhf_nb.train.dpo as module
 
-    monkeypatch.setattr(module, "tokenize_preferences", lambda rows, *_, **__: rows)
+    monkeypatch.setattr(module, "tokenize_rows", lambda kind, rows, *_, **__: rows)
     config = DPOConfig(
         output_dir=str(folder), mini_batch_size=8, rollout_batch_size=8, steps=4, epochs=None, device="cpu", token_budget=64,
         console=False, optimizer={"lr": 1e-3},

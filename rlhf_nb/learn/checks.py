@@ -22,6 +22,7 @@ import torch
 
 from ..core import ConfigError, DataError, derive_seed, did_you_mean
 from ..files import write_whole
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['EXERCISES', 'Exercise', 'CheckResult', 'same', 'Outcome', 'judge', 'progress_file', 'progress', 'exercise', 'check',
@@ -159,7 +160,7 @@ def progress_file() -> Path:
 def progress() -> dict[str, dict[str, Any]]:
     """By exercise: `kind`, `code` and `when`, of the best answer so far."""
     try:
-        return dict(json.loads(progress_file().read_text(encoding="utf-8")))
+        return dict(json_value(progress_file().read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return {}
 
@@ -281,7 +282,7 @@ def grade(folder: str | Path, file: str | Path | None = None, seed: int | None =
         raise DataError(f"grade: {folder} holds no .json file. Students write theirs with learn.submit(NAME).")
     for path in found:
         try:
-            handed_in = json.loads(path.read_text(encoding="utf-8"))
+            handed_in = json_value(path.read_text(encoding="utf-8"))
             student, answers = str(handed_in["student"]), dict(handed_in["answers"])
         except (ValueError, KeyError, TypeError) as error:
             hint = "Ask for a new one: learn.submit(NAME)."

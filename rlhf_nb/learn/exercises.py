@@ -12,7 +12,6 @@ from importlib import resources
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from ..core import ConfigError
@@ -20,6 +19,7 @@ from ..evaluate.intervals import mean_interval
 from .checks import EXERCISES, Exercise, CheckResult, progress
 from .world import LessonWorld
 from ..losses.advantages import rloo_baseline
+from ..untrusted import parse_yaml
 
 # %% auto #0
 __all__ = ['lessons', 'start', 'quiz']
@@ -28,7 +28,7 @@ __all__ = ['lessons', 'start', 'quiz']
 @lru_cache(maxsize=1)
 def lessons() -> dict[int, dict[str, Any]]:
     """By number: `title` and `quiz`, a list of `ask`, `options`, `right` (a letter) and `why`."""
-    return dict(yaml.safe_load((resources.files("rlhf_nb") / "learn" / "lessons.yaml").read_text(encoding="utf-8")))
+    return dict(parse_yaml((resources.files("rlhf_nb") / "learn" / "lessons.yaml").read_text(encoding="utf-8")))
 
 
 def _lesson(n: int) -> dict[str, Any]:
