@@ -455,7 +455,8 @@ def tokenize_sft(
     for row in to_rows(rows, "sft"):
         total += 1
         if _silent(row):
-            lost["an empty completion"] += 1
+            asks = all(m["role"] != "assistant" for m in row.get("messages", [{"role": "assistant"}]))
+            lost["no answer (prompts are for grpo, rloo and ppo)" if asks else "an empty completion"] += 1
         else:
             normal.append(row)
     out = []
