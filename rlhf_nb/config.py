@@ -239,7 +239,7 @@ class OptimizerConfig(StrictConfig):
         "adamw",
         "adafactor: less memory | *_8bit: with bitsandbytes | muon: hidden matrices by torch's Muon, the rest by AdamW",
     )
-    lr: Rate = option(None, "peak learning rate; null: by method, adapter and optimizer (docs/rates.md)", gt=0)
+    lr: Rate = option(1e-5, "peak learning rate; unset or null: by method, adapter and optimizer (docs/rates.md)", gt=0)
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
@@ -417,9 +417,9 @@ class TrainConfig(StrictConfig):
     @model_validator(mode="after")
     def _rate(self) -> TrainConfig:
         """The learning rate where none was said; it doesn't count as said, so another adapter changes it again."""
-        if self.optimizer.lr is None:
+        if self.optimizer.lr is None or "lr" not in self.optimizer.model_fields_set:
             if self.optimizer.name == "sgd":
-                raise ValueError("optimizer.lr is null, and sgd has no usual rate: set optimizer.lr=0.1, say.")
+                raise ValueError("optimizer.lr is not set, and sgd has no usual rate: set optimizer.lr=0.1, say.")
             adapter = getattr(getattr(self, "model", None), "lora", None) is not None
             resolved = self.optimizer.model_copy()
             resolved.model_fields_set.discard("lr")
