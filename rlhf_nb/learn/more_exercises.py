@@ -146,7 +146,11 @@ def _targets(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     """A reference, rewards, and how far the best policy should be."""
     yield torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]), 0.3
     for n in (3, 4, 5):
-        yield _shared_out(rng, n), torch.tensor([rng.gauss(0, 1) for _ in range(n - 1)] + [2.5]), 0.05 + 0.3 * rng.random()
+        yield (
+            _shared_out(rng, n),
+            torch.tensor([rng.gauss(0, 1) for _ in range(n - 1)] + [2.5]),
+            0.05 + 0.3 * rng.random(),
+        )
 
 
 def _nats(p: Tensor, q: Tensor) -> Tensor:
