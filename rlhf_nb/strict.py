@@ -7,6 +7,7 @@ import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -19,8 +20,8 @@ from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['read_config_file', 'merge', 'dotted', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option',
-           'StrictConfig']
+__all__ = ['read_config_file', 'table_of', 'merge', 'dotted', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain',
+           'option', 'StrictConfig']
 
 # %% ../nbs/strict.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,6 +80,15 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"config file {str(path)!r} holds {say_value(data)}, expected `key: value` settings.")
     return dict(data or {})
+
+
+def table_of(name: str) -> dict[str, Any]:
+    """A table that comes with the package.
+
+    Args:
+        name: of its YAML file there, such as `widgets/panels.yaml`.
+    """
+    return read_config_file(Path(str(resources.files("rlhf_nb"))) / name)
 
 # %% ../nbs/strict.ipynb #5aa6518c
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,7 +449,13 @@ class StrictConfig(BaseModel):
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
-        return translate(data, cls.has, default)
+        named = {"data": "path", "model": "name_or_path"}  # data=FILE model=MODEL: a name in the place of a group
+        short = {
+            k: {named[k]: v}
+            for k, v in data.items()
+            if k in named and isinstance(v, str) and cls.has(f"{k}.{named[k]}")
+        }
+        return translate({**data, **short}, cls.has, default)
 
     @model_validator(mode="before")
     @classmethod

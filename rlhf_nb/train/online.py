@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -99,6 +99,7 @@ _PLAIN = DecoderConfig()
 class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
+    usual_lr: ClassVar[float] = 1e-6
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
@@ -107,7 +108,7 @@ class OnlineConfig(RewardPart, TextConfig):
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
@@ -322,8 +323,8 @@ class OnlineMethod(TextMethod):
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
         if self.episodes is not None:
-            return self.episodes.tokenize(rows, self.config.data.max_prompt_length, warn)
-        return tokenize_prompts(rows, self.tokenizer, self.config.data.max_prompt_length, chat=self.chat, warn=warn)
+            return self.episodes.tokenize(rows, self.config.data.prompt_limit, warn)
+        return tokenize_prompts(rows, self.tokenizer, self.config.data.prompt_limit, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> PromptBatch:
         """Tokenized prompts as one batch."""

@@ -16,7 +16,7 @@ import torch
 
 from ..rollout.sampler import eval_mode
 from ..run.checkpoint import load_checkpoint
-from ..core import ConfigError, DataError, RunError, check_choice, suggest
+from ..core import DataError, RunError, check_choice, suggest
 from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
 from ..losses.kl import kl_terms
@@ -65,7 +65,7 @@ _PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", "values", "advantages
 
 
 def _sound(row: Row) -> Row:
-    """A sample whose fields have the kinds that views count on, whatever stands in the file;
+    """A sample whose fields have the kinds that views count on, whatever the file holds;
     what doesn't fit is left out.
     """
     step, parts = row.get("step"), row.get("rewards")
