@@ -587,9 +587,10 @@ def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
             a, b = _encode(tok, [kept, after], [False, False])
             n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
             raise DataError(
-                f"The chat template rewrites an answer once it is replied to: token {n} is {tok.decode(a[n : n + 1])!r} "
-                f"at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were drawn would not be those that "
-                "are read. Another template keeps them: model.chat_template=FILE, or episodes.chatml=true."
+                f"The chat template rewrites an answer once it is replied to: token {n} is "
+                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
+                "drawn would not be those that are read. Another template keeps them: model.chat_template=FILE, or "
+                "episodes.chatml=true."
             )
         out.append(letters.read(after[len(kept) :], True))
     return out

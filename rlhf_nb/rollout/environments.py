@@ -167,8 +167,8 @@ class TwentyQuestions:
             return Step("No.", done=turn.number >= 20)
         asked = {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}
         if not asked:
-            return Step("I can say whether it is an animal, or about where it lives, what it eats, its legs, young, coat.",
-                done=turn.number >= 20)  # fmt: skip
+            what = "I can say whether it is this or that animal, or where it lives, what it eats, its legs, young, coat."
+            return Step(what, done=turn.number >= 20)
         return Step("Yes." if all(mine.fact(k) == v for k, v in asked) else "No.", done=turn.number >= 20)
 
     def close(self) -> None:

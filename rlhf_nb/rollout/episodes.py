@@ -310,8 +310,9 @@ class _Episode:
         runs = ((k, [i for i, _ in g]) for k, g in itertools.groupby(enumerate(self.drawn), key=lambda x: x[1]))
         spans = [[at[0], at[-1] + 1] for drawn, at in runs if drawn]
         return {
-            "drawn": spans, "turns": len(self.texts), "calls": self.made, "tool_failures": self.seat.failures, "stop": self.stop,
+            "turns": len(self.texts), "calls": self.made, "tool_failures": self.seat.failures, "stop": self.stop,
             "wait_tools_s": self.waited, "rewards": self.rewards, "metrics": self.metrics, "messages": self.messages,
+            "drawn": spans,
         }  # fmt: skip
 
 
