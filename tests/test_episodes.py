@@ -22,7 +22,7 @@ from rlhf_nb.data import toy
 from rlhf_nb.data.sources import collate_prompts
 from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
-from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, kinds_of
+from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
 from rlhf_nb.train.grpo import VARIANTS, GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
 from rlhf_nb.train.pairs import OnlineDPOConfig
@@ -87,7 +87,7 @@ def play(
     """Episodes on toy questions."""
     config = {"max_seconds": 20.0} | config
     sampler = Episodes(
-        inner or OurSampler(), kinds_of(make, config.pop("tools", ())), EpisodeConfig(**config), tok, 256
+        inner or OurSampler(), environment_kinds(make, config.pop("tools", ())), EpisodeConfig(**config), tok, 256
     )
     rows = sampler.tokenize(toy.train_prompts(n, 3))
     how: dict[str, Any] = {"tokenizer": tok, "seed": 5, "step": 2, "num_samples": samples, "eos": ENDS}
@@ -172,7 +172,7 @@ def test_who_waits_costs_the_others_nothing() -> None:
             return Step("And then?", done=turn.number == 3)
 
     inner = Noted()
-    sampler = Episodes(inner, kinds_of(Slow), EpisodeConfig(max_turns=3), tok, 256)
+    sampler = Episodes(inner, environment_kinds(Slow), EpisodeConfig(max_turns=3), tok, 256)
     rows = sampler.tokenize([q | {"late": i == 17} for i, q in enumerate(toy.train_prompts(32, 3))])
     begun = time.monotonic()
     r = sampler.generate(
@@ -217,7 +217,9 @@ def test_a_broken_tool_is_an_observation(kind: str) -> None:
             return as_rollout(request.prompts, 1, answers, lens, torch.ones(len(ids), dtype=torch.bool), None, letters)
 
     letters = toy.word_tokenizer((toy.PAD, toy.BOS, toy.EOS, toy.UNK, *map(chr, range(32, 127)), "\n"), r"[\s\S]")
-    sampler = Episodes(Says(), kinds_of(None, [broken(kind)]), EpisodeConfig(call_seconds=0.4, form="json"), letters)
+    sampler = Episodes(
+        Says(), environment_kinds(None, [broken(kind)]), EpisodeConfig(call_seconds=0.4, form="json"), letters
+    )
     rows = sampler.tokenize([{"prompt": "a"}, {"prompt": "b"}])
     begun = time.monotonic()
     r = sampler.generate(

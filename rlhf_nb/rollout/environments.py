@@ -20,7 +20,7 @@ from .episodes import Row, Step, Turn
 from ..sandbox.runner import Sandbox
 
 # %% auto #0
-__all__ = ['ENVIRONMENTS', 'calculate', 'last_number_is', 'Calculator', 'PythonShell', 'Search', 'TwentyQuestions', 'ToyTalk']
+__all__ = ['ENVIRONMENTS', 'calculate', 'last_number_is', 'Calculator', 'PythonShell', 'Library', 'TwentyQuestions', 'ToyTalk']
 
 # %% ../../nbs/rollout/environments.ipynb #7e300007
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -113,7 +113,7 @@ class PythonShell(Calculator):
         return (r.stdout + r.stderr)[-2000:] or f"(nothing was printed; the program {r.outcome})"
 
 # %% ../../nbs/rollout/environments.ipynb #7e30000a
-class Search(Calculator):
+class Library(Calculator):
     """A question about the texts of a folder, which can be searched. Rows have `prompt` and `answer`; 1 for a last turn
     that holds the answer.
 
@@ -145,7 +145,7 @@ class Search(Calculator):
         return "\n\n".join(self.parts[i][:1000] for i in best if weights[i]) or "(nothing was found)"
 
     def step(self, turn: Turn) -> Step:
-        """1 where the answer stands in the last turn."""
+        """1 where the last turn holds the answer."""
         answer = str(self.answer or "").lower()
         return Step(reward=float(bool(answer) and answer in turn.text.lower()), done=True)
 
@@ -167,7 +167,7 @@ class TwentyQuestions:
             return Step("No.", done=turn.number >= 20)
         asked = {(k, v) for k in toy.FACTS for v in toy.FACT_VALUES[k] if f" {v} " in words}
         if not asked:
-            what = "I can say whether it is this or that animal, or where it lives, what it eats, its legs, young, coat."
+            what = "I can say whether it is some animal, or where it lives, what it eats, its legs, young, coat."
             return Step(what, done=turn.number >= 20)
         return Step("Yes." if all(mine.fact(k) == v for k, v in asked) else "No.", done=turn.number >= 20)
 
@@ -206,6 +206,6 @@ def _words(prompt: str) -> str:
 
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {
-    "calculator": Calculator, "python": PythonShell, "search": Search, "twenty-questions": TwentyQuestions,
+    "calculator": Calculator, "python": PythonShell, "search": Library, "twenty-questions": TwentyQuestions,
     "toy": ToyTalk,
 }  # fmt: skip

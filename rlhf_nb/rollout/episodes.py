@@ -34,8 +34,8 @@ from ..types import Completions, PromptBatch, Rollout
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Row', 'STOPS', 'Turn', 'Step', 'Environment', 'EpisodeConfig', 'Kind', 'kind_of', 'kinds_of', 'Episodes',
-           'EnvironmentReward', 'episode_metrics']
+__all__ = ['log', 'Row', 'STOPS', 'Turn', 'Step', 'Environment', 'EpisodeConfig', 'Kind', 'environment_kind', 'environment_kinds',
+           'Episodes', 'EnvironmentReward', 'episode_metrics']
 
 # %% ../../nbs/rollout/episodes.ipynb #7e200007
 Row = dict[str, Any]
@@ -138,7 +138,7 @@ class Kind(NamedTuple):
     pays: bool  # whether it rewards
 
 
-def kind_of(make: Callable[[], Any] | None, tools: Iterable[Callable[..., Any]] = (), name: str = "") -> Kind:
+def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..., Any]] = (), name: str = "") -> Kind:
     """A kind of environment, looked at by making one.
 
     Args:
@@ -177,17 +177,17 @@ def kind_of(make: Callable[[], Any] | None, tools: Iterable[Callable[..., Any]] 
     return Kind(name, make, ours, functions, schemas, ours or callable(getattr(made, "get_reward", None)))
 
 
-def kinds_of(environment: Any, tools: Iterable[Callable[..., Any]] = ()) -> dict[str | None, Kind]:
+def environment_kinds(environment: Any, tools: Iterable[Callable[..., Any]] = ()) -> dict[str | None, Kind]:
     """Kinds of environments by the value of the rows' column `environment`; by None where there is one for all.
 
     Args:
         environment: a class, a function that makes one, a dict of these, or None.
-        tools: as in `kind_of`.
+        tools: as in `environment_kind`.
     """
     given = list(tools)
     if isinstance(environment, Mapping):
-        return {str(k): kind_of(make, given, str(k)) for k, make in environment.items()}
-    return {None: kind_of(environment, given)}
+        return {str(k): environment_kind(make, given, str(k)) for k, make in environment.items()}
+    return {None: environment_kind(environment, given)}
 
 
 class _Seat:
@@ -324,7 +324,7 @@ class Episodes(Sampler):
 
     Args:
         inner: draws the turns.
-        kinds: of environments, as `kinds_of` says.
+        kinds: of environments, as `environment_kinds` says.
         config: limits.
         tokenizer: with a chat template; one without gets `tools.CHATML` where there are tools, or a plain one.
         window: most tokens of a row; None: no limit.
@@ -489,7 +489,7 @@ class Episodes(Sampler):
         return min(self._left(e), sampling.max_new_tokens - sum(e.drawn))
 
     def _fail(self, e: _Episode, why: BaseException) -> None:
-        """An environment failed: the episode is over where it stands, and the first time it is said."""
+        """An environment failed: the episode is over, and the first time a warning says so."""
         e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
         if not self._told:
             self._told = True

@@ -10,7 +10,7 @@ from typing import Any
 from ..core import ConfigError, did_you_mean
 from ..rollout.backends import Sampler
 from ..rollout.environments import ENVIRONMENTS
-from ..rollout.episodes import EpisodeConfig, Episodes, Kind, kinds_of
+from ..rollout.episodes import EpisodeConfig, Episodes, Kind, environment_kinds
 from .entries import import_module
 
 # %% auto #0
@@ -53,7 +53,7 @@ def with_environment(
         environment, tools: as a trainer takes them; None: what the config says.
 
     Raises:
-        ConfigError: a name that stands for nothing; see `rollout.episodes.kind_of`.
+        ConfigError: a name that stands for nothing; see `rollout.episodes.environment_kind`.
     """
     named = config.environment
     if environment is None and isinstance(named, dict):
@@ -62,7 +62,7 @@ def with_environment(
         environment = _named(named, config.options)
     if tools is None:
         tools = [named_object(name, "episodes.tools") for name in config.tools]
-    return None if environment is None and not tools else kinds_of(environment, tools)
+    return None if environment is None and not tools else environment_kinds(environment, tools)
 
 
 def played(

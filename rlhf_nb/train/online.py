@@ -270,7 +270,7 @@ class OnlineMethod(TextMethod):
         reference: frozen model; None when nothing is paid for drift.
         module: what is trained, where that is more than the policy.
         watch: reward functions by name that `evaluate` reports, and nothing learns from.
-        environment: kinds of environments that reply to the policy; see `rollout.episodes.kinds_of`.
+        environment: kinds of environments that reply to the policy; see `rollout.episodes.environment_kinds`.
     """
 
     columns: tuple[str, ...] = (
