@@ -361,7 +361,7 @@ def test_a_class_for_trl_runs_unchanged(tmp_path: Path) -> None:
         return [float(env.counter + i) for i, env in enumerate(environments)]
 
     c = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False, steps=1, mini_batch_size=8, num_generations=4,
-        sampling={"max_new_tokens": 8})  # fmt: skip
+        sampling={"max_new_tokens": 8}, data={"max_prompt_length": 240})  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         t = GRPOTrainer(
