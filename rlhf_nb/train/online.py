@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -97,6 +97,7 @@ _PLAIN = DecoderConfig()
 class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
+    usual_lr: ClassVar[float] = 1e-6
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
@@ -104,7 +105,7 @@ class OnlineConfig(RewardPart, TextConfig):
         _PLAIN,
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
@@ -311,7 +312,7 @@ class OnlineMethod(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
-        return tokenize_prompts(rows, self.tokenizer, self.config.data.max_prompt_length, chat=self.chat, warn=warn)
+        return tokenize_prompts(rows, self.tokenizer, self.config.data.prompt_limit, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> PromptBatch:
         """Tokenized prompts as one batch."""

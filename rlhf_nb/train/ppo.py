@@ -37,11 +37,11 @@ class PPOConfig(KLPrice, OnlineConfig):
         "ppo", 3e-4, rollout_batch_size=128, mini_batch_size=64, num_inner_epochs=2, kl_coef=0.2
     )
 
+    usual_lr: ClassVar[float] = 3e-6
     output_dir: PathText = option("runs/ppo", "the run's folder", min_length=1)
     critic: Literal["separate", "shared", "hydra"] = option(
         "separate", "own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "the optimizer and its schedule")
     critic_lr: float | None = option(None, "peak learning rate of the critic; null: optimizer.lr", gt=0)
     rollout_batch_size: int = option(512, "answers per collect, over all devices", ge=1)
     num_inner_epochs: int = option(4, "passes over each rollout", ge=1)
