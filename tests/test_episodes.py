@@ -20,6 +20,7 @@ from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, derive_seed
 from rlhf_nb.data import toy
 from rlhf_nb.data.sources import collate_prompts
+from rlhf_nb.data.templates import make_chat_template
 from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
 from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
@@ -360,12 +361,15 @@ def test_a_class_for_trl_runs_unchanged(tmp_path: Path) -> None:
         seen.extend(environments)
         return [float(env.counter + i) for i, env in enumerate(environments)]
 
+    short = toy.build_tokenizer()
+    names = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    short.chat_template = names + make_chat_template("Visitor:", "\nPip:")
     c = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False, steps=1, mini_batch_size=8, num_generations=4,
-        sampling={"max_new_tokens": 8}, data={"max_prompt_length": 240})  # fmt: skip
+        sampling={"max_new_tokens": 8})  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         t = GRPOTrainer(
-            model=toy.build_model(0, "tiny"), args=c, processing_class=toy.build_tokenizer(), reward_funcs=reward_func,
+            model=toy.build_model(0, "tiny"), args=c, processing_class=short, reward_funcs=reward_func,
             train_dataset=toy.train_prompts(16, 0), environment_factory=Increment,
         )  # fmt: skip
         t.train()
