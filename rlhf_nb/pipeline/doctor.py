@@ -3,11 +3,14 @@
 # %% ../../nbs/pipeline/doctor.ipynb #d99f9cca
 from __future__ import annotations
 
+import importlib.util
+import math
 import os
 import shutil
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -21,13 +24,13 @@ from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
-from ..data.formats import DataWarning
+from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report,
 )  # fmt: skip
 from ..data.worlds import RowKind, made_rows, model_world
-from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
+from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained, quantization_of
 from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
@@ -45,7 +48,8 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
            'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'usual_lengths',
-           'check_saving', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+           'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'StageStart', 'load_start', 'some_rows',
+           'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -491,6 +495,110 @@ def check_saving(config: TrainConfig) -> list[Finding]:
     lost = "everything until its end" if seconds is None else f"{seconds / 60:.0f} minutes of work"
     return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
 
+# %% ../../nbs/pipeline/doctor.ipynb #d15ea5e1
+def check_loading(config: Any, precision: Precision) -> list[Finding]:
+    """What loading the model would refuse, or leave aside in silence: 4 bits and other kernels of attention.
+
+    Args:
+        config: of a method.
+        precision: device and format.
+    """
+    model, out = config.model, list[Finding]()
+    bits, kernel = model.lora is not None and model.lora.quantize_4bit, model.attn_implementation
+    if model_world(model.name_or_path):
+        left = [f"model.lora.quantize_4bit={bits}".lower()] * bits + [f"model.attn_implementation={kernel}"] * (
+            kernel != "sdpa"
+        )
+        why = "this model is made here, in fp32 and with torch's own attention"
+        return [Finding("warning", f"{' and '.join(left)} has no effect", why, "leave it out")] if left else []
+    if bits:
+        with _found(out, "training can't start"):
+            quantization_of(model, precision)
+    if kernel == "flash_attention_2" and (
+        precision.device.type != "cuda" or not importlib.util.find_spec("flash_attn")
+    ):
+        what = f"{kernel} needs a GPU and the package flash-attn; here it is {precision.device.type}"
+        out.append(Finding("error", what, "training can't start", "model.attn_implementation=sdpa"))
+    return out
+
+
+def check_prices(config: Any) -> list[Finding]:
+    """Settings that switch a part of the method off: a critic that learns nothing, a learnt reward without a price.
+
+    Args:
+        config: of a method that learns from its own answers.
+    """
+    out = []
+    if getattr(config, "vf_coef", 1.0) == 0 and config.critic != "hydra":
+        why = "the critic learns nothing, so advantages are its first guesses"
+        out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
+    learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
+    if (
+        config.has("kl_coef")
+        and config.kl_coef == 0
+        and (learnt or config.reward not in (None, "check", "gold", "proxy"))
+    ):
+        why = (
+            "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
+        )
+        fix = "kl_coef=0.05, and look at answers; watch=[...] with another judge shows when the two part"
+        out.append(Finding("warning", "kl_coef is 0 with a learnt reward", why, fix))
+    return out
+
+
+_FEW = 500  # pairs; fewer say little
+_DECIDES = 0.9  # of judgements that something outside of the answers tells
+
+
+def check_judgements(rows: list[Row], kind: RowKind) -> list[Finding]:
+    """Whether pairs or thumbs are many, and whether a length or a source alone would tell them.
+
+    Args:
+        rows: normal rows, other columns included.
+        kind: of the rows.
+    """
+    if kind not in ("preference", "unpaired"):
+        return []
+    out = []
+    if kind == "preference" and len(rows) < _FEW:
+        why = f"an accuracy on a fifth of them is uncertain by ±{1.96 * math.sqrt(0.25 / max(1, len(rows) / 5)):.0%}"
+        out.append(Finding("warning", f"{len(rows)} pairs are few", why, f"about {_FEW} or more, or begin with sft"))
+    for what, told in _tellers(rows, kind).items():
+        right = max(told.count(True), told.count(False)) / max(1, len(told))
+        if len(told) >= 50 and right >= _DECIDES:
+            why = f"it tells {right:.0%} of {len(told)} judgements, so that is what will be learnt, not what is good"
+            fix = "mix in pairs in which it is the other way round; dpo: loss=simpo evens lengths out" * (
+                what == "the length"
+            )
+            out.append(Finding("warning", f"{what} decides", why, fix or "take answers of one source for both sides"))
+    return out
+
+
+def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
+    """By what may tell a judgement: of each row whether it says "better"; rows in which it says nothing are left out."""
+    if kind == "preference":
+        sizes = [(len(prompt_text(r["chosen"])), len(prompt_text(r["rejected"]))) for r in rows]
+        out = {"the length": [a > b for a, b in sizes if a != b]}
+        for name in {n.removeprefix("chosen_") for r in rows[:1] for n in r if f"rejected_{n[7:]}" in r}:
+            both = [(str(r.get(f"chosen_{name}")), str(r.get(f"rejected_{name}"))) for r in rows]
+            counts = Counter(side for pair in both for side in pair).most_common(20)
+            if isinstance(rows[0].get(f"chosen_{name}"), str) and len(counts) < 20:
+                for value, _ in counts:
+                    out[f"chosen_{name} or rejected_{name} = {value!r}"] = [
+                        a == value for a, b in both if (a == value) != (b == value)
+                    ]
+        return out
+    middle = statistics.median(len(prompt_text(r["completion"])) for r in rows)
+    out = {"the length": [(len(prompt_text(r["completion"])) > middle) == r["label"] for r in rows]}
+    for name in (n for n, v in rows[0].items() if isinstance(v, str) and n not in ("prompt", "completion")):
+        votes: dict[str, list[bool]] = {}
+        for r in rows:
+            votes.setdefault(str(r.get(name)), []).append(bool(r["label"]))
+        apart = {v: sum(x) / len(x) for v, x in votes.items()}
+        if 1 < len(votes) <= 20 and max(apart.values()) - min(apart.values()) > 0.5:
+            out[f"the column {name}"] = [(apart[str(r.get(name))] > 0.5) == bool(r["label"]) for r in rows]
+    return out
+
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
 _ROWS = 2000  # looked at
 
@@ -595,9 +703,11 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
+                out += check_judgements(rows, method.rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
+        out += check_loading(config, precision)
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_bytes(precision.device))
@@ -605,7 +715,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 out += check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
-        out += check_sampling(config)
+        out += check_sampling(config) + check_prices(config)
         with _found(out, "there is nothing to maximise"):
             for key, entries in (
                 ("rewards", config.rewards),
