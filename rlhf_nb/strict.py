@@ -449,7 +449,13 @@ class StrictConfig(BaseModel):
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
-        return translate(data, cls.has, default)
+        named = {"data": "path", "model": "name_or_path"}  # data=FILE model=MODEL: a name in the place of a group
+        short = {
+            k: {named[k]: v}
+            for k, v in data.items()
+            if k in named and isinstance(v, str) and cls.has(f"{k}.{named[k]}")
+        }
+        return translate({**data, **short}, cls.has, default)
 
     @model_validator(mode="before")
     @classmethod

@@ -167,16 +167,10 @@ def test_prompt_longer_than_the_window(tmp_path: Path) -> None:
     )
     assert "max_prompt_length" in line or "window" in line or "positions" in line
     # with the limit that fits, the prompt loses its beginning, and that is said
-    result = works(
-        "ppo",
-        "--toy",
-        f"reward={reward}",
-        f"model.name_or_path={tiny}",
-        "data.max_prompt_length=64",
-        *common,
-        "--overwrite",
-    )
-    assert "Note: 1 of 1 rows (100%) are longer than the limits" in result.stderr
+    shorter = ["ppo", "--toy", f"reward={reward}", f"model.name_or_path={tiny}", "data.max_prompt_length=64", *common]
+    result = works(*shorter, "data.max_cut=1", "--overwrite")
+    assert "Note: 1 of 1 rows (100.0%) are longer than the limits" in result.stderr
+    fails(*shorter, "--overwrite", says=("1 of 1 rows lose tokens", "data.max_cut=1"))
 
 
 def test_pad_equal_to_eos_still_learns_to_stop(options: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -197,10 +198,11 @@ def written_facts() -> dict[str, Any]:
     from rlhf_nb.train.registry import methods
 
     def init(kind: str) -> dict[str, str]:
-        return {
-            name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
-            for name in ("default", "toy")
-        }
+        told = {name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
+            for name in ("default", "toy")}  # fmt: skip
+        return told | {
+            "default": re.sub(r"(?m)^(  lr: )\S+", r"\1null", told["default"])
+        }  # open: an adapter has its own
 
     out: dict[str, Any] = {"methods": {}, "pipeline": {"init": init("run")}}
     for name, method in methods().items():

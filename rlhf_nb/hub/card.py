@@ -332,7 +332,7 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
         model, tokenizer = load_model(
             name, trainable=False, device="cpu" if model_world(config.model.name_or_path) else "auto"
         )
-        prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.max_prompt_length, warn=False)
+        prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.prompt_limit, warn=False)
         batch = collate_prompts(prompts, tokenizer.pad_token_id).to(model.get_input_embeddings().weight.device)
         return evaluate(model, tokenizer, batch, judges, None, sampling, derive_seed(config.seed, "card"))
 

@@ -138,15 +138,17 @@ def plain_rows(chat: bool) -> Finding:
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
-    limits: tuple[int | None, int] = (None if kind == "prompt" else data.max_length, data.max_prompt_length)
+    asked = kind == "prompt"
+    longest: int | None = None if asked else data.max_length
+    first = data.prompt_limit if asked else data.max_prompt_length
     steps = {"rule": config.boundary.rule} if kind == "stepwise" else {}
     tokens = tokenize_rows(kind, rows, tokenizer, data, **steps)
     if not tokens:
         raise DataError(
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."
         )
-    report = length_report(tokens, *limits, warn=False)
-    return tokens, report, min(limits[0] or limits[1], report.total[100]) + new
+    report = length_report(tokens, longest, first, warn=False)
+    return tokens, report, min(longest or data.prompt_limit, report.total[100]) + new
 
 # %% ../../nbs/pipeline/doctor.ipynb #20999cd4
 def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, window: int | None) -> list[Finding]:
