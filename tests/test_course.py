@@ -32,6 +32,7 @@ DEFINED = {
     7: ["baseline", "log-derivative trick"],
     8: ["rollout", "advantage", "λ-return"],
     10: ["implicit reward", "margin"],
+    11: ["p-value", "Holm's correction"],
 }
 
 
