@@ -69,7 +69,7 @@ JUDGED: dict[str, tuple[str, int, Make, str | None]] = {
     "few": ("preference", 200, lambda i: pair(i, i % 2 == 0), "200 pairs are few"),
     "length": ("preference", 600, lambda i: pair(i, i % 20 > 0), "the length decides"),
     "shorter": ("preference", 600, lambda i: pair(i, i % 20 == 0), "the length decides"),
-    "source": ("preference", 600, lambda i: pair(i, i % 2 == 0, "large", "small"), "chosen_model or rejected_model = 'large' decides"),
+    "source": ("preference", 600, lambda i: pair(i, i % 2 == 0, "large", "small"), "chosen or rejected_model = 'large' decides"),
     "thumbs by source": ("unpaired", 600, lambda i: thumb(i, ("good", "bad")[i % 2]), "the column source decides"),
     "healthy pairs": ("preference", 600, lambda i: pair(i, i % 2 == 0, *(("a", "b") if i % 3 else ("b", "a"))), None),
     "healthy thumbs": ("unpaired", 600, lambda i: thumb(i, ("x", "y")[i // 2 % 2]), None),

@@ -584,7 +584,7 @@ def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
             counts = Counter(side for pair in both for side in pair).most_common(20)
             if isinstance(rows[0].get(f"chosen_{name}"), str) and len(counts) < 20:
                 for value, _ in counts:
-                    out[f"chosen_{name} or rejected_{name} = {value!r}"] = [
+                    out[f"chosen or rejected_{name} = {value!r}"] = [
                         a == value for a, b in both if (a == value) != (b == value)
                     ]
         return out
