@@ -20,7 +20,7 @@ from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..rewards.base import Rewards
-from ..rollout.backends import make_sampler
+from ..rollout.backends import Sampler, make_sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
@@ -110,7 +110,7 @@ class PolicyEval:
     @property
     def lengths(self) -> Tensor:
         """[B], tokens per answer, EOS included."""
-        return self.rollout.completion_lens.cpu()
+        return self.rollout.completion_mask.sum(1).cpu()
 
     @property
     def finished(self) -> float:
@@ -175,6 +175,7 @@ def evaluate(
     model: Any, tokenizer: Any, prompts: PromptBatch | Sequence[Any], rewards: Mapping[str, Any], reference: Any = None,
     sampling: SamplingConfig | None = None, seed: int = 0, *, num_samples: int = 1, greedy: bool = False,
     batch_size: int | None = None, token_budget: int = TOKEN_BUDGET, decoder: Decoder | None = None,
+    sampler: Sampler | None = None,
 ) -> PolicyEval:  # fmt: skip
     """Let a policy answer prompts and measure the answers.
 
@@ -192,6 +193,7 @@ def evaluate(
         batch_size: most sequences decoded together; token_budget: most tokens in one forward of the reference.
         decoder: who answers instead of the policy alone; what it cost is kept. KL is then the mean log-ratio of policy
             and reference on these answers.
+        sampler: who draws, where it isn't the one that `sampling` names.
 
     Raises:
         ConfigError: nothing to measure.
@@ -201,17 +203,18 @@ def evaluate(
         raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
     prompts = prompts if isinstance(prompts, PromptBatch) else prompt_batch(tokenizer, prompts)
     sampling = sampling or SamplingConfig()
-    sampler = decoder or Plain(make_sampler(sampling, batch_size))
-    rollout = sampler.generate(
+    drawn: Sampler = decoder or sampler or Plain(make_sampler(sampling, batch_size))
+    rollout = drawn.generate(
         model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy
     )
     parts = Rewards([*rewards.values()], names=[*rewards])(rollout, needed=False)[1] if rewards else {}
+    rollout.columns.pop("environments", None)  # they stay in this process
     scores = {k: v.cpu() for k, v in parts.items() if k in rewards}
     cost = None if decoder is None else decoder.cost
     if reference is None:
         return PolicyEval(rollout, scores, None, None, cost)
     ref = _reference_logps(reference, rollout, sampling.temperature, token_budget)
-    own = rollout.rollout_logps if sampler.exact else None  # others may tell those of what the filters left
+    own = rollout.rollout_logps if drawn.exact else None  # others may tell those of what the filters left
     own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
     k1, k3 = (torch.where(rollout.completion_mask, kl_estimate(own, ref, k), 0.0).sum(1).double().cpu() for k in _KINDS)
     return PolicyEval(rollout, scores, k1, k3, cost)

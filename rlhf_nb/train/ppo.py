@@ -20,6 +20,7 @@ from ..losses.process import move_to_steps
 from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
+from ..rollout.episodes import Kind
 from .registry import register
 from .words import takes_trl
 from ..data.worlds import Row
@@ -106,9 +107,10 @@ class PPO(OnlineMethod):
 
     def __init__(
         self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, *,
-        watch: Mapping[str, Any] | None = None,
+        watch: Mapping[str, Any] | None = None, environment: Mapping[str | None, Kind] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net, watch=watch)
+        more: dict[str, Any] = {"watch": watch, "environment": environment}
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net, **more)
         self.net, self.adapter = net, net.policy_adapter
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
         self.warming = False  # whether only the critic learns
@@ -270,4 +272,6 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         net = build_net(model, config, reward, reference) if given is None else separate(model, given, reference)
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config, logged), config, watch=parts["watch"])
+        kinds = parts.get("environment")
+        rewards = as_rewards(reward, config, logged, kinds)
+        return PPO(net, tokenizer, rewards, config, watch=parts["watch"], environment=kinds)
