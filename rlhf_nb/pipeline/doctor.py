@@ -575,7 +575,7 @@ def check_judgements(rows: list[Row], kind: RowKind) -> list[Finding]:
 
 
 def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
-    """By what may tell a judgement: of each row whether it says "better"; rows in which it says nothing are left out."""
+    """By what may tell a judgement: of each row whether it says "better"; rows where it says nothing are left out."""
     if kind == "preference":
         sizes = [(len(prompt_text(r["chosen"])), len(prompt_text(r["rejected"]))) for r in rows]
         out = {"the length": [a > b for a, b in sizes if a != b]}
