@@ -31,6 +31,7 @@ def dotted(path: Path) -> str:
 
 # A quarter of a minute of CPU and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
+    "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
     "tutorials.feedback_to_next_version": "test_cycle.py",
     "course.lesson_07": "test_course.py",
     "bench.attack": "test_evals.py",
