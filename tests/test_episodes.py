@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command import call
 
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, derive_seed
@@ -455,6 +456,23 @@ def test_the_page_about_environments_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "rollout/turns" in (tmp_path / "echo" / "metrics.jsonl").read_text(encoding="utf-8")
     (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
     assert GRPOConfig.load("run.yaml", ["episodes.max_turns=3"]).episodes.max_turns == 3
+
+
+def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
+    words = [
+        "--toy",
+        "steps=1",
+        "mini_batch_size=8",
+        "num_generations=4",
+        "console=false",
+        "device=cpu",
+    ]
+    words += [f"output_dir={tmp_path / 'run'}", "episodes.options.questions=2"]
+    call("grpo", *words, "episodes.environment=toy")
+    events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "rollout/turns" in events and "rewards/environment" in events
+    said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
+    assert "Did you mean 'toy'?" in " ".join(said.split())
 
 
 @pytest.mark.slow
