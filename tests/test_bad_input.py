@@ -98,7 +98,7 @@ def test_wrong_config_file(tmp_path: Path) -> None:
     fails("sft", "--config", str(tmp_path / "bad.yaml"), says=("bad.yaml", "line"))
     fails("run", "--config", "hh_smal", says=("Did you mean 'hh_small'?",))
     fails("config", "show", "stf", says=("Did you mean 'sft'?",))
-    fails("ppo", "--toy", says=("reward is not set",))
+    fails("ppo", says=("not set: model.name_or_path, data.path, reward",))
 
 
 def test_debug_shows_the_traceback() -> None:

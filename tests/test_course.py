@@ -30,6 +30,9 @@ DEFINED = {
     4: ["sigmoid", "calibration"],
     6: ["log-ratio"],
     7: ["baseline", "log-derivative trick"],
+    8: ["rollout", "advantage", "λ-return"],
+    10: ["implicit reward", "margin"],
+    11: ["p-value", "Holm's correction"],
 }
 
 

@@ -89,17 +89,15 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     Raises:
         ConfigError: with the two lines that can be typed.
     """
-    if kind == "run":
-        lacking = config.unsaid()
-    else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
-        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
-    if lacking:
+    from rlhf_nb.train.stage import unsaid_of
+
+    if lacking := config.unsaid() if kind == "run" else unsaid_of(command, kind, config):
         line = " ".join(filter(None, [_me(), command, kind]))
-        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
+        more = [f"{key}={'FILE' if 'data' in key else 'FOLDER' if key == 'reward' else 'MODEL'}" for key in lacking]
         raise ConfigError(
             f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
             f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+            f"{' teacher=toy' if 'teacher' in lacking else ''}"
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002

@@ -21,7 +21,7 @@ from .sources import StreamSource, deduplicate, hold_out, row_key
 from .worlds import FIRST_WORLD, RowKind, Row, made_rows, names, world_of
 
 # %% auto #0
-__all__ = ['SHORT', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
+__all__ = ['HUB_PARTS', 'place_of', 'parts_of', 'names_of', 'data_read', 'weights_of', 'reading_of', 'in_kind', 'raw_rows',
            'load_rows', 'load_parts', 'held_out_of_stream', 'stream_rows', 'RunOnRows', 'seeds_of', 'leaked']
 
 # %% ../../nbs/data/rows.ipynb #96e347be
@@ -103,12 +103,12 @@ def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Ite
     return to_rows(rows, kind, reading)
 
 
-SHORT = {"hh-1k": ("Anthropic/hh-rlhf", 1000)}  # names for some rows of a dataset of the hub
+HUB_PARTS = {"hh-1k": ("Anthropic/hh-rlhf", 1000)}  # names for some rows of a dataset of the hub
 
 
 def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None = None) -> OpenRows:
     """A function that opens a config's rows from their start, with the columns renamed as it says.
-    A name of `SHORT` is so many rows of a dataset of the hub, or of the first world's pairs where it can't be had.
+    A name of `HUB_PARTS` is so many rows of a dataset of the hub, or of the first world's pairs where it can't be had.
 
     Args:
         data: of a run; no world.
@@ -119,8 +119,8 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
         DataError: see `open_rows` and `renamed`.
     """
     streaming, place, cut = data.streaming if streaming is None else streaming, place_of(data), split or data.split
-    if place in SHORT and not Path(place).exists():
-        name, many = SHORT[place]
+    if place in HUB_PARTS and not Path(place).exists():
+        name, many = HUB_PARTS[place]
         try:
             opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision)
         except DataError as e:

@@ -18,6 +18,7 @@ import torch
 
 from ..scale.cost import estimate
 from .stages import PipelineConfig, RLHFPipeline, make_base
+from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
 from ..data.formats import DataWarning
@@ -35,6 +36,7 @@ from ..train.entries import check_entries
 from ..train.method import tokenize_rows
 from ..train.online import OnlineConfig, rewarded
 from ..train.registry import of
+from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
 from ..data.worlds import Row
 from ..models.policy import dropout_left_out
@@ -42,8 +44,8 @@ from ..models.policy import dropout_left_out
 # %% auto #0
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
-           'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'StageStart',
-           'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'usual_lengths',
+           'check_saving', 'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -362,13 +364,90 @@ def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Preci
     ]
 
 
+_SLOW = 64_000_000  # parameters: from here on a CPU's step takes long enough to draw fewer answers for it
+_FEWER = {"rollout_batch_size": 32, "mini_batch_size": 32}  # answers
+_LIGHTER: tuple[tuple[str, Any], ...] = (  # what needs less memory, the least harm first
+    ("token_budget", 1024), ("recompute", True), ("model.lora", {"r": 16}),
+)  # fmt: skip
+
+
+def _unsaid(config: Any, key: str) -> bool:
+    """Whether a setting exists and was left to its default."""
+    *groups, last = key.split(".")
+    part = config
+    for name in groups:
+        part = getattr(part, name)
+    return bool(config.has(key)) and last not in part.model_fields_set
+
+
+def _with(config: Any, key: str, value: Any) -> Any:
+    """A config with another value of a dotted key."""
+    group, _, last = key.rpartition(".")
+    return config.replace(**({group: {last: value}} if group else {key: value}))
+
+
+def for_this_machine(config: Any) -> tuple[Any, str]:
+    """A config whose sizes fit this machine, as far as nothing was said of them, and what was chosen, for people.
+
+    On a CPU a large model draws 32 answers a step. Where the memory that is free would not do, smaller forward passes,
+    activations computed twice and adapters come in this order, until it does. A run that was begun keeps its sizes.
+
+    Args:
+        config: of a training run; returned as it is where its model isn't here, or is one of a world.
+    """
+    name, made, chosen = config.model.name_or_path, config, dict[str, Any]()
+    if not name or model_world(name):
+        return config, ""
+    if begun := RunDir(config.output_dir).config():
+        flat = {**begun, "model.lora": begun.get("model", {}).get("lora")}
+        kept = {k: flat[k] for k in (*_FEWER, *dict(_LIGHTER)) if k in flat and _unsaid(config, k)}
+        lora = {"model": {"lora": kept.pop("model.lora")}} if "model.lora" in kept else {}
+        return config.replace(**kept, **lora), ""
+    try:
+        found = load_start(config.model).model_config
+        precision = decide_precision(config.device, config.precision, parameters=decoder_shape(found).total)
+    except RlhfError:
+        return config, ""
+    if of(config).online and precision.device.type == "cpu" and decoder_shape(found).total > _SLOW:
+        if all(_unsaid(config, key) for key in _FEWER) and not 32 % config.num_generations:
+            chosen, made = dict(_FEWER), config.replace(**_FEWER)
+    free = free_bytes(precision.device)
+    for key, value in _LIGHTER:
+        if free is None or estimate_memory(found, made, precision).peak <= 0.9 * free:
+            break
+        if _unsaid(config, key):
+            chosen[key], made = value, _with(made, key, value)
+    words = " ".join(f"{k}.r={v['r']}" if isinstance(v, dict) else f"{k}={str(v).lower()}" for k, v in chosen.items())
+    here = f"{precision.device.type}{'' if free is None else f', {free / 1e9:.1f} GB free'}"
+    return made, f"nothing was said of some sizes, so they are as this machine ({here}) bears them: {words}" * bool(
+        words
+    )
+
+
+def completed(kind: str, config: Any, toy: bool) -> Any:
+    """The config of a command that trains: what was not said is found in the world (`--toy`) and on this machine.
+
+    Args:
+        kind: a method, or "run" for a pipeline, whose config stays as it is.
+        config: of it.
+        toy: a missing reward is the world's proxy.
+    """
+    config = with_proxy(kind, config, toy)
+    config, chosen = for_this_machine(config) if isinstance(config, TrainConfig) else (config, "")
+    if chosen:
+        tell(f"Note: {chosen}. The run's config.yaml has them.")
+    return config
+
+
 def cost_here(config: Any) -> list[str]:
     """What a step would cost on this machine, in lines; none where that isn't known (see `estimate`).
 
     Args:
-        config: of a training run; without data, rows count as long as they may be.
+        config: of a training run; without data, rows count as long as they may be. What isn't said in it is chosen
+            for this machine.
     """
     precision = decide_precision(config.device, config.precision)
+    config, chosen = for_this_machine(config)
     try:
         start = load_start(config.model)
         size = decoder_shape(start.model_config).total
@@ -378,7 +457,10 @@ def cost_here(config: Any) -> list[str]:
         found = check_cost(config, start, rows, precision)
     except RlhfError:  # no such model or data on this machine: planned for another one
         return []
-    return [line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())]
+    said = [f"{chosen[0].upper()}{chosen[1:]}."] if chosen and found else []
+    return said + [
+        line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())
+    ]
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
