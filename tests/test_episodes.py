@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command import call
 
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, derive_seed
@@ -454,3 +456,40 @@ def test_the_page_about_environments_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "rollout/turns" in (tmp_path / "echo" / "metrics.jsonl").read_text(encoding="utf-8")
     (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
     assert GRPOConfig.load("run.yaml", ["episodes.max_turns=3"]).episodes.max_turns == 3
+
+
+def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
+    words = [
+        "--toy",
+        "steps=1",
+        "mini_batch_size=8",
+        "num_generations=4",
+        "console=false",
+        "device=cpu",
+    ]
+    words += [f"output_dir={tmp_path / 'run'}", "episodes.options.questions=2"]
+    call("grpo", *words, "episodes.environment=toy")
+    events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "rollout/turns" in events and "rewards/environment" in events
+    said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
+    assert "Did you mean 'toy'?" in " ".join(said.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_learns_to_use_a_calculator(seed: int) -> None:
+    path = Path(__file__).resolve().parent.parent / "nbs" / "tutorials" / "a_policy_learns_to_use_a_calculator.ipynb"
+    cells = [
+        "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
+    ]
+    made: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for source in cells[1 : next(i for i, s in enumerate(cells) if "def learner" in s) + 1]:
+            exec(compile(source.partition('if MODEL == "toy":\n    trainer')[0], path.name, "exec"), made)
+        t = made["learner"](seed, *made["guesser"](seed))
+        before = t.evaluate()["eval/environment"]
+        t.fit()
+        after = t.evaluate()["eval/environment"]
+    print(f"seed {seed}: {before:.0%} -> {after:.0%}")
+    assert before < 0.2 and after >= 0.8

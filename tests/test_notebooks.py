@@ -31,8 +31,13 @@ def dotted(path: Path) -> str:
 
 # A quarter of a minute of CPU and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
+    "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
     "tutorials.feedback_to_next_version": "test_cycle.py",
+    "course.lesson_02": "test_course.py",
+    "course.lesson_04": "test_course.py",
     "course.lesson_07": "test_course.py",
+    "course.lesson_08": "test_course.py",
+    "course.lesson_10": "test_course.py",
     "bench.attack": "test_evals.py",
     "feedback.annotators": "test_feedback.py",
     "models.merge": "test_merge.py",

@@ -590,8 +590,9 @@ def as_rewards(
 
 # %% ../../nbs/train/online.ipynb #fb7378e7
 def rewarded(config: RewardPart) -> bool:
-    """Whether a config says what an answer is worth."""
-    return config.reward is not None or bool(config.rewards)
+    """Whether a config says what an answer is worth, be it by an environment that pays."""
+    played = isinstance(config, OnlineConfig) and config.episodes.environment is not None
+    return config.reward is not None or bool(config.rewards) or played
 
 # %% ../../nbs/train/online.ipynb #628aa004
 _O = TypeVar("_O", bound=OnlineConfig)
@@ -647,7 +648,7 @@ class OnlineTrainer(TextTrainer[_O]):
             raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
         kinds = with_environment(config.episodes, environment, tools)
         pays = kinds is not None and any(kind.pays for kind in kinds.values())
-        if reward is None and (rewarded(config) or not pays):
+        if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
         elif has_entries(reward) or isinstance(reward, str | Path):
