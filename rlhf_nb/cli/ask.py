@@ -131,7 +131,7 @@ def get_command(
 
 # %% ../../nbs/cli/ask.ipynb #c1510a07
 _Places = typer.Argument(
-    ..., metavar="RESULTS...", help="folders of results of one suite, or with --suite models; and settings KEY=VALUE"
+    None, metavar="[RESULTS...]", help="folders of results of one suite, or with --suite models; and settings KEY=VALUE"
 )
 _Rows = typer.Option(None, "--file", "-f", help="the suite's rows: JSON lines, CSV, Parquet, a hub name")
 _Limit = typer.Option(None, "--limit", min=1, help="the first so many rows")
@@ -180,24 +180,24 @@ def eval_command(
 def compare_command(
     results: list[str] = _Places,
     suite: str = typer.Option(None, "--suite", "-s", help="what models among RESULTS are asked first"),
+    votes: str = typer.Option(None, "--votes", help="rate models from blind votes instead: model_a, model_b, winner"),
     file: str = _Rows, limit: int = _Limit, config: str = SettingsFile, debug: bool = Debug,
 ) -> None:  # fmt: skip
     """Compare models on the same prompts: paired differences, intervals, tests; printed and drawn. judge.model=...,
-    judge.endpoint.url=... or judge_rule=... compares the answers themselves.
-    """
+    judge.endpoint.url=... or judge_rule=... compares the answers themselves."""
     with told(debug):
-        from rlhf_nb.bench.compare import CompareConfig, compare_folders, comparison_tables, with_results
+        from rlhf_nb.bench import compare as of
         from rlhf_nb.bench.suites import load_suite
 
-        places = [word for word in results if not _is_setting(word)]
-        if suite is not None:
-            places = with_results(places, load_suite(suite, file, limit), tell)
-        settings = CompareConfig.load(config, [word for word in results if _is_setting(word)])
-        compared, pairs, folder = compare_folders(places, settings, tell)
-        print_rich(*comparison_tables(compared, pairs))
-        for note in compared.notes:
-            tell(note, err=False)
-        tell(f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}", err=False)
+        if votes is not None:
+            return print_rich(of.ratings_of_file(votes))
+        places = [word for word in results or () if not _is_setting(word)]
+        places = places if suite is None else of.with_results(places, load_suite(suite, file, limit), tell)
+        settings = of.CompareConfig.load(config, [word for word in results or () if _is_setting(word)])
+        compared, pairs, folder = of.compare_folders(places, settings, tell)
+        print_rich(*of.comparison_tables(compared, pairs))
+        said = f"Drawn: {folder / 'compare.svg'} and .png; all numbers: {folder / 'compare.json'}"
+        tell("\n".join([*compared.notes, said]), err=False)
 
 # %% ../../nbs/cli/ask.ipynb #c1510ab6
 def attack_command(
