@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from .support import can_run
 from .workers import HUGE, alone, spread, workers_for
 
 # %% auto #0
-__all__ = ['FEWEST_ROWS', 'WIDE', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'tokens_in_common', 'RowCache',
-           'Answering', 'RowEngine', 'write_answers', 'write', 'company_matters']
+__all__ = ['FEWEST_ROWS', 'WIDE', 'FAR', 'SMALLEST', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for',
+           'tokens_in_common', 'RowCache', 'Answering', 'RowEngine', 'write_answers', 'write', 'company_matters']
 
 # %% ../../nbs/fast/engine.ipynb #e61e0009
 FEWEST_ROWS = 4  # rows of a product: with fewer, libraries take other instructions, and a row's last bits change
 WIDE = 16  # columns of attention are a multiple of it
+FAR = 1e30  # times columns to the right, in a score, leaves a weight of exactly 0
+SMALLEST = 400  # multiplications of a product: of fewer, PyTorch makes a loop of its own
 CHUNK = 128  # columns whose mixture is one product: of longer ones, libraries choose where to cut by their width
 BEGINNING = 8  # tokens: a shorter beginning isn't copied
 READ_AT_ONCE = 1024  # tokens that are read in one pass, padding included
@@ -56,6 +59,11 @@ def _at_least(x: Tensor, rows: int = FEWEST_ROWS) -> Tensor:
     return x if len(x) >= rows else F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))
 
 
+def _whole(numbers: Iterable[int], device: torch.device) -> Tensor:
+    "int64[length]; faster than `torch.tensor`."
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
+
+
 def tokens_in_common(one: Sequence[int], two: Sequence[int]) -> int:
     "How many tokens two texts have in common from the beginning on."
     return next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
@@ -67,6 +75,7 @@ class _New(NamedTuple):
     owner: str
     text: list[int]
     rows: list[int]  # that want it
+    known: int = 0  # tokens that were put back
 
     @property
     def begins(self) -> tuple[str, tuple[int, ...]]:
@@ -83,35 +92,52 @@ class RowCache:
 
     Args:
         decoder: see `decoder_for`.
-        rows: how many at most; length: most tokens of a row; block: most tokens that are fed at once, after the prompt.
+        rows: how many at most; length: most tokens of a row.
+        block: most tokens that are fed at once, after the prompt. With 1, a token is added with no more queries than it
+            has, which is faster; such tokens have other bits than read ones, so that no other row begins with them.
         places: tokens for which memory may be taken; None: rows · columns.
 
-    lens: tokens of each row that are kept; held: the tokens whose keys and values are there; owners: whose they are.
+    lens: tokens of each row that are kept; held: those that other rows may begin with; owners: whose they are.
     copied: tokens of prompts that needed no reading, so far.
     """
 
     def __init__(self, decoder: FastDecoder, rows: int, length: int, block: int = 1, places: int | None = None) -> None:
-        self.decoder, self.rows, self.columns, self.length = decoder, rows, _up(length + block), length
+        self.decoder, self.rows, self.length, self.block = decoder, rows, length, block
+        least = 1 if block > 1 else -(-SMALLEST // (decoder.heads // decoder.kv_heads * decoder.head_dim))
+        self.unit = max(WIDE, min(CHUNK, 1 << (least - 1).bit_length()))
+        self.columns = _up(length + block, self.unit)
         self.device: torch.device = decoder.body.get_input_embeddings().weight.device
         self.places = rows * self.columns if places is None else places
         self.by_products = self.device.type == "cpu" and decoder.cached.itemsize >= 4  # else the library's attention
         self.lens, self.owners, self.copied = [0] * rows, [""] * rows, 0
         self.held: list[list[int]] = [[] for _ in range(rows)]
         self.cache = self._blank(1, min(self.columns, 256))
+        self._steps = torch.arange(self.columns, device=self.device)
+        self._places = self._steps.float()
         self._begins: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        self._back: dict[int, int] = {}  # tokens of rows that were put back and haven't gone on
 
     def _blank(self, rows: int, columns: int) -> Tensor:
         "An empty cache, [layers, 2, rows, K, columns, D]."
         d = self.decoder
-        return torch.zeros(len(d.layers), 2, rows, d.kv_heads, columns, d.head_dim, dtype=d.cached, device=self.device)
+        of = torch.arange(2 * rows * d.kv_heads, device=self.device).view(2, rows, d.kv_heads)
+        self._lines = of.transpose(0, 1).flatten(1)  # [rows, 2 · K], where a row's keys and values of a layer are
+        spare = WIDE // math.gcd(WIDE, d.head_dim)  # rows a power of two apart would evict each other from caches
+        shape = (len(d.layers), 2, rows, d.kv_heads, columns + spare, d.head_dim)
+        return torch.zeros(shape, dtype=d.cached, device=self.device)
+
+    @property
+    def room(self) -> int:
+        "Columns that may be used without growing."
+        return self.cache.shape[4] // self.unit * self.unit
 
     def grow(self, rows: int, columns: int) -> None:
         "Have room for so many rows and columns; rows beyond are lost where the memory is needed."
-        columns, (r, c) = _up(columns), (self.cache.shape[2], self.cache.shape[4])
+        columns, r, c = _up(columns, self.unit), self.cache.shape[2], self.room
         if rows <= r and columns <= c:
             return
-        share = self.places // rows // WIDE * WIDE
-        wide = max(c, min(_up(1 << (columns - 1).bit_length()), self.columns, max(columns, share)))
+        share = self.places // rows // self.unit * self.unit
+        wide = max(c, min(_up(1 << (columns - 1).bit_length(), self.unit), self.columns, max(columns, share)))
         if rows * wide > self.places:
             wide = columns
         high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // wide))
@@ -127,7 +153,7 @@ class RowCache:
         self.held = [[] for _ in range(self.rows)]
 
     def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to rows.
+        """Append tokens to rows; where `block` is 1, single ones are no source of beginnings.
 
         Args:
             rows: which; blocks: the tokens of each, one at least.
@@ -135,65 +161,72 @@ class RowCache:
         Returns:
             Logits [rows, length of the longest block, V] of the tokens that follow each.
         """
-        states = self.states(rows, blocks)
+        single = self.block == 1 == max(map(len, blocks))
+        states = self.states(rows, blocks, 1 if single else FEWEST_ROWS)
         return self._logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(_at_least(hidden))[: len(hidden)]
 
-    def states(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        "The same without the head: [rows, length of the longest block, H]."
-        d, n, width = self.decoder, len(rows), max(map(len, blocks))
-        self.grow(max(rows) + 1, max(self.lens[r] for r in rows) + width)
-        for r in rows:
-            del self.held[r][self.lens[r] :]
+    def states(
+        self, rows: Sequence[int], blocks: Sequence[Sequence[int]], least: int = FEWEST_ROWS
+    ) -> Tensor:  # fmt: skip
+        "The same without the head, with so many queries at least: [rows, length of the longest block, H]."
+        d, n, width, lens = self.decoder, len(rows), max(map(len, blocks)), [self.lens[r] for r in rows]
+        longest = max(lens) + width
+        self.grow(max(rows) + 1, longest)
         cache, device = self.cache, self.device
-        high, kv_heads, across = cache.shape[2:5]
-        groups, end = d.heads // kv_heads, _up(max(self.lens[r] for r in rows) + width)
-        steps = torch.arange(max(width, end, high), device=device)
+        kv_heads, across = cache.shape[3:5]
+        groups, end = d.heads // kv_heads, _up(longest, self.unit)
         run = list(rows) == list(range(rows[0], rows[0] + n))
-        index: Any = slice(rows[0], rows[0] + n) if run else torch.tensor(list(rows), device=device)
-        own = steps[index] if run else index
-        columns = torch.tensor([self.lens[r] for r in rows], device=device)[:, None] + steps[:width]
-        ids = torch.tensor([t for b in blocks for t in (*b, *[b[-1]] * (width - len(b)))], device=device)
-        least = FEWEST_ROWS if self.by_products else 1
-        queries, few = max(least, groups * width), max(0, least - n * width)
-        looks = F.pad(columns[:, None].expand(n, groups, width).flatten(1), (0, queries - groups * width))
-        bias = torch.zeros(n, queries, end, dtype=cache.dtype, device=device)
-        bias = bias.masked_fill_(steps[:end] > looks[:, :, None], -torch.inf)[:, None]
-        kinds = torch.arange(2, device=device)[:, None] * high  # keys, values; then where a token's go
-        at = (kinds + own[:, None, None, None]) * kv_heads + torch.arange(kv_heads, device=device)
-        at = (at * across + columns[:, :, None, None]).flatten()
-        flat = cache.flatten(1, 4)
-        q = torch.zeros(n, kv_heads, queries, d.head_dim, dtype=cache.dtype, device=device)
-        asked = q[:, :, : groups * width].view(n, kv_heads, groups, width, -1)
+        index: Any = slice(rows[0], rows[0] + n) if run else _whole(rows, device)
+        padded = [b if len(b) == width else [*b, *[b[-1]] * (width - len(b))] for b in blocks]
+        ids, columns = _whole([*itertools.chain(*padded), *lens], device).split([n * width, n])
+        columns = columns[:, None] if width == 1 else columns[:, None] + self._steps[:width]
+        asks, fewest = groups * width, FEWEST_ROWS if self.by_products else 1
+        looks, few = columns if width == 1 else columns.repeat(1, groups), max(0, fewest - n * width)
+        bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(cache.dtype)
+        at = (self._lines[index, None] * across + columns[:, :, None]).flatten()  # where keys and values of a token go
+        flat, past = cache.flatten(1, 4), cache[:, :, index, :, :end].flatten(2, 3).flatten(0, 1).unbind(0) if run else ()
+        q = cache.new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
+        asked = q[:, :asks].view(n, kv_heads, groups, width, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
             live = qkv[: n * width].to(cache.dtype)
             flat[layer].index_copy_(0, at, live[:, d.heads :].reshape(-1, d.head_dim))
-            asked.copy_(live[:, : d.heads].view(n, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4))
-            k, v = cache[layer, :, index, :, :end]
+            queries = live[:, : d.heads].view(n, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
+            k, v = past[2 * layer : 2 * layer + 2] if run else cache[layer, :, index, :, :end].flatten(1, 2)
             if self.by_products:
-                mixed = _mixture(q.mul_(scale).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
+                torch.mul(queries, scale, out=asked)
+                mixed = _mixture(q, k, v, bias, asks)
             else:
-                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            mixed = mixed.view(n, kv_heads, queries, -1)[:, :, : groups * width].view(n, kv_heads, groups, width, -1)
-            mixed = mixed.permute(0, 3, 1, 2, 4).reshape(n * width, -1)
+                asked.copy_(queries)
+                q4, k4, v4 = (x.unflatten(0, (n, -1)) for x in (q, k, v))
+                mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, scale=scale).flatten(0, 1)
+            mixed = mixed[:, :asks].view(n, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4).reshape(n * width, -1)
             return F.pad(mixed, (0, 0, 0, few)) if few else mixed
 
+        columns = columns.flatten() if width == 1 else columns.clamp(max=self.length - 1).flatten()
         if few:
-            ids, columns = F.pad(ids, (0, few)), F.pad(columns.flatten(), (0, few))
-        states = d.hidden_states(ids, columns.clamp(max=self.length - 1).flatten(), attend)[: n * width]
+            ids, columns = F.pad(ids, (0, few)), F.pad(columns, (0, few))
+        states = d.hidden_states(ids, columns, attend)[: n * width]
         for r, b in zip(rows, blocks):
+            if least > 1 and len(self.held[r]) == self.lens[r]:
+                self.held[r] += b
             self.lens[r] += len(b)
-            self.held[r] += b
         return states.view(n, width, -1)
 
-    def move(self, row: int, to: int) -> None:
-        "Let a row continue in the place of another one, which has ended."
-        n = self.lens[to] = self.lens[row]
-        self.cache[:, :, to, :, :n] = self.cache[:, :, row, :, :n]
-        self.held[to], self.owners[to] = self.held[row][:n], self.owners[row]
+    def cut(self, row: int, length: int) -> None:
+        "Take back what a row holds beyond its first tokens."
+        self.lens[row] = length
+        del self.held[row][length:]
+
+    def move(self, row: int, to: int, more: int = 1) -> None:
+        "Let a row go on in the place of one that has ended, or of several neighbours."
+        n = self.lens[row]
+        self.cache[:, :, to : to + more, :, :n] = self.cache[:, :, row : row + 1, :, :n]
+        for i in range(to, to + more):
+            self.lens[i], self.held[i], self.owners[i] = n, self.held[row][:n], self.owners[row]
 
     def take(self, row: int) -> Tensor:
         "Keys and values of a row, for `put`."
@@ -204,7 +237,8 @@ class RowCache:
         n = past.shape[3]
         self.grow(row + 1, n)
         self.cache[:, :, row, :, :n] = past
-        self.held[row], self.owners[row], self.lens[row] = list(text[:n]), owner, n
+        self.held[row], self.owners[row], self.lens[row] = [], owner, n
+        self._back[row] = n
 
     def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor:
         """Read a prompt for each of the rows from `first` on; logits [texts, V] of the tokens that follow.
@@ -213,11 +247,13 @@ class RowCache:
             texts: prompts; owners: whose each is; None: all are one owner's.
         """
         self.grow(first + len(texts), max(map(len, texts)))
-        wanted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for i, text in enumerate(texts):
-            wanted.setdefault((owners[i] if owners else "", tuple(text)), []).append(first + i)
-        waiting, lines = [_New(who, list(text), rows) for (who, text), rows in wanted.items()], dict[int, Tensor]()
-        self._begins = {}
+        wanted: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
+        for i, text in enumerate(texts, first):
+            back = i if i in self._back else None
+            wanted.setdefault((owners[i - first] if owners else "", tuple(text), back), []).append(i)
+        waiting = [_New(who, list(x), rows, self._back.get(rows[0], 0)) for (who, x, _), rows in wanted.items()]
+        lines = dict[int, Tensor]()
+        self._begins, self._back = {}, {}
         for row, held in enumerate(self.held):
             self._begins.setdefault((self.owners[row], tuple(held[:BEGINNING])), []).append(row)
         while waiting:
@@ -225,13 +261,16 @@ class RowCache:
             for new in now:
                 self._begin(new)
             for new, line in self._go_on(now):
-                for row in new.rows[1:]:
-                    self.move(new.rows[0], row)
+                for _, same in itertools.groupby(enumerate(new.rows[1:]), key=lambda x: x[1] - x[0]):
+                    places = [row for _, row in same]
+                    self.move(new.rows[0], places[0], len(places))
                 lines.update(dict.fromkeys(new.rows, line))
         return torch.stack([lines[first + i] for i in range(len(texts))])
 
     def _source(self, new: _New) -> tuple[int, int]:
         "The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."
+        if new.known:
+            return new.rows[0], min(new.known, len(new.text) - 1)
         there = (r for r in self._begins.get(new.begins, ()) if self.owners[r] == new.owner)
         n, row = max(((tokens_in_common(self.held[r], new.text), r) for r in there), default=(0, new.rows[0]))
         n = min(n, len(new.text) - 1)
@@ -255,26 +294,33 @@ class RowCache:
         (source, n), row = self._source(new), new.rows[0]
         if n and source != row:
             self.cache[:, :, row, :, :n] = self.cache[:, :, source, :, :n]
-        self.held[row], self.owners[row], self.lens[row] = new.text[:n], new.owner, n
+        self.owners[row], self.lens[row] = new.owner, n
+        self.held[row] = [] if new.known and self.block == 1 else new.text[:n]
         self._begins.setdefault(new.begins, []).append(row)
         self.copied += n
 
     def _go_on(self, begun: list[_New]) -> Iterable[tuple[_New, Tensor]]:
         "Read the rest of prompts, several together; the logits behind each."
-        left = sorted(begun, key=lambda new: len(new.text) - self.lens[new.rows[0]])
+
+        def single(new: _New) -> bool:  # it goes on as if it had stayed
+            return self.block == 1 and 0 < new.known == len(new.text) - 1
+
+        left = sorted(begun, key=lambda new: (not single(new), len(new.text) - self.lens[new.rows[0]]))
         while left:
             group: list[_New] = []
             for new in left:  # side by side, as far as none runs over the end of its row
+                if single(new) != single(left[0]):
+                    break
                 held, most = self.lens[new.rows[0]], MASK // (self.decoder.heads * _up(len(new.text)))
                 width = min(len(new.text) - held, READ_AT_ONCE // 2, max(FEWEST_ROWS, most))
                 longest = max(self.lens[x.rows[0]] for x in [*group, new])
-                full = (len(group) + 1) * width > min(READ_AT_ONCE, most) or longest + width > self.cache.shape[4]
+                full = (len(group) + 1) * width > min(READ_AT_ONCE, most) or longest + width > self.room
                 if group and full:
                     break
                 group.append(new)
             rows = [new.rows[0] for new in group]
             blocks = [new.text[self.lens[r] :][:width] for new, r in zip(group, rows)]
-            states = self.states(rows, blocks)
+            states = self.states(rows, blocks, 1 if single(group[0]) else FEWEST_ROWS)
             ends = self._logits(torch.stack([x[len(b) - 1] for x, b in zip(states, blocks)]))
             for new, line in zip(group, ends):
                 if self.lens[new.rows[0]] == len(new.text):
@@ -282,20 +328,21 @@ class RowCache:
             left = [new for new in left if self.lens[new.rows[0]] < len(new.text)]
 
 
-def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, asks: int) -> Tensor:
     """Values, mixed as queries ask for them.
 
     Args:
-        q: [rows · K, queries, D], scaled; k, v: [rows · K, columns, D].
-        bias: [rows, 1, queries, columns], 0 or −inf.
+        q: [rows · K, queries, D], scaled, of which the first `asks` are wanted; k, v: [rows · K, columns, D].
+        bias: [rows, 1, 1 or asks, columns], 0, or so negative that the weight is 0.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
-    rows = scores.view(len(bias), -1, *scores.shape[1:]).add_(bias)
-    weights = rows.softmax(-1).view_as(scores)
-    out = torch.bmm(weights[..., :CHUNK], v[:, :CHUNK])
+    wanted = scores[:, :asks].unflatten(0, (len(bias), -1))
+    wanted.copy_((wanted + bias).softmax(-1))
+    out = torch.bmm(scores[..., :CHUNK], v[:, :CHUNK])
     for a in range(CHUNK, k.shape[1], CHUNK):
-        out += torch.bmm(weights[..., a : a + CHUNK], v[:, a : a + CHUNK])
+        out += torch.bmm(scores[..., a : a + CHUNK], v[:, a : a + CHUNK])
     return out
+
 
 # %% ../../nbs/fast/engine.ipynb #e61e0014
 @dataclass(eq=False)
@@ -344,10 +391,8 @@ class Answering:
         "Append a token, drawn from the logits `lines[at]`."
         self.text.append(token)
         self.logps.append(logp)
-        if not math.isfinite(logp):
-            self.finish = "error"
-        elif ended or len(self.logps) == self.room:
-            self.finish = "stop" if ended else "length"
+        if ended or len(self.logps) == self.room or not math.isfinite(logp):
+            self.finish = "error" if not math.isfinite(logp) else "stop" if ended else "length"
 
     def taken(self, proposed: int, count: int) -> None:
         "After a pass: how many tokens it had proposed, and how many were appended."
@@ -402,42 +447,48 @@ class RowEngine:
             guesses = [row.propose() if guess else [] for row in self.rows]
             lines = self.memory.feed(range(n), [[row.text[-1], *g] for row, g in zip(self.rows, guesses)])
             self._draw(self.rows, guesses, lines)
-            self.memory.lens[:n] = [len(row.text) - 1 for row in self.rows]  # the last token is fed next
+            if lines.shape[1] > 1:  # guesses that didn't hold; the last token is fed next
+                for i, row in enumerate(self.rows):
+                    self.memory.cut(i, len(row.text) - 1)
 
     def _draw(self, rows: Sequence[Answering], guesses: Sequence[Sequence[int]], lines: Tensor) -> None:
         "Choose a token after each guess, and append those that hold."
         self.passes += 1
         if lines.shape[1] == 1:
-            at, flat = [(row, len(row.logps)) for row in rows], lines[:, 0]
-        else:
-            every = [(i, j) for i, g in enumerate(guesses) for j in range(len(g) + 1)]
-            at, flat = [(rows[i], rows[i].place + j) for i, j in every], torch.stack([lines[i, j] for i, j in every])
-        drawn, k = self._choose(at, flat), 0
+            flat = lines[:, 0]
+            for k, drawn in enumerate(self._choose(rows, [len(row.logps) for row in rows], flat)):
+                rows[k].take(*drawn, flat, k)
+            self.tokens += len(rows)
+            return
+        at = [(i, j) for i, guess in enumerate(guesses) for j in range(len(guess) + 1)]
+        flat = torch.stack([lines[i, j] for i, j in at])
+        found = iter(self._choose([rows[i] for i, _ in at], [len(rows[i].logps) + j for i, j in at], flat))
+        k = 0
         for row, guess in zip(rows, guesses):
-            count = 0
-            while True:
-                token, logp, ended = drawn[k + count]
-                row.take(token, logp, ended, flat, k + count)
-                count += 1
-                if row.finish or count > len(guess) or token != guess[count - 1]:
-                    break
+            count, holds = 0, True
+            for n, drawn in enumerate(itertools.islice(found, len(guess) + 1)):
+                if holds:
+                    row.take(*drawn, flat, k + n)
+                    count, holds = n + 1, not row.finish and n < len(guess) and drawn[0] == guess[n]
             k += len(guess) + 1
             self.tokens += count
             row.taken(len(guess), count)
 
-    def _choose(self, at: Sequence[tuple[Answering, int]], logits: Tensor) -> list[tuple[int, float, bool]]:
-        "A token for each (row, place): token, log-prob, whether it ends the answer."
-        kinds = {row.choose: None for row, _ in at}
-        out: list[tuple[int, float, bool]] = [(0, math.nan, False)] * len(at)
-        for choose in kinds:
-            who = range(len(at)) if len(kinds) == 1 else [k for k, (row, _) in enumerate(at) if row.choose is choose]
-            numbers = [row.numbers[n] for row, n in (at[k] for k in who) if row.numbers is not None]
-            u = torch.tensor(numbers, dtype=torch.float64, device=logits.device) if numbers else None
-            places = torch.tensor([at[k][1] for k in who], device=logits.device)
-            found = choose(logits if len(kinds) == 1 else logits[list(who)], u, places)
-            for k, token, logp, ended in zip(who, *(x.tolist() for x in found)):
-                out[k] = (token, logp, ended)
-        return out
+    def _choose(self, rows: Sequence[Answering], places: list[int], logits: Tensor) -> list[tuple[int, float, bool]]:
+        "A token for each row and place: token, log-prob, whether it ends the answer."
+        choose, device = rows[0].choose, logits.device
+        if any(row.choose is not choose for row in rows):
+            out: dict[int, tuple[int, float, bool]] = {}
+            for kind in dict.fromkeys(row.choose for row in rows):
+                own = [k for k, row in enumerate(rows) if row.choose is kind]
+                found = self._choose([rows[k] for k in own], [places[k] for k in own], logits[own])
+                out.update(zip(own, found))
+            return [out[k] for k in range(len(rows))]
+        u = None
+        if rows[0].numbers is not None:
+            numbers = array("d", [row.numbers[n] for row, n in zip(rows, places)])  # type: ignore[index]
+            u = torch.frombuffer(numbers, dtype=torch.float64).to(device)
+        return list(zip(*(x.tolist() for x in choose(logits, u, _whole(places, device)))))
 
     def leave(self) -> list[Answering]:
         "Let rows go that have ended; the last rows take their places."
