@@ -136,6 +136,19 @@ def test_an_answer_has_the_same_bits_in_any_company(name: str, monkeypatch: pyte
     assert sum(differs([i]) for i in range(16)) > 0
 
 
+@pytest.mark.fast_path
+def test_no_row_begins_with_what_another_one_wrote() -> None:
+    """A prompt that continues another one's answer, drawn behind it in the same place, has the bits it has alone."""
+    model, go = toy.build_model(0).eval(), {"eos": [], "pad": PAD, "seed": 3, "batch_size": 1}
+    how = SamplingConfig(max_new_tokens=20)
+    first = prompts(1)
+    said = sample_tokens(model, first, how, **go)[0][0, :12].tolist()
+    second = PromptBatch.from_lists([first.token_lists()[0] + said])
+    both = PromptBatch.from_lists([*first.token_lists(), *second.token_lists()])
+    alone, together = sample_tokens(model, second, how, **go), sample_tokens(model, both, how, **go)
+    assert torch.equal(alone[0][0], together[0][1]) and torch.equal(alone[1][0], together[1][1])
+
+
 @pytest.mark.slow
 @pytest.mark.fast_path
 def test_64_toy_answers_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +216,9 @@ def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = engine.RowCache.states
 
-    def counting(cache: Any, rows: Any, blocks: Any) -> torch.Tensor:
+    def counting(cache: Any, rows: Any, blocks: Any, *least: int) -> torch.Tensor:
         read.extend(len(b) for b in blocks if len(b) > 1)
-        return real(cache, rows, blocks)
+        return real(cache, rows, blocks, *least)
 
     monkeypatch.setattr(engine.RowCache, "states", counting)
     batch, model = prompts(9), chatty(8)
