@@ -187,7 +187,10 @@ class RowCache:
         looks, few = columns if width == 1 else columns.repeat(1, groups), max(0, fewest - n * width)
         bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(cache.dtype)
         at = (self._lines[index, None] * across + columns[:, :, None]).flatten()  # where keys and values of a token go
-        flat, past = cache.flatten(1, 4), cache[:, :, index, :, :end].flatten(2, 3).flatten(0, 1).unbind(0) if run else ()
+        flat, past = (
+            cache.flatten(1, 4),
+            cache[:, :, index, :, :end].flatten(2, 3).flatten(0, 1).unbind(0) if run else (),
+        )
         q = cache.new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
         asked = q[:, :asks].view(n, kv_heads, groups, width, -1)
 
@@ -342,7 +345,6 @@ def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, asks: int) -> Tensor
     for a in range(CHUNK, k.shape[1], CHUNK):
         out += torch.bmm(scores[..., a : a + CHUNK], v[:, a : a + CHUNK])
     return out
-
 
 # %% ../../nbs/fast/engine.ipynb #e61e0014
 @dataclass(eq=False)
