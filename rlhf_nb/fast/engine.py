@@ -181,7 +181,7 @@ class RowCache:
         run = list(rows) == list(range(rows[0], rows[0] + n))
         index: Any = slice(rows[0], rows[0] + n) if run else _whole(rows, device)
         padded = [b if len(b) == width else [*b, *[b[-1]] * (width - len(b))] for b in blocks]
-        ids, columns = _whole([*itertools.chain(*padded), *lens], device).split([n * width, n])
+        ids, columns = torch.split(_whole([*itertools.chain(*padded), *lens], device), [n * width, n])
         columns = columns[:, None] if width == 1 else columns[:, None] + self._steps[:width]
         asks, fewest = groups * width, FEWEST_ROWS if self.by_products else 1
         looks, few = columns if width == 1 else columns.repeat(1, groups), max(0, fewest - n * width)
@@ -339,7 +339,7 @@ def _mixture(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, asks: int) -> Tensor
         bias: [rows, 1, 1 or asks, columns], 0, or so negative that the weight is 0.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
-    wanted = scores[:, :asks].unflatten(0, (len(bias), -1))
+    wanted = scores[:, :asks].view(len(bias), -1, asks, k.shape[1])
     wanted.copy_((wanted + bias).softmax(-1))
     out = torch.bmm(scores[..., :CHUNK], v[:, :CHUNK])
     for a in range(CHUNK, k.shape[1], CHUNK):
@@ -618,13 +618,13 @@ def write(
     return torch.tensor(ids), torch.tensor([row.logps + [0.0] * (new_tokens - row.place) for row in rows])
 
 # %% ../../nbs/fast/engine.ipynb #e61e0023
-def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int = 6) -> str | None:
+def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int = 4) -> str | None:
     """Whether an answer's bits depend on the others, found by a trial: why they may; None: they don't.
 
     Args:
         model: bare, on its device.
-        prompts: int64[length] each, a few; they and their beginnings are answered together, one by one, and in half the
-            places.
+        prompts: int64[length] each; the shortest, the longest and their beginnings are answered together, one by one,
+            and in half the places.
         new_tokens: of each answer.
     """
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -639,7 +639,8 @@ def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int
         logps, tokens = logits.float().log_softmax(-1).max(-1)
         return tokens, logps, torch.zeros_like(tokens, dtype=torch.bool)
 
-    texts = {tuple(p[:k].tolist()) for p in prompts for k in (len(p), max(1, len(p) - 1), max(1, len(p) // 2))}
+    two = sorted(prompts, key=len)[:: max(1, len(prompts) - 1)][:2]  # the shortest and the longest
+    texts = {tuple(p[:k].tolist()) for p in two for k in (len(p), max(1, len(p) // 2))}
     some = [torch.tensor(text) for text in sorted(texts, key=lambda text: (len(text), text))]
     every = list(range(len(some)))
     ways = {"alone": [[i] for i in every], "in half the places": [every]}
