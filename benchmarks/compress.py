@@ -67,6 +67,13 @@ def dialogues(tokenizer: Any, count: int, facts: bool) -> list[Talk]:
     return out
 
 
+def random_choice(talk: Talk, tokenizer: Any, budget: int, seed: int) -> Talk:
+    """Sentences by luck, as many as fit; the system's instructions and the last sentence stay."""
+    units = c.units_of(talk)
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed)).tolist()
+    return c.keep_units(units, c.fill_up(order, c.count_tokens(tokenizer, units), c.pinned(units), budget))
+
+
 class Read(NamedTuple):
     """A dialogue's words, and what the model makes of each."""
 
@@ -197,7 +204,7 @@ def main() -> None:
                     "hidden states, learnt, sentences": best(talk, tokenizer, by_sentence(r, learnt), budget),
                     "hidden states, learnt, words (LLMLingua-2's idea)": best_words(r, learnt, budget),
                     "recency (truncation)": c.truncate(talk, tokenizer, budget),
-                    "luck, sentences": c.random_choice(talk, tokenizer, budget, i),
+                    "luck, sentences": random_choice(talk, tokenizer, budget, i),
                 }
                 for name, messages in short.items():
                     seen.setdefault(name, []).append((i, witnesses[i].notices(messages)))

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WrapValidator, model_validator
 
 from .errors import did_you_mean, read_interval
 from .strict import StrictConfig, explain, merge, option, parse_overrides, read_config_file
@@ -16,9 +16,9 @@ from .strict import StrictConfig, explain, merge, option, parse_overrides, read_
 _all_ = ["StrictConfig", "explain", "merge", "option", "parse_overrides", "read_config_file"]
 
 # %% auto #0
-__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart', 'DataConfig',
-           'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig', 'StrictConfig', 'explain', 'merge',
-           'option', 'parse_overrides', 'read_config_file']
+__all__ = ['PathText', 'Betas', 'PrecisionName', 'Every', 'Rate', 'Tracker', 'LoraSettings', 'ModelConfig', 'MixPart',
+           'DataConfig', 'OptimizerConfig', 'SamplingConfig', 'StopConfig', 'TrainConfig', 'StrictConfig', 'explain',
+           'merge', 'option', 'parse_overrides', 'read_config_file']
 
 # %% ../nbs/config.ipynb #e8aa16ab
 def _path(value: Any) -> Any:
@@ -151,8 +151,11 @@ class DataConfig(StrictConfig):
     eval_draw: int | Literal["end"] | None = option(
         None, "seed of that draw; null: the run's; end: no draw, the last rows"
     )
-    max_prompt_length: int = option(512, "tokens of a prompt; unset, and max_length is less: half of it", ge=1)
+    max_prompt_length: int | None = option(
+        None, "tokens of a prompt; null: 512 (at most half of max_length) where answers are drawn, else no limit", ge=1
+    )
     max_length: int = option(1024, "tokens of prompt and completion together", ge=2)
+    max_cut: float = option(0.1, "share of rows that may lose tokens; with more the run doesn't start", ge=0, le=1)
     completion_only: bool = option(True, "loss on completions or assistant turns only")
     turns: Literal["auto", "all", "last"] = option(
         "auto", "assistant turns that count: all, the last; auto: all in demonstrations, the last where answers compete"
@@ -180,9 +183,7 @@ class DataConfig(StrictConfig):
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
         """Lengths and evaluation rows must not contradict each other."""
-        if "max_prompt_length" not in self.model_fields_set and self.max_prompt_length >= self.max_length:
-            object.__setattr__(self, "max_prompt_length", self.max_length // 2)
-        if self.max_prompt_length >= self.max_length:
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
             raise ValueError(
                 f"max_prompt_length is {self.max_prompt_length} but max_length is {self.max_length}: no room is left "
                 "for a completion. Raise max_length or lower max_prompt_length."
@@ -216,11 +217,21 @@ class DataConfig(StrictConfig):
         return "together" if self.turns == "all" else "last"
 
     @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt to which answers are drawn."""
+        return self.max_prompt_length or min(512, self.max_length // 2)
+
+    @property
     def named(self) -> bool:
         """Whether somebody has said where rows are."""
         return self.path is not None or self.mix is not None
 
 # %% ../nbs/config.ipynb #c458c348
+_LORA_TIMES = 10.0  # best rate of an adapter over the best of full training; docs/rates.md has the sources
+# a float wherever it is read: what was left null in a run's config is filled in by `TrainConfig`
+Rate = Annotated[float, WrapValidator(lambda value, check: None if value is None else check(value))]
+
+
 class OptimizerConfig(StrictConfig):
     """The optimizer and its learning-rate schedule."""
 
@@ -228,7 +239,7 @@ class OptimizerConfig(StrictConfig):
         "adamw",
         "adafactor: less memory | *_8bit: with bitsandbytes | muon: hidden matrices by torch's Muon, the rest by AdamW",
     )
-    lr: float = option(1e-5, "peak learning rate", gt=0)
+    lr: Rate = option(1e-5, "peak learning rate; unset or null: by method, adapter and optimizer (docs/rates.md)", gt=0)
     weight_decay: float = option(0.0, "pull of the weights towards 0", ge=0)
     betas: Betas = option((0.9, 0.999), "decay of the running averages of gradient and square")
     eps: float = option(1e-8, "added to the root of the averaged square; 1e-5 in PPO", gt=0)
@@ -354,6 +365,8 @@ class TrainConfig(StrictConfig):
         },
     }  # fmt: skip
 
+    usual_lr: ClassVar[float] = 1e-5  # of full training with AdamW, where optimizer.lr is null
+
     output_dir: PathText = option("runs/run", "the run's folder", min_length=1)
     seed: int = option(0, "decides every random choice of the run", ge=0)
     steps: int | None = option(None, "batches collected; wins over epochs; null: use epochs", ge=1)
@@ -399,6 +412,19 @@ class TrainConfig(StrictConfig):
                 f"stop_on.{'gold' if self.stop_on.gold else 'metric'} is {looked!r}, but evaluations are made at the "
                 "end only: set eval_every."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rate(self) -> TrainConfig:
+        """The learning rate where none was said; it doesn't count as said, so another adapter changes it again."""
+        if self.optimizer.lr is None or "lr" not in self.optimizer.model_fields_set:
+            if self.optimizer.name == "sgd":
+                raise ValueError("optimizer.lr is not set, and sgd has no usual rate: set optimizer.lr=0.1, say.")
+            adapter = getattr(getattr(self, "model", None), "lora", None) is not None
+            resolved = self.optimizer.model_copy()
+            resolved.model_fields_set.discard("lr")
+            object.__setattr__(resolved, "lr", float(f"{self.usual_lr * (_LORA_TIMES if adapter else 1.0):.6g}"))
+            object.__setattr__(self, "optimizer", resolved)
         return self
 
     @model_validator(mode="after")

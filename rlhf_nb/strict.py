@@ -7,6 +7,7 @@ import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -19,8 +20,8 @@ from .files import FileRefused, read_regular
 from .untrusted import FLOAT, MAX_CONFIG, Unreadable, dump_yaml, json_value, parse_yaml
 
 # %% auto #0
-__all__ = ['read_config_file', 'merge', 'dotted', 'beside', 'parse_overrides', 'say_value', 'say_kind', 'explain', 'option',
-           'StrictConfig']
+__all__ = ['SHORT', 'read_config_file', 'table_of', 'merge', 'dotted', 'beside', 'parse_overrides', 'say_value', 'say_kind',
+           'explain', 'option', 'StrictConfig']
 
 # %% ../nbs/strict.ipynb #dd952067
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,6 +80,15 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"config file {str(path)!r} holds {say_value(data)}, expected `key: value` settings.")
     return dict(data or {})
+
+
+def table_of(name: str) -> dict[str, Any]:
+    """A table that comes with the package.
+
+    Args:
+        name: of its YAML file there, such as `widgets/panels.yaml`.
+    """
+    return read_config_file(Path(str(resources.files("rlhf_nb"))) / name)
 
 # %% ../nbs/strict.ipynb #5aa6518c
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +152,9 @@ def _parse_value(text: str) -> Any:
     return text if plain_text and not bracketed else value
 
 
+SHORT = {"data": "path", "model": "name_or_path"}  # data=FILE model=MODEL: a name in the place of a group
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """`["optimizer.lr=1e-5", "seed=3"]` as a nested dict: `{"optimizer": {"lr": 1e-5}, "seed": 3}`.
 
@@ -158,12 +171,19 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         if not equals or not all(parts):
             raise ConfigError(f"override {item!r} is not of the form key=value (for example optimizer.lr=1e-5).")
         group = out
+        value = _parse_value(text)
+        if parts[0] in SHORT and isinstance(
+            value if len(parts) == 1 else out.get(parts[0]), str
+        ):  # data=FILE data.x=...
+            given = out.get(parts[0], {})
+            out[parts[0]] = {SHORT[parts[0]]: given} if isinstance(given, str) else given
+            parts = [*parts, SHORT[parts[0]]] if len(parts) == 1 and given else parts
         for i, part in enumerate(parts[:-1]):
             group = group.setdefault(part, {})
             if not isinstance(group, dict):
                 above = ".".join(parts[: i + 1])
                 raise ConfigError(f"override {item!r}: {above} was given a value before: nothing can be set inside it.")
-        group[parts[-1]] = _parse_value(text)
+        group[parts[-1]] = value
     return out
 
 # %% ../nbs/strict.ipynb #81d37e7e
@@ -439,7 +459,12 @@ class StrictConfig(BaseModel):
     def in_our_words(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with the words of TRL replaced by ours where they mean the same: see `aliases`."""
         default = lambda key: cls.model_fields[key].get_default(call_default_factory=True, validated_data={})
-        return translate(data, cls.has, default)
+        short = {
+            k: {SHORT[k]: v}
+            for k, v in data.items()
+            if k in SHORT and isinstance(v, str) and cls.has(f"{k}.{SHORT[k]}")
+        }
+        return translate({**data, **short}, cls.has, default)
 
     @model_validator(mode="before")
     @classmethod

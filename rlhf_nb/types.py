@@ -535,6 +535,7 @@ class PromptBatch(Batch):
     prompts: list[Any]  # B texts or message lists, as given
     columns: dict[str, list[Any]] = field(default_factory=dict)  # further dataset columns, B entries each
     before: Int[Tensor, "B"] | None = None  # how often the prompt stands earlier, in a batch that ranks share
+    start: Int[Tensor, "B"] | None = None  # position of the first token to draw, where an answer goes on; None: 0
 
     @property
     def prompt_lens(self) -> Tensor:

@@ -98,7 +98,7 @@ def test_wrong_config_file(tmp_path: Path) -> None:
     fails("sft", "--config", str(tmp_path / "bad.yaml"), says=("bad.yaml", "line"))
     fails("run", "--config", "hh_smal", says=("Did you mean 'hh_small'?",))
     fails("config", "show", "stf", says=("Did you mean 'sft'?",))
-    fails("ppo", "--toy", says=("reward is not set",))
+    fails("ppo", says=("not set: model.name_or_path, data.path, reward",))
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -167,16 +167,10 @@ def test_prompt_longer_than_the_window(tmp_path: Path) -> None:
     )
     assert "max_prompt_length" in line or "window" in line or "positions" in line
     # with the limit that fits, the prompt loses its beginning, and that is said
-    result = works(
-        "ppo",
-        "--toy",
-        f"reward={reward}",
-        f"model.name_or_path={tiny}",
-        "data.max_prompt_length=64",
-        *common,
-        "--overwrite",
-    )
-    assert "Note: 1 of 1 rows (100%) are longer than the limits" in result.stderr
+    shorter = ["ppo", "--toy", f"reward={reward}", f"model.name_or_path={tiny}", "data.max_prompt_length=64", *common]
+    result = works(*shorter, "data.max_cut=1", "--overwrite")
+    assert "Note: 1 of 1 rows (100.0%) are longer than the limits" in result.stderr
+    fails(*shorter, "--overwrite", says=("1 of 1 rows lose tokens", "data.max_cut=1"))
 
 
 def test_pad_equal_to_eos_still_learns_to_stop(options: list[str], tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ NOTHING_SAID: dict[str, tuple[list[str], str]] = {
     "no model": (["dpo", "data.path=f.jsonl"], "dpo data.path=f.jsonl model.name_or_path=MODEL"),
     "reward": (["reward"], "reward model.name_or_path=MODEL data.path=FILE"),
     "ppo": (["ppo", "reward=r"], "ppo reward=r model.name_or_path=MODEL data.path=FILE"),
-    "grpo": (["grpo"], "grpo model.name_or_path=MODEL data.path=FILE"),
+    "grpo": (["grpo"], "grpo model.name_or_path=MODEL data.path=FILE reward=FOLDER"),
     "rlaif": (["rlaif"], "rlaif model.name_or_path=MODEL data.path=FILE"),
     "pipeline": (["run"], "run sft.model.name_or_path=MODEL data=FILE"),
     "recipe": (["run", "--config", "hh_small"], "run --config hh_small data=FILE"),

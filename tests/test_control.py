@@ -194,6 +194,7 @@ def test_a_checkpoint_holds_what_was_set_before_it(tmp_path: Path) -> None:
     assert state["values"] == {} and run.control.values == {"coef": 0.5}
 
 
+@pytest.mark.slow  # 15 CPU seconds; one kill in a pause is fast, below
 def test_steered_run_survives_kills_bit_for_bit(tmp_path: Path) -> None:
     """A number that was set after the last checkpoint is set again at its step, by itself; nothing else is obeyed twice."""
     straight = run_to_end("steered", tmp_path / "straight")

@@ -108,7 +108,7 @@ def test_lengths_and_limits(rows: list[dict[str, Any]], tok: Any) -> None:
     with pytest.warns(DataWarning) as told:
         cut = tokenize_preferences(rows[:100], tok, max_length=64)
     said = " ".join(str(w.message) for w in told)
-    assert "1 of 100 rows are dropped" in said and "lose tokens; set max_length=" in said
+    assert "1 of 100 rows are dropped" in said and "lose tokens (row 1, say: " in said and "); set max_length=" in said
     assert all(len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) <= 64 for r in cut)
     assert all(r["chosen_ids"] and r["rejected_ids"] and r["prompt_ids"][0] == tok.bos_token_id for r in cut)
 
@@ -271,7 +271,7 @@ def test_a_streamed_run_trains_on_no_held_out_row_and_drops_what_teaches_nothing
         mini_batch_size=8, rollout_batch_size=8, console=False,
     )  # fmt: skip
     trainer = SFTTrainer(config)
-    assert trainer.config.data.max_prompt_length == 32 and len(trainer.held_out) == 8
+    assert trainer.config.data.max_prompt_length is None and len(trainer.held_out) == 8
     held = {tuple(r["completion_ids"]) for r in trainer.held_out}
     with pytest.warns(UserWarning, match="1 of the first .* rows of the stream teach nothing"):
         given = {tuple(r["completion_ids"]) for _ in range(8) for r in trainer.source.next_batch(8)}

@@ -74,7 +74,8 @@ def test_an_overflow_skips_the_update_and_nothing_else(tmp_path: Path) -> None:
     events = [run.train_step() for _ in range(30)]  # max_nonfinite is 0: this is no failure
     run.lock.release()
     done = [e["updates"] for e in events]
-    assert done == sorted(done) and done[-1] == 1 and run.engine.scaler.get_scale() < 2.0**29
+    assert done[0] == 0 and 1 in done and run.engine.scaler.get_scale() < 2.0**29  # halved until the gradients fit
+    assert all(e["updates"] + e.get("skipped", 0) == 1 for e in events)
     assert all(math.isfinite(e["loss"]) for e in events if e["updates"])
     assert any(not torch.equal(w, before[n]) for n, w in weights(run).items())
 

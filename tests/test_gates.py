@@ -38,7 +38,7 @@ def config(folder: Path, seed: int = 0, flipped: bool = False, **over: Any) -> P
     return PipelineConfig.preset("toy", output_dir=str(folder / "run"), **own)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_a_bad_reward_model_never_reaches_the_end(tmp_path: Path, seed: int) -> None:
     """Three stages; the second learnt from exchanged labels. It is stopped there, and the first one's model stays."""
     with pytest.raises(
@@ -87,6 +87,7 @@ def test_the_next_candidate_is_tried_and_the_end_may_be_the_model_before(tmp_pat
     assert any("trying optimizer.lr=0.0002" in s for s in said) and any("The model before it stays" in s for s in said)
 
 
+@pytest.mark.slow  # 9 CPU seconds; halving by itself is tested in test_settings_sweep.py
 def test_candidates_by_halving(tmp_path: Path) -> None:
     """The candidates are compared first; the best one's run becomes the stage's, and the rest follow in their order."""
     gates = {

@@ -166,7 +166,7 @@ def test_every_refusal_is_a_sentence(
     elif what == "conflict":
         info = HfApi.model_info
         monkeypatch.setattr(HfApi, "model_info", lambda self, *a, **k: SimpleNamespace(**{**vars(info(self, *a, **k)), "sha": "c" * 40}))  # fmt: skip
-        words = ("at the same moment", "nothing of theirs is overwritten")
+        words = ("at the same moment", "nothing of that is overwritten")
     elif what == "refused commit":
         hub.refuse["/commit/"] = 409
         words = ("at the same moment",)

@@ -16,27 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NARRATED = re.compile(r"\b(?:nobody|somebody|whoever|stands(?! (?:for|still|idle)\b))\b", re.I)
 LEFT = {
     ".": 23,
-    "bench": 4,
     "data": 19,
-    "decode": 2,
-    "evaluate": 1,
-    "export": 2,
     "fast": 13,
-    "feedback": 2,
-    "hub": 8,
-    "judges": 7,
     "losses": 3,
     "models": 8,
     "pipeline": 20,
-    "rewards": 8,
     "rollout": 7,
     "run": 27,
-    "sandbox": 2,
     "scale": 14,
     "scoring": 4,
     "train": 17,
     "tutorials": 5,
-    "widgets": 19,
 }
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "docs/*.md"]
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,31 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(NBS).with_suffix("").parts)
 
 
-# Half a minute of training and more, run in the slow suites; what they call is tested by `pipeline.cycle`, test_cycle.py and `learn.world`.
-LONG = ("feedback_to_next_version", "lesson_07")
+# A quarter of a minute of CPU and more, run in the slow suites; what they call is tested by the file beside them.
+LONG = {
+    "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
+    "tutorials.feedback_to_next_version": "test_cycle.py",
+    "course.lesson_02": "test_course.py",
+    "course.lesson_04": "test_course.py",
+    "course.lesson_07": "test_course.py",
+    "course.lesson_08": "test_course.py",
+    "course.lesson_10": "test_course.py",
+    "bench.attack": "test_evals.py",
+    "feedback.annotators": "test_feedback.py",
+    "models.merge": "test_merge.py",
+    "pipeline.cycle": "test_cycle.py",
+    "pipeline.stage_sweep": "test_pipeline_sweep.py",
+    "pipeline.stages": "test_gates.py",
+    "pipeline.sweep": "test_settings_sweep.py",
+    "scale.launch": "test_control.py",
+}
 
 FORKS = """
 import gc, json, os, signal, sys
 from pathlib import Path
-import accelerate, datasets, matplotlib.pyplot, peft, PIL.Image, pydantic.main, torch, transformers, transformers.models.llama.modeling_llama, typer.rich_utils
+import accelerate, datasets, matplotlib.pyplot, matplotlib_inline.backend_inline, peft, PIL.Image, pydantic.main, torch, transformers, transformers.models.llama.modeling_llama, typer.rich_utils
 from nbdev.test import test_nb
+matplotlib_inline.backend_inline.display = lambda figure, **_: figure.canvas.draw()  # once, not three times: each is thrown away
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
@@ -90,14 +108,17 @@ def run_forked(forks: subprocess.Popen[str], path: Path, cwd: Path, told: Path) 
     assert code == "0", f"{path.name}: {code}\n{told.read_text(errors='replace')[-6000:] if told.exists() else ''}"
 
 
-@pytest.mark.parametrize("path", [p for p in ALL if p not in TUTORIALS], ids=dotted)
+def marked(paths: list[Path]) -> list[Any]:
+    """Notebooks as parameters, the long ones marked."""
+    return [pytest.param(p, id=dotted(p), marks=pytest.mark.slow if dotted(p) in LONG else ()) for p in paths]
+
+
+@pytest.mark.parametrize("path", marked([p for p in ALL if p not in TUTORIALS]))
 def test_module_notebook(path: Path, tmp_path: Path, forks: subprocess.Popen[str]) -> None:
     run_forked(forks, path, NBS, tmp_path / "told.txt")
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in TUTORIALS], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", marked(TUTORIALS))
 def test_tutorial(path: Path, tmp_path: Path) -> None:
     for attempt in (1, 2):  # a kernel may fail to start on a loaded machine: one retry
         try:
@@ -133,3 +154,9 @@ def test_a_notebook_that_leaks_fails(kernel: bool, tmp_path: Path, forks: subpro
         else:
             with pytest.raises(AssertionError, match="held-out rows: 4 of 4 stand in the training rows"):
                 ran(path)
+
+
+def test_a_long_notebook_has_fast_tests_elsewhere() -> None:
+    names = {dotted(path) for path in ALL}
+    assert set(LONG) <= names, sorted(set(LONG) - names)
+    assert all((ROOT / "tests" / file).exists() for file in LONG.values())

@@ -189,7 +189,7 @@ def test_implicit_reward_leaves_the_models_alone(tmp_path: Path) -> None:
 def test_wrong_settings_are_said_at_once() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"loss": "simgoid"}, "sigmoid"),
-        ({"loss": "simpo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"beta": 0.0}, "beta"),
         ({"reference": "none"}, "compares the policy"),
         ({"reference": "cached", "data": {"streaming": True}}, "streamed"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rlhf_nb import DPOConfig
 from rlhf_nb.cli.main import app
 from rlhf_nb.config import DataConfig
 from rlhf_nb.core import DataError
@@ -186,6 +187,105 @@ MORE: dict[str, tuple[list[dict[str, Any]], str, dict[str, Any]]] = {  # shape: 
              "sft", {"id": 0, "messages": [user(Q[0]), {**says(""), "tool_calls": [{"type": "function", "function": {"name": "tide", "arguments": {"day": 3}}}]}],
                      "tools": [{"type": "function", "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": XLAM_TOOLS[0]["parameters"]}}}]}),
 }  # fmt: skip
+
+
+HERMES = [
+    {
+        "type": "function",
+        "function": {"name": "tide", "description": "of a day", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+TOLD = "You may call: <tools>" + json.dumps(HERMES) + "</tools>"
+SAYS_CALL = '<tool_call>\n{"name": "tide", "arguments": {}}\n</tool_call>'
+LAST: dict[str, tuple[list[Any], str, dict[str, Any]]] = {  # what the columns of a format say already; or no columns
+    "rlvr": ([{"messages": ASKED, "ground_truth": "den", "dataset": "gsm8k"}], "prompt", {"prompt": ASKED, "ground_truth": "den", "dataset": "gsm8k"}),
+    "tulu_sft": ([{"id": "x", "messages": [user(Q[0]), says(A[0])], "source": "mix"}], "sft", {"messages": [user(Q[0]), says(A[0])], "id": "x", "source": "mix"}),
+    "tulu_pairs": ([{"id": "x", "prompt": Q[0], "chosen": [user(Q[0]), says(A[0])], "rejected": [user(Q[0]), says(B[0])], "chosen_rating": 4.0}],
+                   "preference", {"prompt": ASKED, "chosen": [says(A[0])], "rejected": [says(B[0])], "id": "x", "chosen_rating": 4.0}),
+    "hermes": ([{"conversations": [{"from": "system", "value": TOLD}, {"from": "human", "value": Q[0]}, {"from": "gpt", "value": SAYS_CALL},
+                                   {"from": "tool", "value": "low"}, {"from": "gpt", "value": A[0]}], "tools": json.dumps(HERMES)}],
+               "sft", {"messages": [{"role": "system", "content": TOLD}, user(Q[0]), says(SAYS_CALL), {"role": "tool", "content": "low"}, says(A[0])]}),
+    "numina_cot": ([{"source": "x", "problem": Q[0], "solution": A[0], "messages": [user(Q[0]), says(A[0])]}], "sft",
+                   {"messages": [user(Q[0]), says(A[0])], "source": "x", "problem": Q[0], "solution": A[0]}),
+    "numina_15": ([{"problem": Q[0], "solution": A[0], "answer": "den", "problem_type": "Algebra", "question_type": "proof"}], "sft", {"prompt": ASKED, "completion": [says(A[0])]}),
+    "parts": ([{"messages": [{"role": "user", "content": [{"type": "text", "text": Q[0]}]}, says(A[0])]}], "sft", {"messages": [user(Q[0]), says(A[0])]}),
+    "text lines": ([A[0]], "sft", {"text": A[0]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_the_last_shapes(tmp_path: Path, name: str) -> None:
+    rows, kind, first = LAST[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert load_rows(DataConfig(path=str(path)), kind)[0] == [first]  # type: ignore[arg-type]
+    code, text = look(str(path), "--rows", "0")
+    methods = {"prompt": "grpo", "sft": "sft", "preference": "dpo"}
+    assert code == 0 and methods[kind] in text, text
+
+
+# method that trains on the file of each shape; Magpie, Arena and HelpSteer among them
+TRAINS = {
+    **dict.fromkeys(("sharegpt", "alpaca", "prompt_response", "question_answer", "messages", "numina", "tulu_sft"), "sft"),
+    **dict.fromkeys(("hermes", "xlam", "tools", "numina_cot", "text lines"), "sft"),
+    **dict.fromkeys(("question_pairs", "orca", "ultrafeedback", "helpsteer", "hh", "nectar", "openai_pairs", "arena", "tulu_pairs"), "preference"),
+    **dict.fromkeys(("kto", "thumbs"), "unpaired"), **dict.fromkeys(("stepwise", "prm800k", "math_shepherd"), "stepwise"),
+    "rlvr": "prompt",
+}  # fmt: skip
+
+
+def test_twenty_five_shapes_and_more() -> None:
+    assert set(TRAINS) <= {*FILES, *MORE, *LAST} and len(TRAINS) >= 25
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_three_rows_of_each_shape_become_what_a_method_trains_on(tmp_path: Path, tok: Any, name: str) -> None:
+    from rlhf_nb.train.method import tokenize_rows
+
+    kind: Any = TRAINS[name]
+    rows = FILES[name] if name in FILES else [json.loads(json.dumps(r)) for r in {**MORE, **LAST}[name][0]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    chatty = train_bpe([*Q, *A, *B, "tide"], vocab_size=400)
+    chatty.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataWarning)
+        made = tokenize_rows(kind, load_rows(DataConfig(path=str(path)), kind)[0], chatty, DataConfig())
+    assert made and all(row["prompt_ids"] or kind == "sft" for row in made)
+    said = chatty.decode([i for k, v in made[0].items() if k.endswith("_ids") for i in v])
+    assert ("sleep" in said) or name == "text lines"
+
+
+def test_questions_alone_are_no_demonstrations(tok: Any) -> None:
+    with pytest.raises(DataError, match=r"1 with no answer \(prompts are for grpo, rloo and ppo\)"):
+        tokenize_sft(LAST["rlvr"][0], tok)
+
+
+def test_a_picture_inside_a_message_is_refused_with_its_place() -> None:
+    row = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "den.png"}]}, says(A[0])]}
+    with pytest.raises(DataError, match=r"row 0, messages\[0\].content has a part of the type 'image_url'"):
+        list(to_rows([row], "sft"))
+
+
+def test_a_thousand_pairs_of_hh_where_there_is_a_hub_and_the_toy_where_there_is_none(monkeypatch: Any) -> None:
+    asked = []
+
+    def hub(name: str, split: str, *_: Any) -> Any:
+        asked.append((name, split))
+        return lambda: iter(FILES["hh"])
+
+    monkeypatch.setattr("rlhf_nb.data.rows.open_rows", hub)
+    data = DPOConfig.load(None, ["data=hh-1k", "model=toy"]).data
+    assert len(load_rows(data.replace(eval_size=None), "preference")[0]) == len(ANIMALS)
+    assert asked == [("Anthropic/hh-rlhf", "train[:1000]")]
+    monkeypatch.undo()
+    with pytest.warns(DataWarning, match="hh-1k is 1000 rows of the hub's Anthropic/hh-rlhf, which can't be had.*toy"):
+        found = load_rows(data.replace(dedup=False), "preference")[0]
+    assert len(found) == 1000 and {"prompt", "chosen", "rejected"} <= found[0].keys()
 
 
 @pytest.mark.parametrize("name", MORE)

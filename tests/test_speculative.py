@@ -70,7 +70,7 @@ SETTINGS = [{"temperature": 1.3, "top_k": 5}, {"temperature": 1.5, "top_p": 0.6}
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["top-k", "top-p"])
-@pytest.mark.parametrize("kind", ["model", "look-up"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("look-up", marks=pytest.mark.slow)])
 def test_same_distribution(world: Any, kind: str, settings: dict[str, Any]) -> None:
     s = SamplingConfig(max_new_tokens=LENGTH, **settings)
     decoder = Speculative(world[2] if kind == "model" else "look-up", ahead=2, most_rows=DRAWS)

@@ -19,7 +19,7 @@ from rlhf_nb.models.load import save_model
 TUTORIALS = sorted((Path(__file__).resolve().parent.parent / "nbs" / "tutorials").glob("*.ipynb"))
 
 
-READS_LETTERS = ("gsm8k_with_a_verifier", "ai_feedback")  # need digits, or a judge's labels, and a wide window
+READS_LETTERS = ("gsm8k_with_a_verifier", "ai_feedback", "a_policy_learns_to_use_a_calculator")  # digits, a wide window
 
 
 def sums(n: int) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -25,6 +27,15 @@ def run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=own, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def test_every_file_beside_the_modules_is_packed() -> None:
+    packed = re.search(r"package_data=\{lib: (\[.*?\])\}", (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert packed
+    package = ROOT / "rlhf_nb"
+    known = {p for pattern in ast.literal_eval(packed[1]) for p in package.glob(pattern)}
+    there = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert there == known, f"setup.py forgets {sorted(map(str, there - known))}"
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 # %% ../../nbs/bench/capability.ipynb #a0595991
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, did_you_mean
 from ..evaluate.intervals import Estimate, _round, mean_interval, share_interval
 from .results import Results
-from .suites import replace_file
+from ..train.stage import write_json
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
@@ -126,7 +125,7 @@ class CapabilityTester:
 
     def save(self, path: str | Path) -> Path:
         """Write the task file."""
-        replace_file(Path(path), json.dumps(self.frozen.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        write_json(path, self.frozen.model_dump(mode="json"))
         return Path(path)
 
     @classmethod

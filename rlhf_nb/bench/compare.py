@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from pydantic import Field
 from rich.table import Table
-from rich.text import Text
 
 from ..console import me
 from ..config import ModelConfig, PathText, StrictConfig, option
@@ -24,7 +24,9 @@ from .results import Judged, ModelPair, Results, compare_results, judged_of, pai
 from .suites import Suite, run_rows
 from ..judges.judge import verdicts_of
 from ..models.load import load_tokenizer
+from ..train.stage import write_json
 from ..untrusted import json_value
+from ..widgets.html import shown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,18 +144,15 @@ def compare_folders(
     sides = _sides(places)
     folder = Path(config.output_dir or Path("runs/eval") / sides[0].results.suite / "compare")
     folder.mkdir(parents=True, exist_ok=True)
-    results, names, judged = [s.results for s in sides], [s.name for s in sides], None
-    plain = compare_results(results, names, config.level, config.seed) if not judge_settings(config) else None
-    if plain is None:
-        if len({r.fingerprint for r in results}) > 1:
-            compare_results(results, names)  # says what differs
-        judged = _judge_sides(sides, config, folder, say)
-    pairs = plain or compare_results(
-        results, names, config.level, config.seed, judged={k: v.points for k, v in (judged or {}).items()}
-    )
+    results, names, judge = [s.results for s in sides], [s.name for s in sides], judge_settings(config)
+    if judge and len({r.fingerprint for r in results}) > 1:
+        compare_results(results, names)  # says what differs
+    judged = _judge_sides(sides, config, folder, say) if judge else {}
+    points = {k: v.points for k, v in judged.items()} if judge else None
+    pairs = compare_results(results, names, config.level, config.seed, judged=points)
     notes = [line for line in [several_note([p.p_value for p in pairs], config.level)] if line]
     notes += [f"{p.first} and {p.second}: {p.decision}." for p in pairs if not p.decision.better]
-    for (i, j), opinion in (judged or {}).items():
+    for (i, j), opinion in judged.items():
         notes.append(f"Judge on {names[i]} and {names[j]}: {opinion}.")
         if opinion.flips > 0.5:
             notes.append(
@@ -170,13 +169,11 @@ def compare_folders(
     ]  # fmt: skip
     models: dict[str, dict[str, Any]] = {
         s.name: {k: s.results.metrics[k].to_dict() for k in ("score", "length") if k in s.results.metrics}
-        | ({} if s.results.cost is None else {"cost": s.results.cost.to_dict()})
+        | ({} if s.results.cost is None else {"cost": asdict(s.results.cost)})
         for s in sides
     }
-    compared = Compared(suite=results[0].suite, judge=judge_settings(config), models=models, pairs=shown, notes=notes)
-    (folder / "compare.json").write_text(
-        json.dumps(compared.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    compared = Compared(suite=results[0].suite, judge=judge, models=models, pairs=shown, notes=notes)
+    write_json(folder / "compare.json", compared.to_dict())
     figure = draw_comparison(sides_scores(compared), pairs)
     for kind in ("svg", "png"):
         figure.savefig(folder / f"compare.{kind}", **({"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}))
@@ -239,26 +236,23 @@ def _paid_shown(cost: Mapping[str, Any] | None) -> tuple[str, str, str]:
 
 def comparison_tables(compared: Compared, pairs: Sequence[ModelPair]) -> list[Table]:
     """Models, and pairs, for a terminal."""
-    first = Table(title=printable(f"{compared.suite}: scores"), title_justify="left", title_style="bold")
-    paid = any("cost" in m for m in compared.models.values())
-    for name in ("model", "score", "interval", "tokens", *(("computed", "KL", "seconds") if paid else ())):
-        first.add_column(name, justify="left" if name == "model" else "right")
+    first, paid = [], any("cost" in m for m in compared.models.values())
     for name, m in compared.models.items():
         s = m.get("score")
-        value = "–" if s is None else f"{s['value']:.3f}"
-        interval = "" if s is None or s.get("low") is None else f"{s['low']:.3f} to {s['high']:.3f}"
-        length = f"{m['length']['value']:.0f}" if "length" in m else "–"
-        first.add_row(Text(printable(name)), value, interval, length, *(_paid_shown(m.get("cost")) if paid else ()))
+        row = {"model": name, "score": "–" if s is None else f"{s['value']:.3f}"}
+        row["interval"] = "" if s is None or s.get("low") is None else f"{s['low']:.3f} to {s['high']:.3f}"
+        row["tokens"] = f"{m['length']['value']:.0f}" if "length" in m else "–"
+        first.append(row | (dict(zip(("computed", "KL", "seconds"), _paid_shown(m.get("cost")))) if paid else {}))
+    second = [
+        {"pair": f"{p.first} − {p.second}", "difference": f"{p.difference.value:+.3f}",
+         "interval": f"{p.difference.low:+.3f} to {p.difference.high:+.3f}", "wins": f"{p.wins.rate.value:.0%}",
+         "at equal length": "–" if p.lengths is None else f"{p.lengths.rate.value:.0%}",
+         "p": f"{p.p_value:.3g}", "p, Holm": f"{p.p_holm:.3g}"}
+        for p in pairs
+    ]  # fmt: skip
+    real = ["bold" if p.p_holm < 1 - p.difference.level else None for p in pairs]
     by = "by the judge" if compared.judge else "by score"
-    second = Table(title=f"Pairs on the same prompts, {by}", title_justify="left", title_style="bold")
-    for name in ("pair", "difference", "interval", "wins", "at equal length", "p", "p, Holm"):
-        second.add_column(name, justify="left" if name == "pair" else "right", no_wrap=name == "interval")
-    for p in pairs:
-        d = p.difference
-        long = "–" if p.lengths is None else f"{p.lengths.rate.value:.0%}"
-        second.add_row(
-            Text(printable(f"{p.first} − {p.second}")), f"{d.value:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}",
-            f"{p.wins.rate.value:.0%}", long, f"{p.p_value:.3g}", f"{p.p_holm:.3g}",
-            style="bold" if p.p_holm < 1 - d.level else None,
-        )  # fmt: skip
-    return [first, second]
+    return [
+        shown_table(first, f"{compared.suite}: scores", ("model",), boxed=True),
+        shown_table(second, f"Pairs on the same prompts, {by}", ("pair",), real, boxed=True),
+    ]

@@ -3,7 +3,6 @@
 # %% ../../nbs/bench/evals.ipynb #a0595991
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ..console import me
 from .talk import _load, manner_of
@@ -22,14 +19,14 @@ from ..decode.decoder import DecodeCost
 from ..decode.named import KINDS, DecoderConfig
 from ..train.decoders import load_decoder
 from ..config import DataConfig, ModelConfig, PathText, PrecisionName, StrictConfig, option, read_config_file
-from ..core import ConfigError, DataError, decide_precision, did_you_mean, printable
+from ..core import ConfigError, DataError, decide_precision, did_you_mean
 from ..data.formats import prompt_text
 from ..data.templates import as_chat, encode_continuations, encode_prompts
 from ..evaluate.metrics import cluster_prompts, embed
 from .results import Results, results_of
 from rlhf_nb.bench.suites import (
     RULES, ScoringRule, Scores, Suite, Work, against_rule, answer_work, checks_rule, choice_work, dialogue,
-    flip_rule, judge_rule, load_suite, model_asker, refusal_rule, run_rows, suites,
+    flip_rule, judge_rule, model_asker, refusal_rule, run_rows, suites,
 )  # fmt: skip
 from ..judges.judge import FunctionJudge, Judge
 from ..models.adapters import Reference
@@ -41,10 +38,11 @@ from ..run.lock import RunLock
 from ..train.entries import RewardEntry, build_rewards
 from ..train.rlaif import JudgeConfig, make_judge
 from ..types import Completions, Rollout
+from ..widgets.html import shown_table
 
 # %% auto #0
-__all__ = ['Judging', 'EvalConfig', 'scorer', 'entry_rule', 'named_judge', 'judge_settings', 'make_rule', 'short_name',
-           'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
+__all__ = ['Judging', 'EvalConfig', 'scorer', 'one_scorer', 'entry_rule', 'named_judge', 'judge_settings', 'make_rule',
+           'short_name', 'versions_of', 'evaluate_suite', 'results_table', 'suites_told']
 
 # %% ../../nbs/bench/evals.ipynb #862b4cde
 class Judging(StrictConfig):
@@ -82,11 +80,6 @@ _OURS: dict[str, ScoringRule] = {"checks": checks_rule, "refusal": refusal_rule,
 _RULES = (*_OURS, "judge", "choice")
 
 
-def _silent(prompts: list[Any], completions: list[Any]) -> list[float]:
-    """A reward that always answers 0, so that a row on which all others are silent is no error here."""
-    return [0.0] * len(completions)
-
-
 def scorer(
     entries: Sequence[RewardEntry], tokenizer: Any, key: str, device: Any = "cpu"
 ) -> Callable[..., dict[str, list[float | None]]]:
@@ -106,8 +99,6 @@ def scorer(
         for inner in (getattr(fn, "model", None), *(m.model for m in getattr(fn, "members", ()))):
             if isinstance(inner, torch.nn.Module):
                 inner.to(device)
-    both = Rewards([*own.fns, _silent], names=[*own.names, "_silent"])
-    both.patience[: len(own.patience)] = own.patience
 
     def score(
         prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, list[Any]]
@@ -120,10 +111,16 @@ def scorer(
             **c.columns_dict(), uid=torch.arange(n), finished=torch.ones(n, dtype=torch.bool), prompts=list(prompts),
             texts=texts, columns=dict(columns),
         ).check()  # fmt: skip
-        parts = both(rollout.to(device) if str(device) != "cpu" else rollout)[1]
+        parts = own(rollout.to(device) if str(device) != "cpu" else rollout, needed=False)[1]
         return {name: [None if x != x else x for x in parts[name].double().tolist()] for name in own.names}
 
     return score
+
+
+def one_scorer(entry: RewardEntry, tokenizer: Any, key: str, device: Any = "cpu") -> Callable[..., list[float | None]]:
+    """One entry as `f(prompts, completions, **columns)`; arguments as of `scorer`."""
+    score = scorer([entry], tokenizer, key, device)
+    return lambda prompts, completions, **columns: next(iter(score(prompts, completions, columns).values()))
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -183,11 +180,8 @@ def named_judge(config: Judging, folder: str, tokenizer: Any) -> Judge | None:
     if named and config.judge_rule is not None:
         raise ConfigError("judge and judge_rule are both given, and only one can judge: leave one of them out.")
     if config.judge_rule is not None:
-        score = scorer([config.judge_rule], tokenizer, "judge_rule", decide_precision(config.device, "fp32").device)
-
-        def rate(prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-            return next(iter(score(prompts, completions, {}).values()))
-
+        device = decide_precision(config.device, "fp32").device
+        rate = one_scorer(config.judge_rule, tokenizer, "judge_rule", device)
         return FunctionJudge(rate, name=config.judge_rule.name or config.judge_rule.where)
     if not named:
         return None
@@ -375,22 +369,15 @@ def evaluate_suite(
 
 def results_table(results: Results) -> Table:
     """Metrics and slices of one result."""
-    table = Table(
-        title=printable(f"{results.suite}: {results.model} ({len(results.rows)} prompts)"),
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("metric")
-    table.add_column("value", justify="right")
     level = next(iter(results.metrics.values())).level if results.metrics else 0.95
-    table.add_column(f"{level:.0%} interval", justify="right")
-    table.add_column("prompts", justify="right")
+    rows = []
     for name, m in [*results.metrics.items(), *((f"  score of {k}", v) for k, v in results.slices.items())]:
         interval = "" if m.low is None or m.high is None else f"{m.low:.3f} to {m.high:.3f}"
-        table.add_row(
-            Text(printable(name)), f"{m.value:.3f}", interval, str(m.n), style="bold" if name == "score" else None
-        )
-    return table
+        row = {"metric": name, "value": f"{m.value:.3f}", f"{level:.0%} interval": interval}
+        rows.append(row | {"prompts": m.n})
+    title = f"{results.suite}: {results.model} ({len(results.rows)} prompts)"
+    styles = ["bold" if row["metric"] == "score" else None for row in rows]
+    return shown_table(rows, title, ("metric",), styles, boxed=True)
 
 # %% ../../nbs/bench/evals.ipynb #b4a716ab
 def suites_told() -> str:

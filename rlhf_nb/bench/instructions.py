@@ -32,77 +32,34 @@ def _lines(text: str, mark: str) -> list[str]:
     """Lines that begin with a mark, a regular expression."""
     return [line for line in text.splitlines() if re.match(rf"\s{{0,3}}(?:{mark})\s+\S", line)]
 
-
-def _within(count: int, at_least: int | None, at_most: int | None, exactly: int | None) -> bool:
-    """Whether a count lies within the limits that are given."""
-    return (
-        (at_least is None or count >= at_least)
-        and (at_most is None or count <= at_most)
-        and (exactly is None or count == exactly)
-    )
-
 # %% ../../nbs/bench/instructions.ipynb #844eaf76
 _Check = Callable[..., bool]
 
 
-def _counting(count: Callable[[str], int]) -> _Check:
+def _counting(count: Callable[..., int]) -> _Check:
     """A check whose count must lie within limits."""
 
-    def check(text: str, at_least: int | None = None, at_most: int | None = None, exactly: int | None = None) -> bool:
+    def check(
+        text: str, at_least: int | None = None, at_most: int | None = None, exactly: int | None = None, **more: str
+    ) -> bool:
         if at_least is None and at_most is None and exactly is None:
             raise ValueError("give at_least, at_most or exactly")
-        return _within(count(text), at_least, at_most, exactly)
+        n = count(text, **more)
+        return (at_least or n) <= n <= (n if at_most is None else at_most) and exactly in (None, n)
 
+    check.__signature__ = _settings(count, "at_least", "at_most", "exactly")  # type: ignore[attr-defined]
     return check
+
+
+def _settings(count: Callable[..., int], *limits: str) -> inspect.Signature:
+    """What a count and its limits can be set by."""
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in limits]
+    return inspect.Signature([*inspect.signature(count).parameters.values(), *more])
 
 
 def _has_word(text: str, word: str) -> int:
     """How often a word or phrase occurs, whole words, any case."""
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
-
-
-def _include(text: str, words: Sequence[str]) -> bool:
-    return all(_has_word(text, w) for w in words)
-
-
-def _exclude(text: str, words: Sequence[str]) -> bool:
-    return not any(_has_word(text, w) for w in words)
-
-
-def _word_count(
-    text: str, word: str, at_least: int | None = None, at_most: int | None = None, exactly: int | None = None
-) -> bool:
-    return _within(_has_word(text, word), at_least, at_most, exactly)
-
-
-def _letter_count(
-    text: str, letter: str, at_least: int | None = None, at_most: int | None = None, exactly: int | None = None
-) -> bool:
-    return _within(text.casefold().count(letter.casefold()), at_least, at_most, exactly)
-
-
-def _starts_with(text: str, words: str) -> bool:
-    return text.strip().casefold().startswith(words.casefold())
-
-
-def _ends_with(text: str, words: str) -> bool:
-    return text.strip().casefold().endswith(words.casefold())
-
-
-def _lowercase(text: str) -> bool:
-    return any(c.isalpha() for c in text) and text == text.lower()
-
-
-def _uppercase(text: str) -> bool:
-    return any(c.isalpha() for c in text) and text == text.upper()
-
-
-def _no_commas(text: str) -> bool:
-    return not re.search("[,，、]", text)
-
-
-def _no_digits(text: str) -> bool:
-    return not any(c.isdigit() for c in text)
 
 
 def _json(text: str, keys: Sequence[str] = ()) -> bool:
@@ -149,10 +106,16 @@ INSTRUCTION_CHECKS: dict[str, _Check] = {
     "highlights": _counting(lambda t: len(_HIGHLIGHT.findall(t))),
     "placeholders": _counting(lambda t: len(re.findall(r"\[[^\[\]\n]+\](?!\()", t))),
     "questions": _counting(lambda t: t.count("?")),
-    "include": _include, "exclude": _exclude, "word_count": _word_count, "letter_count": _letter_count,
-    "starts_with": _starts_with, "ends_with": _ends_with, "lowercase": _lowercase, "uppercase": _uppercase,
-    "no_commas": _no_commas, "json": _json, "title": _title, "quoted": _quoted, "postscript": _postscript,
-    "one_of": _one_of, "table": _table,
+    "word_count": _counting(_has_word),
+    "letter_count": _counting(lambda t, letter: t.casefold().count(letter.casefold())),
+    "include": lambda t, words: all(_has_word(t, w) for w in words),
+    "exclude": lambda t, words: not any(_has_word(t, w) for w in words),
+    "starts_with": lambda t, words: t.strip().casefold().startswith(words.casefold()),
+    "ends_with": lambda t, words: t.strip().casefold().endswith(words.casefold()),
+    "lowercase": lambda t: any(map(str.isalpha, t)) and t == t.lower(),
+    "uppercase": lambda t: any(map(str.isalpha, t)) and t == t.upper(),
+    "no_commas": lambda t: not re.search("[,，、]", t), "json": _json, "title": _title, "quoted": _quoted,
+    "postscript": _postscript, "one_of": _one_of, "table": _table,
 }  # fmt: skip
 
 # %% ../../nbs/bench/instructions.ipynb #69f1111e
@@ -179,7 +142,7 @@ def followed(text: str, checks: Sequence[Mapping[str, Any]], where: str = "row")
                 f"{did_you_mean(kind, INSTRUCTION_CHECKS, ', '.join(INSTRUCTION_CHECKS))}"
             )
         settings = {k: v for k, v in check.items() if k != "kind"}
-        known = [p for p in inspect.signature(INSTRUCTION_CHECKS[kind]).parameters if p != "text"]
+        known = [p for p in inspect.signature(INSTRUCTION_CHECKS[kind]).parameters if p not in ("text", "t")]
         for key in settings:
             if key not in known:
                 hint = did_you_mean(key, known, f"It has: {', '.join(known) or 'none'}.")

@@ -14,15 +14,15 @@ from typing import Any
 from pydantic import Field
 
 from ..console import me
-from .evals import scorer
-from ..config import DataConfig, ModelConfig, PrecisionName, SamplingConfig, StrictConfig, option, parse_overrides
-from ..core import ConfigError, DataError, RunError, decide_precision
+from .evals import one_scorer
+from ..config import DataConfig, PrecisionName, SamplingConfig, StrictConfig, option, parse_overrides
+from ..core import ConfigError, DataError, RunError
 from ..data.formats import Row
 from ..data.sources import prompt_batch
 from ..data.templates import is_blank, speaks_chat
-from .suites import check_same, replace_file
+from .suites import check_same
 from ..models.adapters import Reference
-from ..models.load import load_causal_lm, load_tokenizer
+from ..models.load import load_model
 from ..models.reference import model_fingerprint
 from ..rollout.sampler import sample
 from ..rollout.steps import Right, StepLabels, label_steps
@@ -30,6 +30,7 @@ from ..run.lock import RunLock
 from ..train.entries import RewardEntry
 from ..train.process import StepConfig
 from ..train.rlaif import append_rows, keep_rows
+from ..train.stage import write_json
 from ..data.worlds import made_rows, world_of
 from ..data.rows import raw_rows
 from ..untrusted import Unreadable, json_value
@@ -110,12 +111,7 @@ def check_of(config: LabelStepsConfig, tokenizer: Any, device: Any = "cpu") -> R
             f"right is {entry.where}, and its scores say how good an answer is, not whether it is right: use a "
             f"verifier, a function, a server or a classifier."
         )
-    score = scorer([entry], tokenizer, "right", device)
-
-    def right(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> Sequence[float | None]:
-        return next(iter(score(prompts, completions, columns).values()))
-
-    return right
+    return one_scorer(entry, tokenizer, "right", device)
 
 # %% ../../nbs/bench/label_steps.ipynb #93600010
 def answers_to(
@@ -240,7 +236,7 @@ def label_file(
             numbered = [{"row": start + i, **row} for (i, _), row in zip(answered, found.rows)]
             append_rows(out, numbered)
             total = _added(total, len(part), found, lost)
-            replace_file(folder / "state.json", json.dumps({"settings": said, **total}, indent=1))
+            write_json(folder / "state.json", {"settings": said, **total})
             if say:
                 say(f"{total['done']} of {len(rows)} questions, {total['answers']} answers, {total['steps']} steps")
     if not total["answers"]:
@@ -266,10 +262,7 @@ def label_answers(
         config: settings.
         out, overwrite, say: as in `label_file`.
     """
-    place = ModelConfig(name_or_path=model)
-    tokenizer = load_tokenizer(place)
-    precision = decide_precision(config.device, config.precision)
-    net = load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False)
+    net, tokenizer = load_model(model, trainable=False, device=config.device, precision=config.precision)
     return label_file(net, tokenizer, config, out, name=model, overwrite=overwrite, say=say)
 
 

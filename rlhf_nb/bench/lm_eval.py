@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from rich.text import Text
 
 from .evals import short_name
-from ..config import ModelConfig
-from ..core import ConfigError, decide_precision, did_you_mean, printable
-from ..models.load import load_causal_lm, load_tokenizer
+from ..core import ConfigError, did_you_mean
+from ..models.load import load_model
 from ..train.stage import write_json
+from ..widgets.html import shown_table
 
 # %% auto #0
 __all__ = ['check_installed', 'run_tasks', 'harness_table', 'run_harness']
@@ -75,9 +74,7 @@ def harness_table(found: dict[str, Any]) -> Table:
     Args:
         found: what `run_tasks` returns.
     """
-    table = Table(title="lm-eval", title_justify="left", title_style="bold", box=None)
-    for name in ("task", "metric", "value", "± standard error", "questions"):
-        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    rows = []
     for task, numbers in found["results"].items():
         count = found.get("n-samples", {}).get(task, {}).get("effective", "")
         for key, value in numbers.items():
@@ -86,8 +83,9 @@ def harness_table(found: dict[str, Any]) -> Table:
                 continue
             error = numbers.get(f"{metric}_stderr,{how}")
             shown = f"{error:.4f}" if isinstance(error, float) else "–"
-            table.add_row(Text(printable(task)), printable(metric), f"{value:.4f}", shown, str(count))
-    return table
+            row = {"task": task, "metric": metric, "value": f"{value:.4f}", "± standard error": shown}
+            rows.append(row | {"questions": count})
+    return shown_table(rows, "lm-eval", ("task", "metric"))
 
 # %% ../../nbs/bench/lm_eval.ipynb #n9130008
 def run_harness(
@@ -116,9 +114,7 @@ def run_harness(
         raise ConfigError("--tasks names no task: for example --tasks hellaswag,gsm8k.")
     if include is not None and not Path(include).is_dir():
         raise ConfigError(f"--include {include}: there is no such folder.")
-    place = ModelConfig(name_or_path=model)
-    tokenizer = load_tokenizer(place)
-    net = load_causal_lm(place, decide_precision("auto"), tokenizer=tokenizer, trainable=False)
+    net, tokenizer = load_model(model, trainable=False)
     found = run_tasks(net, tokenizer, list(tasks), limit=limit, few_shot=few_shot, include=include, chat=chat)
     folder = Path(out) if out else Path("runs/lm-eval") / short_name(model)
     kept = {k: found[k] for k in ("results", "n-samples", "n-shot", "versions") if k in found}

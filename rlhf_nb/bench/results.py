@@ -3,15 +3,13 @@
 # %% ../../nbs/bench/results.ipynb #a0595991
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ..config import StrictConfig, option
 from ..core import DataError
@@ -19,15 +17,17 @@ from ..decode.decoder import DecodeCost, total
 from rlhf_nb.evaluate.intervals import (
     Comparison, Decision, Estimate, LengthControlled, calibration, compare_paired, decide, holm, length_controlled,
     majority_interval,
-    mean_interval, pass_interval, points_of, several_note, share_interval, sign_flip_test,
+    mean_interval, pass_interval, points_of, sign_flip_test,
 )  # fmt: skip
 from ..evaluate.metrics import by_slice, describe
-from .suites import Row, Suite, Work, criteria_of, dialogue, replace_file
+from .suites import Row, Suite, Work, criteria_of, dialogue
+from ..judges.judge import Verdicts
+from ..train.stage import write_json
 from ..untrusted import Unreadable, json_value
+from ..widgets.labels import cohen_kappa
 
 # %% auto #0
-__all__ = ['Metric', 'RowResult', 'Paid', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged', 'pair_work',
-           'judged_of']
+__all__ = ['Metric', 'RowResult', 'Results', 'results_of', 'ModelPair', 'compare_results', 'Judged', 'pair_work', 'judged_of']
 
 # %% ../../nbs/bench/results.ipynb #83b24b5b
 class Metric(StrictConfig):
@@ -62,25 +62,7 @@ class RowResult(StrictConfig):
     samples: list[float | None] = Field(default_factory=list, description="score of each sample")
 
 
-class Paid(StrictConfig):
-    """What a decoder cost, for all answers together (`decode.decoder`)."""
-
-    answers: int = option(0, "that were given", ge=0)
-    tokens: int = option(0, "computed by the model, those of answers thrown away included", ge=0)
-    kept: int = option(0, "tokens of the answers themselves", ge=0)
-    read: int = option(0, "tokens that other models computed", ge=0)
-    seconds: float = option(0.0, "on the clock", ge=0)
-    kl: float | None = option(None, "nats per answer to the model's own answers; null: not known")
-    kl_is: str = option("", "exact, estimate or at most")
-    gains: dict[str, float] = Field(default_factory=dict, description="by name, means over answers")
-
-    @classmethod
-    def of(cls, costs: Sequence[Mapping[str, Any]]) -> Paid | None:
-        """The sum of what was noted; None: nothing was."""
-        return cls(**asdict(total([DecodeCost(**c) for c in costs]))) if costs else None
-
-    def __str__(self) -> str:
-        return str(DecodeCost(**self.to_dict()))
+_Cost = Annotated[DecodeCost | None, BeforeValidator(TypeAdapter(DecodeCost | None).validate_python)]
 
 
 class Results(StrictConfig):
@@ -94,13 +76,13 @@ class Results(StrictConfig):
     settings: dict[str, Any] = Field(default_factory=dict, description="what else decided the numbers")
     metrics: dict[str, Metric] = Field(default_factory=dict, description="by name; score is the one that counts")
     slices: dict[str, Metric] = Field(default_factory=dict, description="score by kind of prompt")
-    cost: Paid | None = Field(default=None, description="of the decoder; null: the model answered plainly")
+    cost: _Cost = Field(default=None, description="of the decoder; null: the model answered plainly")
     notes: list[str] = Field(default_factory=list, description="what a reader should know")
     rows: list[RowResult] = Field(default_factory=list, description="one for each prompt")
 
     def save(self, path: str | Path) -> Path:
         """Write it; the file is the old or the new one, never half."""
-        replace_file(Path(path), json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        write_json(path, self.model_dump(mode="json"))
         return Path(path)
 
     @classmethod
@@ -188,7 +170,7 @@ def results_of(
 
     Args:
         suite: what was asked.
-        lines: as `run_rows` returns them; what a decoder cost stands in some of them.
+        lines: as `run_rows` returns them; some of them hold what a decoder cost.
         model: named in the results; settings: kept there.
         slices: a name for each row; None: the suite's own column.
         level: of all intervals; seed: of draws inside them.
@@ -240,7 +222,7 @@ def results_of(
     return Results(
         model=model, suite=suite.config.name, fingerprint=suite.fingerprint, settings=dict(settings or {}), notes=notes,
         rows=rows,
-        cost=Paid.of([line["cost"] for line in lines if "cost" in line]),
+        cost=total([DecodeCost(**line["cost"]) for line in lines if "cost" in line]),
         metrics={k: Metric.of(v) for k, v in metrics.items()}, slices={k: Metric.of(v) for k, v in parts.items()},
     )  # fmt: skip
 
@@ -326,7 +308,7 @@ class Judged(NamedTuple):
     """What a judge says of two models' answers."""
 
     points: list[float | None]  # one for each row, that the first is better: the mean of its turns
-    position_bias: float  # mean probability of what stands first, − ½
+    position_bias: float  # mean probability of what is shown first, − ½
     flips: float  # share of verdicts that turn with the order
     agreement: float  # share of pairs on which both orders name the same winner
     kappa: float  # the same, beyond chance; NaN where chance is always right
@@ -379,19 +361,12 @@ def pair_work(
 def judged_of(lines: Sequence[Mapping[str, Any]]) -> Judged:
     """A judge's opinion of two models, from the lines of `pair_work`."""
     forward, backward = ([x for line in lines for x in line[side]] for side in ("forward", "backward"))
-    both = [(f, b) for f, b in zip(forward, backward) if f is not None and b is not None]
-    points: list[float | None] = []
+    verdicts, points = Verdicts(forward, backward), list[float | None]()
     for line in lines:
-        turns = [None if f is None or b is None else (f + b) / 2 for f, b in zip(line["forward"], line["backward"])]
-        known = [x for x in turns if x is not None]
-        points.append(sum(known) / len(known) if len(known) == len(turns) else None)
-    if not both:
-        return Judged(points, math.nan, math.nan, math.nan, math.nan, len(forward))
-    f, b = np.array(both).T
-    winner = np.stack([np.sign(f - 0.5), np.sign(b - 0.5)])
-    same = float((winner[0] == winner[1]).mean())
-    luck = sum(float((winner[0] == s).mean()) * float((winner[1] == s).mean()) for s in (-1.0, 0.0, 1.0))
-    return Judged(
-        points, float((f - b).mean() / 2), float((winner[0] * winner[1] < 0).mean()), same,
-        (same - luck) / (1 - luck) if luck < 1 else math.nan, len(forward) - len(both),
-    )  # fmt: skip
+        turns = [p for p in Verdicts(line["forward"], line["backward"]).probabilities if p is not None]
+        points.append(sum(turns) / len(turns) if len(turns) == len(line["forward"]) else None)
+    known = [(f, b) for f, b in zip(forward, backward) if f is not None and b is not None]
+    one, other = np.sign(np.array(known).reshape(-1, 2) - 0.5).T.tolist()
+    same = float(np.mean(np.equal(one, other))) if known else math.nan
+    silent = len(forward) - len(known)
+    return Judged(points, verdicts.position_bias, verdicts.flips, same, cohen_kappa(one, other)[0], silent)

@@ -30,6 +30,8 @@ from ..decode.decoder import DecodeCost, Decoder, Plain, total
 from ..rollout.sampler import eval_mode
 from ..scoring.scores import completion_logps
 from ..scoring.trees import TOKEN_BUDGET
+from ..train.rlaif import append_rows
+from ..train.stage import write_json
 from ..types import Completions
 from ..untrusted import Unreadable, json_lines, json_value
 
@@ -38,7 +40,7 @@ Row = dict[str, Any]
 # %% auto #0
 __all__ = ['Row', 'Scores', 'ScoringRule', 'AskModel', 'Work', 'RULES', 'SuiteConfig', 'suites', 'Suite', 'load_suite',
            'checks_rule', 'refusal_rule', 'flip_rule', 'criteria_of', 'judge_rule', 'against_rule', 'dialogue',
-           'ModelAnswers', 'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows', 'replace_file']
+           'ModelAnswers', 'model_asker', 'answer_work', 'choice_work', 'check_same', 'run_rows']
 
 # %% ../../nbs/bench/suites.ipynb #c33a3c50
 class SuiteConfig(StrictConfig):
@@ -83,7 +85,7 @@ class Suite:
     def save(self, path: str | Path) -> None:
         """Write configuration and rows; `read` gives them back."""
         said = {"config": self.config.model_dump(mode="json", exclude={"rows"}), "rows": self.rows}
-        replace_file(Path(path), json.dumps(said, ensure_ascii=False))
+        write_json(path, said)
 
     @classmethod
     def read(cls, path: str | Path) -> Suite:
@@ -376,8 +378,8 @@ def answer_work(ask: AskModel, rule: ScoringRule, samples: int = 1, paid: list[D
             {"answers": a, "tokens": t, "finished": f, "scores": s}
             for a, t, f, s in zip(said, tokens, ended, scores, strict=True)
         ]
-        if paid:
-            lines[0]["cost"] = asdict(total(paid))
+        if paid is not None and (cost := total(paid)):
+            lines[0]["cost"] = asdict(cost)
             paid.clear()
         return [lines[i : i + samples] for i in range(0, len(lines), samples)]
 
@@ -539,7 +541,7 @@ def run_rows(
     if head.exists():
         _begun_as_now(head, said)
     else:
-        replace_file(head, json.dumps(said, indent=1, ensure_ascii=False))
+        write_json(head, said)
     chunks = [suite.rows[i : i + chunk] for i in range(0, len(suite.rows), chunk)]
     path = folder / "answers.jsonl"
     lines = _intact(path, [len(c) * samples for c in chunks])
@@ -554,25 +556,8 @@ def run_rows(
             for row, mine in zip(rows, work(rows), strict=True)
             for j, line in enumerate(mine)
         ]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in new)
-        try:
-            with open(path, "a", encoding="utf-8") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError as e:
-            raise RunError(f"cannot write {path}: {e}; make room, then type the same again.") from e
-        lines += [json_value(line) for line in text.splitlines()]
+        append_rows(path, new)
+        lines += [json_value(json.dumps(line)) for line in new]
         if say:
             say(f"{min((number + 1) * chunk, len(suite.rows))} of {len(suite.rows)} rows")
     return lines
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that it is the old or the new one, never half."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as f:
-        f.write(text + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(aside, path)

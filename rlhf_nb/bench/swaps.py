@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import DataError, ModelError, evaluating
+from ..core import ModelError, evaluating
 from ..data.formats import Row
 from ..data.sources import collate_completions, tokenize_sft
 from ..data.templates import as_chat, encode_prompts, is_blank

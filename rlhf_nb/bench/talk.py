@@ -15,7 +15,6 @@ from rlhf_nb.core import (
     ConfigError,
     DataError,
     ModelError,
-    decide_precision,
     derive_seed,
     did_you_mean,
     evaluating,
@@ -25,7 +24,7 @@ from ..data.formats import Message
 from ..data.sources import prompt_batch
 from ..data.templates import encode_chat
 from ..data.worlds import model_world
-from ..models.load import find_model, load_causal_lm, load_tokenizer, pretrained
+from ..models.load import find_model, load_model, pretrained
 from ..decode.decoder import Decoder, Plain
 from ..decode.named import KINDS, DecoderConfig
 from ..decode.stops import Stops, parse_stops
@@ -415,13 +414,8 @@ def _load_decoder(settings: DecoderConfig | None, greedy: bool, device: Any) -> 
 
 def _load(name: str, raw: bool = False) -> tuple[Any, Any, dict[str, Any]]:
     """Model, tokenizer and what its generation config says."""
-    place, precision = ModelConfig(name_or_path=name), decide_precision()
-    tokenizer = load_tokenizer(place)
-    return (
-        load_causal_lm(place, precision, tokenizer=tokenizer, trainable=False),
-        tokenizer,
-        {} if raw else read_generation(place),
-    )
+    model, tokenizer = load_model(name, trainable=False)
+    return model, tokenizer, {} if raw else read_generation(ModelConfig(name_or_path=name))
 
 
 def _drawn(settings: DecoderConfig | None, greedy: bool, n: int) -> int:

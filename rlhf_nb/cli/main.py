@@ -168,7 +168,9 @@ def _training(kind: str) -> Any:
 def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, overwrite: bool, debug: bool) -> None:
     """Train by what was typed."""
     with told(debug, _again()):
-        found = load_config(kind, config, overrides, toy)
+        from rlhf_nb.pipeline.doctor import completed
+
+        found = completed(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("", kind, found, typed(config, toy, overrides))
         _train(kind, found, resume, overwrite)
 
@@ -531,13 +533,14 @@ def launch_command(
         from rlhf_nb.scale.cluster import kubernetes_manifest, slurm_script
         from rlhf_nb.scale.launch import launch
         from rlhf_nb.train.entries import named_files
+        from rlhf_nb.train.stage import with_proxy
 
         if kind == "run":
             raise ConfigError(
                 f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} "
                 f"strategy={strategy}."
             )
-        cfg = load_config(kind, config, overrides, toy)
+        cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
         command = [kind, *typed(config, toy, overrides)]
         how: dict[str, Any] = {"nodes": nodes, "gpus_per_node": processes, "strategy": strategy}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -88,17 +89,15 @@ def say_what_to_train(command: str, kind: str, config: Any, given: Sequence[str]
     Raises:
         ConfigError: with the two lines that can be typed.
     """
-    if kind == "run":
-        lacking = config.unsaid()
-    else:
-        named = {"model.name_or_path": config.model.name_or_path, "data.path": config.data.named}
-        lacking = [key for key, value in named.items() if not value and (command, key) != ("plan", "data.path")]
-    if lacking:
+    from rlhf_nb.train.stage import unsaid_of
+
+    if lacking := config.unsaid() if kind == "run" else unsaid_of(command, kind, config):
         line = " ".join(filter(None, [_me(), command, kind]))
-        more = [f"{key}={'MODEL' if 'model' in key else 'FILE'}" for key in lacking]
+        more = [f"{key}={'FILE' if 'data' in key else 'FOLDER' if key == 'reward' else 'MODEL'}" for key in lacking]
         raise ConfigError(
             f"not set: {', '.join(lacking)}. Nothing is made up in {'its' if len(lacking) == 1 else 'their'} place. "
             f"Type one of\n  {' '.join([line, shlex.join(given), *more]).replace('  ', ' ')}\n  {line} --toy"
+            f"{' teacher=toy' if 'teacher' in lacking else ''}"
         )
 
 # %% ../../nbs/cli/settings.ipynb #c5e70002
@@ -197,10 +196,11 @@ def written_facts() -> dict[str, Any]:
     from rlhf_nb.train.registry import methods
 
     def init(kind: str) -> dict[str, str]:
-        return {
-            name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
-            for name in ("default", "toy")
-        }
+        told = {name: load_config(kind, None, None, name == "toy").to_yaml(comments=True).rstrip("\n")
+            for name in ("default", "toy")}  # fmt: skip
+        return told | {
+            "default": re.sub(r"(?m)^(  lr: )\S+", r"\1null", told["default"])
+        }  # open: an adapter has its own
 
     out: dict[str, Any] = {"methods": {}, "pipeline": {"init": init("run")}}
     for name, method in methods().items():

@@ -48,12 +48,14 @@ def sweep_command(
         from rlhf_nb.pipeline.stage_sweep import read_sweep, sweep_table, winners_lines
         from rlhf_nb.pipeline.sweep import sweep
         from rlhf_nb.train.registry import get
+        from rlhf_nb.train.stage import with_proxy
 
         typed = {"seeds": seeds, "search": search, "trials": trials, "metric": metric, "minimize": minimize,
                  "processes": processes, "config": config, "toy": toy or None}  # fmt: skip
         request = read_sweep(what, words or [], **{k: v for k, v in typed.items() if v is not None})
         method = get(request.method)
         base = load_config(method.name, request.config, request.words(), request.toy)
+        base = with_proxy(method.name, base, request.toy)
         say_what_to_train("sweep", method.command or method.name, base)
         folder = to or Path(request.output_dir or Path("runs/sweep") / method.name)
         made = sweep(base, request.tried(), folder, overwrite=overwrite, say=tell, **request.how())

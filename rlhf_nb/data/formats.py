@@ -225,18 +225,34 @@ def check_messages(messages: Any, where: str = "messages") -> list[Message]:
         if m["role"] not in ROLES:
             raise DataError(f"{where}[{i}] has the role {m['role']!r:.40}; known roles are {', '.join(ROLES)}.")
         if not isinstance(m.get("content") or "", str):
-            raise DataError(f"{where}[{i}]: content is {type(m['content']).__name__} ({m['content']!r:.40}), not text.")
+            _texts(m["content"], f"{where}[{i}].content")
     return (
         messages
-        if all(None not in m.values() and not m.get("tool_calls") for m in messages)
+        if all(None not in m.values() and not m.get("tool_calls") and isinstance(m["content"], str) for m in messages)
         else list(map(_called, messages))
     )
 
 
+def _texts(content: Any, where: str) -> str:
+    """A content that is written as a list of parts, as one text; a part that is no text is refused."""
+    parts = content if isinstance(content, list) else [content]
+    other = next((p for p in parts if not (isinstance(p, Mapping) and isinstance(p.get("text"), str))), None)
+    if other is None:
+        return "".join(p["text"] for p in parts)
+    seen = str(other.get("type", "")) if isinstance(other, Mapping) else ""
+    if any(word in seen for word in ("image", "video", "audio")):
+        raise DataError(
+            f"{where} has a part of the type {seen!r}, and models are trained on text here: leave such rows out."
+        )
+    raise DataError(f"{where}: content is {type(content).__name__} ({content!r:.40}), not text.")
+
+
 def _called(message: Mapping[str, Any]) -> Message:
-    """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; nothing that is
-    None."""
+    """A message as chat templates take it: calls of tools with arguments as values, not as JSON text; parts of text as
+    one; nothing that is None."""
     found: Message = without_none({"content": "", **{k: v for k, v in message.items() if v is not None}})
+    if not isinstance(found["content"], str):
+        found["content"] = _texts(found["content"], "content")
     for call in found.get("tool_calls", []) or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function.get("arguments"), str):
@@ -513,8 +529,10 @@ def _tools(row: Row, where: str) -> Row:
             tools = json_value(tools)
         except ValueError:
             tools = str(tools)
-    if tools in (None, "", []):
-        return {}
+    turns = row.get("messages")
+    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) else {}
+    if tools in (None, "", []) or (first.get("role") == "system" and "<tools>" in str(first.get("content"))):
+        return {}  # Hermes: the first message has them already
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError(
             f"{where}, tools is {type(tools).__name__} ({tools!r:.40}); expected a list of JSON schemas. "
@@ -654,7 +672,10 @@ def format_of(row: Row, reading: Reading = PLAIN) -> str:
     there = set(_present(row))
     native = {f: {*COLUMNS[f], *(there & {*OPTIONAL.get(f, ())})} for f in COLUMNS if there.issuperset(COLUMNS[f])}
     shape = recognise(row, None, native, "row 0", reading)
-    return detect_format(row, None, "row 0") if shape is None else shape.gives
+    found = detect_format(row, None, "row 0") if shape is None else shape.gives
+    turns = row["messages"] if found == "messages" and shape is None else None
+    asks = isinstance(turns, list) and {m.get("role") for m in turns if isinstance(m, Mapping)} <= {"system", "user"}
+    return "prompt" if turns and asks else found  # questions to be checked by a reward, as in Tülu's RLVR
 
 
 def whole_rows(rows: Iterable[Row]) -> Iterator[Row]:

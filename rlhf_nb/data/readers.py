@@ -55,7 +55,9 @@ def _bytes(path: Path) -> BinaryIO:
 
 
 def _object(row: Any, where: str) -> Row:
-    """A row, if it is an object with columns."""
+    """A row, if it is an object with columns; a text alone is a row of its own, too."""
+    if isinstance(row, str):
+        return {"text": row}
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: holds {type(row).__name__} ({row!r:.40}); each row must be a JSON object with columns."

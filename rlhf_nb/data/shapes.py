@@ -466,8 +466,9 @@ SHAPES: list[Shape] = [
     Shape("prm800k", "PRM800K", {"question": "question", "label": "label"}, "stepwise", _prm800k,
           lambda row: isinstance(row["question"], Mapping) and isinstance(row["label"], Mapping)),
     Shape("numina", "NuminaMath", {"prompt": "problem", "completion": "solution",
-          "about": "problem_type|question_type + answer?"}, "prompt_completion",
-          lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest)),
+          "about": "problem_type? + question_type? + answer?"}, "prompt_completion",
+          lambda found, *rest: _asked({k: v for k, v in found.items() if k != "about"}, *rest),
+          lambda row: not {"problem_type", "question_type"}.isdisjoint(row)),
     Shape("xlam", "xLAM's calls of tools", {"messages": "query", "calls": "answers", "tools": "tools"}, "messages",
           _xlam),
 ]  # fmt: skip

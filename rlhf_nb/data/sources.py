@@ -34,7 +34,7 @@ from .templates import encode_prompts, is_blank, pairs_as_chat, share_prompt
 from ..types import Completions, PreferenceBatch, PromptBatch
 
 # %% auto #0
-__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport',
+__all__ = ['PERCENTILES', 'row_key', 'deduplicate', 'asked', 'hold_out', 'truncate', 'row_lengths', 'LengthReport', 'cut_example',
            'length_report', 'filter_lengths', 'tokenize_sft', 'tokenize_preferences', 'tokenize_prompts',
            'collate_completions', 'collate_preferences', 'collate_prompts', 'prompt_batch', 'MemorySource',
            'shuffle_buffer', 'StreamSource']
@@ -209,11 +209,24 @@ class LengthReport:
         return "\n".join(lines)
 
 # %% ../../nbs/data/sources.ipynb #2442ed9a
-def _warn_cut(report: LengthReport, level: int) -> None:
-    """Warn when more than 5 % of the rows lose tokens, with the remedy."""
-    if report.cut_fraction > 0.05:
-        share = f"{report.cut} of {report.rows} rows ({report.cut_fraction:.0%})"
-        _warn(f"{share} are longer than the limits and lose tokens; {report.remedy}.", level)
+def _warn_cut(report: LengthReport, level: int, example: str = "") -> None:
+    """Warn when rows lose tokens, with an example and the remedy."""
+    if report.cut:
+        share = f"{report.cut} of {report.rows} rows ({report.cut_fraction:.1%})"
+        _warn(f"{share} are longer than the limits and lose tokens{example}; {report.remedy}.", level)
+
+
+def cut_example(rows: Sequence[Row], tok: Any) -> str:
+    """The first row that lost tokens, as a part of a sentence; "" where none did."""
+    for i, row in enumerate(rows, 1):
+        (p, c), head = row_lengths(row), row["prompt_ids"]
+        kept: list[int] = max(
+            (v for k, v in row.items() if k.endswith("_ids") and k != "prompt_ids"), key=len, default=[]
+        )
+        if len(head) + len(kept) < p + c:
+            what, ids = ("prompt now begins", head[:8]) if len(head) < p else ("answer now ends", kept[-8:])
+            return f" (row {i}, say: {p} tokens of prompt and {c} of answer; its {what} {tok.decode(ids)!r})"
+    return ""
 
 
 def length_report(
@@ -225,7 +238,7 @@ def length_report(
         rows: from `tokenize_sft`, `tokenize_preferences` or `tokenize_prompts`.
         max_length: most tokens of prompt and completion together.
         max_prompt_length: most tokens of the prompt.
-        warn: warn when more than 5 % would be cut, with the remedy.
+        warn: warn when rows would be cut, with the remedy.
 
     Raises:
         DataError: no rows.
@@ -289,7 +302,7 @@ def _tell(out: list[Row], lost: Counter[str], total: int, limits: tuple[int | No
         raise DataError(f"All {total} rows were dropped ({why}), so there is nothing to learn from.")
     if lost:
         _warn(f"{total - len(out)} of {total} rows are dropped: {why}.", 4)
-    _warn_cut(length_report(out, *limits, warn=False), 4)
+    _warn_cut(length_report(out, *limits, warn=False), 4, cut_example(out, tok))
     _warn_unknown(out, tok)
 
 
@@ -442,7 +455,8 @@ def tokenize_sft(
     for row in to_rows(rows, "sft"):
         total += 1
         if _silent(row):
-            lost["an empty completion"] += 1
+            asks = all(m["role"] != "assistant" for m in row.get("messages", [{"role": "assistant"}]))
+            lost["no answer (prompts are for grpo, rloo and ppo)" if asks else "an empty completion"] += 1
         else:
             normal.append(row)
     out = []

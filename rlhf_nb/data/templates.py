@@ -19,8 +19,8 @@ from .shapes import DataNote
 __all__ = ['PAD_TOKEN', 'BOS_TOKEN', 'EOS_TOKEN', 'DEFAULT_CHAT_TEMPLATE', 'TEMPLATES', 'Answered', 'train_bpe',
            'make_chat_template', 'set_chat_template', 'Piece', 'dialogue_pieces', 'encode_texts',
            'encode_continuations', 'Encoded', 'encode_dialogues', 'encode_conversation', 'encode_prompts', 'is_blank',
-           'opens_answer', 'as_chat', 'encode_chat', 'speaks_chat', 'pairs_as_chat', 'encode_answers', 'encode_pairs',
-           'counted_turns', 'share_prompt', 'encode_prompt', 'encode_pair']
+           'opens_answer', 'as_chat', 'encode_chat', 'Reply', 'encode_replies', 'speaks_chat', 'pairs_as_chat',
+           'encode_answers', 'encode_pairs', 'counted_turns', 'share_prompt', 'encode_prompt', 'encode_pair']
 
 # %% ../../nbs/data/templates.ipynb #a23f2f97
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -485,6 +485,51 @@ def as_chat(tok: Any, prompts: Sequence[Text], system: str | None = None, raw: b
 _HIDDEN = re.compile("\ue000([0-9]+)\ue001")  # characters for private use, which no tokenizer gives a meaning
 
 
+class _Letters:
+    """Messages whose words stay text: what spells a special token is hidden from the template, and read letter by
+    letter.
+
+    Args:
+        tok: a tokenizer.
+    """
+
+    def __init__(self, tok: Any) -> None:
+        self.tok, self.stood = tok, list[str]()
+        self.special = {t.content: i for i, t in tok.added_tokens_decoder.items() if t.special and t.content}
+        self.words = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)"
+
+    def hidden(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with marks in the place of special tokens."""
+
+        def hide(found: re.Match[str]) -> str:
+            self.stood.append(found[0])
+            return f"\ue000{len(self.stood) - 1}\ue001"
+
+        return [{**m, "content": re.sub(f"{self.words}|\ue000", hide, str(m["content"]))} for m in messages]
+
+    def read(self, text: str, inside: bool) -> list[int]:
+        """Token ids of a text that the template made of them; `inside`: it continues another.
+
+        Raises:
+            DataError: the tokenizer can't write a message as text.
+        """
+        tok, special = self.tok, self.special
+        if not _HIDDEN.search(text):
+            return _encode(tok, [text], [inside])[0]
+        # cut at the template's own special tokens; between them all is text
+        parts = [p for p in re.split(f"({self.words})", text) if p]
+        told = [_HIDDEN.sub(lambda found: self.stood[int(found[1])], p) for p in parts]
+        plain = iter(_encode(tok, told, [inside or i > 0 for i in range(len(told))], plain=True))
+        ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
+        own, unknown = [special[w] for w in re.findall(self.words, text)], tok.unk_token_id
+        if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
+            raise DataError(
+                "A message spells a special token of this tokenizer in a way that can't be written as text, and would "
+                "be read as a command: leave it out."
+            )
+        return ids
+
+
 def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
     """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays
     text.
@@ -501,30 +546,54 @@ def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
     Raises:
         DataError: the template refuses the dialogue, or the tokenizer can't write a message as text.
     """
-    special = {t.content: i for i, t in tok.added_tokens_decoder.items() if t.special and t.content}
-    words = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-    stood: list[str] = []
+    letters = _Letters(tok)
+    return letters.read(_render(tok, [letters.hidden(messages)], True, [None])[0], False)
 
-    def hide(found: re.Match[str]) -> str:
-        stood.append(found[0])
-        return f"\ue000{len(stood) - 1}\ue001"
 
-    hidden = [cast(Message, {**m, "content": re.sub(f"{words}|\ue000", hide, str(m["content"]))}) for m in messages]
-    text = _render(tok, [hidden], True, [None])[0]
-    if not stood:
-        ids = _encode(tok, [text], [False])[0]
-    else:  # cut at the template's own special tokens; between them all is text
-        parts = [p for p in re.split(f"({words})", text) if p]
-        told = [_HIDDEN.sub(lambda found: stood[int(found[1])], p) for p in parts]
-        plain = iter(_encode(tok, told, [i > 0 for i in range(len(told))], plain=True))
-        ids = [i for p, read in zip(parts, plain) for i in ([special[p]] if p in special else read)]
-    own, unknown = [special[w] for w in re.findall(words, text)], tok.unk_token_id
-    if [i for i in ids if i in special.values() and i != unknown] != [i for i in own if i != unknown]:
-        raise DataError(
-            "A message spells a special token of this tokenizer in a way that can't be written as text, and would be "
-            "read as a command: leave it out."
-        )
-    return ids
+class Reply(NamedTuple):
+    """What is said to an answer."""
+
+    answer: Message  # words or calls: the template writes a reply behind it
+    ended: int  # the token that ended it
+    said: list[Message]
+    tools: Any = None  # JSON schemas that the dialogue may call
+
+
+def encode_replies(tok: Any, replies: Sequence[Reply]) -> list[list[int]]:
+    """What the template writes between the end of an answer and the next answer, as token ids: the difference of two
+    renderings. The answer itself is never read again.
+
+    Args:
+        tok: a tokenizer with a chat template.
+        replies: B of them. Their words stay text, as in `encode_chat`.
+
+    Returns:
+        B lists of ids: what the template puts behind the token that ended the answer, the reply, and the mark that
+        opens the next answer.
+
+    Raises:
+        DataError: the template writes an answer in another way once it was replied to; the first token that differs is
+            named.
+    """
+    letters, asked = _Letters(tok), {"role": "user", "content": "a"}
+    short: list[list[Message]] = [[asked, r.answer] for r in replies]
+    long = [[*s, *letters.hidden(r.said)] for s, r in zip(short, replies)]
+    tools = [r.tools for r in replies]
+    out = []
+    for before, after, reply in zip(_render(tok, short, False, tools), _render(tok, long, True, tools), replies):
+        end = tok.decode([reply.ended])
+        kept = before[: before.rfind(end) + len(end)] if end in before else before
+        if not after.startswith(kept):
+            a, b = _encode(tok, [kept, after], [False, False])
+            n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+            raise DataError(
+                f"The chat template rewrites an answer once it is replied to: token {n} is "
+                f"{tok.decode(a[n : n + 1])!r} at first and {tok.decode(b[n : n + 1])!r} then, so the tokens that were "
+                "drawn would not be those that are read. Another template keeps them: model.chat_template=FILE, or "
+                "episodes.chatml=true."
+            )
+        out.append(letters.read(after[len(kept) :], True))
+    return out
 
 # %% ../../nbs/data/templates.ipynb #a210c002
 def speaks_chat(tok: Any, setting: bool | str = "auto") -> bool:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError
-from .decoder import DecodeCost, Decoder
+from .decoder import Decoder, rollout_of
 from .speculative import Tape
 from ..fast.support import can_run, unwrapped
 from ..rollout.choosing import Chooser
-from ..rollout.backends import Request, answers_to_tensors
-from ..rollout.sampler import as_rollout, check_request, eval_mode, pad_id
+from ..rollout.backends import Request
+from ..rollout.sampler import check_request, eval_mode
 from ..types import Rollout
 
 # %% auto #0
@@ -77,7 +77,7 @@ class Beam(Decoder):
     def answer(self, model: nn.Module, request: Request) -> Rollout:
         """See `Sampler`; nothing is drawn, so seeds change nothing. Log-probs are the policy's own; several answers are
         the best finds."""
-        begin, bare, prompts, tokenizer = time.perf_counter(), unwrapped(model), request.prompts, request.tokenizer
+        begin, bare, prompts = time.perf_counter(), unwrapped(model), request.prompts
         if request.num_samples > self.beams:
             raise ConfigError(
                 f"{self.name} finds {self.beams} answers to a prompt, and {request.num_samples} were asked for: raise "
@@ -92,10 +92,9 @@ class Beam(Decoder):
                 best += finds[: request.num_samples]
                 computed += n
         answers, logps = [a for a, _, _ in best], [x for _, x, _ in best]
-        tensors = answers_to_tensors(answers, logps, stop, pad_id(tokenizer), prompts.prompt_ids.device)
         gains = {"log-prob of an answer": sum(map(sum, logps)) / len(best)}
-        self.cost = DecodeCost(len(best), computed, sum(map(len, answers)), time.perf_counter() - begin, gains=gains)
-        return as_rollout(prompts, request.num_samples, *tensors, tokenizer)
+        r = rollout_of(prompts, request.num_samples, answers, logps, stop, request.tokenizer)
+        return self.pay(r, begin, computed, gains=gains)
 
     def _search(
         self, model: Any, prompt: list[int], choose: Chooser, ends: set[int], new: int

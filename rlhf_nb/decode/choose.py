@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, DataError, derive_seed
-from .decoder import DecodeCost, Decoder, Plain, paid
+from .decoder import Decoder, Plain, paid
 from ..rewards.answers import extract_number
 from ..rewards.base import Rewards
 from ..rollout.backends import Request
@@ -289,6 +289,13 @@ def pick_different(scores: Sequence[float], texts: Sequence[str], count: int, di
     return picked
 
 # %% ../../nbs/decode/choose.ipynb #4bfba55c
+def _draws(name: str, n: int) -> int:
+    """A number of draws that there can be."""
+    if n < 1:
+        raise ConfigError(f"{name}: n is {n}, and at least one answer must be drawn.")
+    return n
+
+
 class OneOfMany(Decoder):
     """Draw n answers and keep one.
 
@@ -301,12 +308,10 @@ class OneOfMany(Decoder):
     """
 
     def __init__(self, name: str, n: int, weigh: Weigher, inner: Decoder | None = None, diversity: float = 0.0) -> None:
-        if n < 1:
-            raise ConfigError(f"{name}: n is {n}, and at least one answer must be drawn.")
         if diversity < 0:
             raise ConfigError(f"{name}: diversity is {diversity}; below 0 it would reward answers that are alike.")
-        self.name, self.n, self.weigh, self.inner = f"{name}, n = {n}", n, weigh, inner or Plain()
-        self.diversity = diversity
+        self.name, self.n, self.inner = f"{name}, n = {n}", _draws(name, n), inner or Plain()
+        self.weigh, self.diversity = weigh, diversity
         self.draws: Rollout | None = None  # of the last call, all of them
         self.scores: Tensor | None = None  # [answers, n], of the last call
 
@@ -338,11 +343,8 @@ class OneOfMany(Decoder):
         self.draws, self.scores, self.exact = r, scores, self.inner.exact
         kept = r[rows.to(r.completion_ids.device)]
         gains = bill.gains | self._gains(scores, rows, weights)
-        self.cost = DecodeCost(
-            len(kept), bill.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, bill.read + read, kl,
-            kl_is if kl is not None else "", gains,
-        )  # fmt: skip
-        return kept
+        known = {} if kl is None else {"kl": kl, "kl_is": kl_is}
+        return self.pay(kept, begin, bill.tokens, read=bill.read + read, gains=gains, **known)
 
     def _kl(self, weights: Tensor, scores: Tensor | None) -> tuple[float, str]:
         """Nats per answer, and what is known of that number."""
@@ -380,10 +382,8 @@ class Rejection(Decoder):
     """
 
     def __init__(self, reward: Any, threshold: float, n: int = 16, inner: Decoder | None = None) -> None:
-        if n < 1:
-            raise ConfigError(f"rejection: n is {n}, and at least one answer must be drawn.")
-        self.reward, self.threshold, self.n, self.inner = reward, threshold, n, inner or Plain()
-        self.name = f"rejection below {threshold:g}"
+        self.name, self.n, self.inner = f"rejection below {threshold:g}", _draws("rejection", n), inner or Plain()
+        self.reward, self.threshold = reward, threshold
 
     @torch.no_grad()
     def answer(self, model: nn.Module, request: Request) -> Rollout:
@@ -421,9 +421,6 @@ class Rejection(Decoder):
             "score of what is kept": float(best.mean()),
             "share that reached it": 1 - len(open_) / len(rows),
         }
-        known = spent.kl is not None and not len(open_)
-        self.cost = DecodeCost(
-            len(kept), spent.tokens, int(kept.completion_lens.sum()), time.perf_counter() - begin, spent.read,
-            float(nats.mean()) if known else None, "estimate" if known else "", gains,
-        )  # fmt: skip
-        return kept
+        sure = spent.kl is not None and not len(open_)
+        known = {"kl": float(nats.mean()), "kl_is": "estimate"} if sure else {}
+        return self.pay(kept, begin, spent.tokens, read=spent.read, gains=gains, **known)

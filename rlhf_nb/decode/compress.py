@@ -8,7 +8,7 @@ import math
 import random
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ from ..untrusted import Unreadable, json_value
 
 # %% auto #0
 __all__ = ['FEATURES', 'Unit', 'units_of', 'pinned', 'keep_units', 'Noticed', 'Witness', 'sentence_features', 'count_tokens',
-           'fill_up', 'Compressed', 'SentenceRule', 'Missed', 'missed', 'fit_sentence_rule', 'latest_tokens',
-           'random_choice']
+           'fill_up', 'Compressed', 'SentenceRule', 'Missed', 'missed', 'fit_sentence_rule']
 
 # %% ../../nbs/decode/compress.ipynb #cf3a06a3
 class Unit(NamedTuple):
@@ -323,30 +322,3 @@ def __getattr__(name: str) -> Any:
         warnings.warn(f"{__name__}.{name} is {new}: it is a rule on ten features", FutureWarning, stacklevel=2)
         return globals()[new]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-# %% ../../nbs/decode/compress.ipynb #b1dca567
-def latest_tokens(dialogue: Sequence[Message], tokenizer: Any, budget: int) -> list[Message]:
-    """The latest tokens of a dialogue, so many; the system's instructions and the last sentence stay.
-
-    Args:
-        dialogue: messages.
-        tokenizer: counts.
-        budget: tokens of all messages, the template left out.
-    """
-    units = units_of(dialogue)
-    counts, keep = count_tokens(tokenizer, units), pinned(units)
-    room, texts = budget - sum(counts[i] for i in keep), {i: units[i] for i in keep}
-    for i in reversed(range(len(units))):
-        if i in keep or room <= 0:
-            continue
-        ids = tokenizer(units[i].text, add_special_tokens=False)["input_ids"]
-        texts[i] = units[i] if counts[i] <= room else units[i]._replace(text=tokenizer.decode(ids[-room:]))
-        room -= counts[i]
-    return keep_units([texts[i] for i in sorted(texts)], range(len(texts)))
-
-
-def random_choice(dialogue: Sequence[Message], tokenizer: Any, budget: int, seed: int) -> list[Message]:
-    """Sentences by luck, as many as fit; the system's instructions and the last sentence stay."""
-    units = units_of(dialogue)
-    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed)).tolist()
-    return keep_units(units, fill_up(order, count_tokens(tokenizer, units), pinned(units), budget))

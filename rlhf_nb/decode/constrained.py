@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, ModelError
-from .decoder import DecodeCost, Decoder
-from .mixed import mean_nats, nats_moved
+from .decoder import Decoder
+from .mixed import drawn_by
 from ..fast.support import unwrapped
 from ..rollout.backends import Request
-from ..rollout.mixture import sample_together
-from ..rollout.sampler import check_request, eval_mode
+from ..rollout.sampler import check_request
 from ..types import Rollout
 from ..untrusted import Unreadable, json_value
 
@@ -123,7 +122,7 @@ def read_form(regex: str | None = None, json_schema: Any = None, grammar: str | 
 
 # %% ../../nbs/decode/constrained.ipynb #6f435b69
 class _Writing:
-    """Where each row of a call stands in the form."""
+    """How far each row of a call is in the form."""
 
     def __init__(self, first: Any, rows: int, ends: set[int]) -> None:
         self.rows, self.ends = [first.deep_copy() for _ in range(rows)], ends
@@ -204,28 +203,12 @@ class Constrained(Decoder):
         check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
         writing = _Writing(self._matcher(request.tokenizer, len(weight), ends), rows * request.num_samples, set(ends))
-        choose = request.choose(bare)
-        nats: list[Tensor] = []
-
-        def combined(said: list[Callable[[], Tensor]]) -> Tensor:
-            """The policy's logits, masked; the distance at this place is noted."""
-            own = said[0]()
-            moved = writing.masked(own)
-            nats.append(nats_moved(choose, own, moved, len(nats)))
-            return moved
-
-        with eval_mode(bare):
-            r = sample_together([bare], combined, request, writing.heard)
-        n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
-        gains = {"whole": writing.whole(), "ms of masks per token": 1000 * writing.seconds / n}
-        seconds, kl_is = time.perf_counter() - begin, "" if request.greedy else "estimate"
-        self.cost = DecodeCost(len(r), n, n, seconds, kl=kl, kl_is=kl_is, gains=gains)
-        cut = round((1 - gains["whole"]) * len(r))
-        if cut:
+        r, kl = drawn_by([bare], lambda own, _: writing.masked(own), request, writing.heard)
+        whole, n = writing.whole(), int(r.completion_lens.sum())
+        if cut := round((1 - whole) * len(r)):
             log.warning(
-                "%d of %d answers were cut at max_new_tokens=%d before they were whole: raise it.",
-                cut,
-                len(r),
-                sampling.max_new_tokens,
+                f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens} before they were "
+                "whole: raise it."
             )
-        return r
+        gains = {"whole": whole, "ms of masks per token": 1000 * writing.seconds / n}
+        return self.pay(r, begin, gains=gains, **kl)

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any
 from torch import nn
 
 from ..core import ConfigError
-from ..rollout.backends import Request, Sampler, make_sampler
-from ..types import Rollout
+from ..rollout.backends import Request, Sampler, answers_to_tensors, make_sampler
+from ..rollout.sampler import as_rollout, pad_id
+from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['DecodeCost', 'Decoder', 'paid', 'Plain', 'total']
+__all__ = ['DecodeCost', 'Decoder', 'rollout_of', 'check_vocabulary', 'paid', 'Plain', 'own_kl', 'total']
 
 # %% ../../nbs/decode/decoder.ipynb #04b9909f
 @dataclass(frozen=True)
@@ -89,6 +93,51 @@ class Decoder(Sampler):
                 "out."
             )
 
+    def pay(self, r: Rollout, begin: float, tokens: int | None = None, **more: Any) -> Rollout:
+        """Answers, after their bill was written: `cost` says what they took.
+
+        Args:
+            r: what was answered.
+            begin: when it was asked for, by `time.perf_counter`.
+            tokens: computed by the policy; None: those of the answers.
+            more: read, kl, kl_is and gains of `DecodeCost`.
+        """
+        kept = int(r.completion_lens.sum())
+        self.cost = DecodeCost(len(r), kept if tokens is None else tokens, kept, time.perf_counter() - begin, **more)
+        return r
+
+
+def rollout_of(
+    prompts: PromptBatch, num_samples: int, answers: Sequence[Sequence[int]], logps: list[list[float]] | None,
+    ends: Collection[int], tokenizer: Any,
+) -> Rollout:  # fmt: skip
+    """Answers that were found as lists of tokens.
+
+    Args:
+        prompts: B prompts; num_samples: answers to each, those of a prompt contiguous.
+        answers: tokens of each, the one that ends it included; logps: of these tokens, None: not known.
+        ends: tokens that end an answer.
+        tokenizer: that they are written with.
+    """
+    device = prompts.prompt_ids.device
+    tensors = answers_to_tensors([list(a) for a in answers], logps, list(ends), pad_id(tokenizer), device)
+    return as_rollout(prompts, num_samples, *tensors, tokenizer)
+
+
+def check_vocabulary(policy: Any, other: Any, who: str, why: str) -> None:
+    """Refuse a second model whose tokens are not the policy's.
+
+    Args:
+        policy, other: causal language models.
+        who: the second one, and why: what for, and what to do; for the message.
+
+    Raises:
+        ConfigError: the two have different numbers of tokens.
+    """
+    own, theirs = (len(m.get_input_embeddings().weight) for m in (policy, other))
+    if own != theirs:
+        raise ConfigError(f"the policy has {own} tokens and {who} {theirs}: {why}")
+
 
 def paid(decoder: Decoder) -> DecodeCost:
     """What the last call cost."""
@@ -114,15 +163,15 @@ class Plain(Decoder):
         begin, sampler = time.perf_counter(), self.sampler or make_sampler(request.sampling)
         r = sampler.generate(model, **vars(request))
         self.exact, self.slots_in_use = sampler.exact, sampler.slots_in_use
-        n, filtered = int(r.completion_lens.sum()), request.sampling.filtered or request.greedy
-        kl = None if filtered else 0.0  # a filter's answers are another distribution's than the policy's
-        self.cost = DecodeCost(len(r), n, n, time.perf_counter() - begin, kl=kl, kl_is="" if filtered else "exact")
-        return r
+        return self.pay(r, begin, **own_kl(request))
 
 
-def total(costs: Sequence[DecodeCost]) -> DecodeCost:
-    """The cost of several calls together."""
-    out = costs[0]
-    for c in costs[1:]:
-        out = out + c
-    return out
+def own_kl(request: Request) -> dict[str, Any]:
+    """What is known of the KL of answers that the policy draws itself: 0, but for a filter, which makes another
+    distribution of them."""
+    return {} if request.sampling.filtered or request.greedy else {"kl": 0.0, "kl_is": "exact"}
+
+
+def total(costs: Sequence[DecodeCost]) -> DecodeCost | None:
+    """The cost of several calls together; None: there was none."""
+    return reduce(add, costs) if costs else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError
-from .decoder import DecodeCost, Decoder
+from .decoder import Decoder, check_vocabulary
 from ..fast.support import unwrapped
 from ..rollout.choosing import Chooser
 from ..rollout.backends import Request
@@ -21,7 +21,7 @@ from ..rollout.sampler import eval_mode
 from ..types import Rollout
 
 # %% auto #0
-__all__ = ['nats_moved', 'mean_nats', 'Mixed']
+__all__ = ['nats_moved', 'mean_nats', 'drawn_by', 'Mixed']
 
 # %% ../../nbs/decode/mixed.ipynb #d4f3135b
 def nats_moved(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tensor:
@@ -41,6 +41,31 @@ def nats_moved(choose: Chooser, own: Tensor, moved: Tensor, place: int) -> Tenso
 def mean_nats(r: Rollout, nats: list[Tensor]) -> float:
     """Nats per answer, of what `nats_moved` says at each place."""
     return max(0.0, float(torch.where(r.completion_mask, torch.stack(nats, 1), 0.0).sum(1).double().mean()))
+
+
+def drawn_by(
+    models: Sequence[Any], move: Callable[[Tensor, list[Callable[[], Tensor]]], Tensor], request: Request,
+    heard: Callable[[Tensor], None] | None = None,
+) -> tuple[Rollout, dict[str, Any]]:  # fmt: skip
+    """Answers that are drawn by moved logits, and what is known of their KL to the policy.
+
+    Args:
+        models: the policy, and others that speak at the same time.
+        move: from the policy's logits [B, V], and functions that give each model's, to those that are drawn by.
+        request: what is asked for.
+        heard: told each place's tokens.
+    """
+    choose, nats = request.choose(models[0]), list[Tensor]()
+
+    def combined(said: list[Callable[[], Tensor]]) -> Tensor:
+        own = said[0]()
+        moved = move(own, said)
+        nats.append(nats_moved(choose, own, moved, len(nats)))
+        return moved
+
+    with eval_mode(models[0]):
+        r = sample_together(models, combined, request, heard)
+    return r, {} if request.greedy else {"kl": mean_nats(r, nats), "kl_is": "estimate"}
 
 
 class Mixed(Decoder):
@@ -76,24 +101,8 @@ class Mixed(Decoder):
         """See `Sampler`; log-probs are those of the mixture."""
         begin = time.perf_counter()
         both: tuple[Any, Any] = (unwrapped(model), unwrapped(self.other))
-        sizes = [len(m.get_input_embeddings().weight) for m in both]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the policy has {sizes[0]} tokens and the other model {sizes[1]}: logits are mixed token by token, so "
-                "both need one vocabulary."
-            )
-        choose = request.choose(both[0])
-        nats: list[Tensor] = []
-
-        def combined(said: list[Callable[[], Tensor]]) -> Tensor:
-            """Both models' logits as one; the distance at this place is noted."""
-            own = said[0]()
-            joined = self.join(own, said[1]())
-            nats.append(nats_moved(choose, own, joined, len(nats)))
-            return joined
-
-        with eval_mode(both[0]), eval_mode(both[1]):
-            r = sample_together(both, combined, request)
-        n, kl = int(r.completion_lens.sum()), None if request.greedy else mean_nats(r, nats)
-        self.cost = DecodeCost(len(r), n, n, time.perf_counter() - begin, n, kl, "" if request.greedy else "estimate")
-        return r
+        why = "logits are mixed token by token, so both need one vocabulary."
+        check_vocabulary(*both, "the other model", why)
+        with eval_mode(both[1]):
+            r, kl = drawn_by(both, lambda own, said: self.join(own, said[1]()), request)
+        return self.pay(r, begin, read=int(r.completion_lens.sum()), **kl)

@@ -28,24 +28,29 @@ class DecoderKind(NamedTuple):
     """What is known of a kind of decoder."""
 
     main: str | None  # the setting that may stand behind the colon; a number, of constrained a text
-    rewarded: bool  # chooses by a reward
+    needs: str  # reward (that it chooses by), scorer (of beginnings), other (model); "": nothing
     draws: bool  # needs answers that differ, so that greedy decoding makes no sense
     about: str
 
+    @property
+    def rewarded(self) -> bool:
+        """Whether it chooses by a reward."""
+        return self.needs == "reward"
+
 
 KINDS = {
-    "plain": DecoderKind(None, False, False, "the policy's own samples"),
-    "best_of_n": DecoderKind("n", True, True, "of n draws the one with the best reward"),
-    "soft_best_of_n": DecoderKind("n", True, True, "of n draws one, by exp(reward / tau)"),
-    "rejection": DecoderKind("threshold", True, True, "draw until the reward reaches a threshold, n times at most"),
-    "vote": DecoderKind("n", False, True, "of n draws one that says what most say"),
-    "speculative": DecoderKind("ahead", False, False, "the policy's own samples, sooner, through a draft"),
-    "beam": DecoderKind("beams", False, False, "the likeliest answer that several beginnings lead to"),
-    "constrained": DecoderKind("regex", False, False, "the policy's answers in a given form"),
-    "mixture": DecoderKind("weight", False, False, "logits between the policy's and another model's"),
-    "contrastive": DecoderKind("weight", False, False, "logits moved away from a weaker model's"),
-    "guided": DecoderKind("branch", False, True, "block by block the beginning that a critic likes best"),
-    "mcts": DecoderKind("simulations", False, False, "tree search over tokens with a critic"),
+    "plain": DecoderKind(None, "", False, "the policy's own samples"),
+    "best_of_n": DecoderKind("n", "reward", True, "of n draws the one with the best reward"),
+    "soft_best_of_n": DecoderKind("n", "reward", True, "of n draws one, by exp(reward / tau)"),
+    "rejection": DecoderKind("threshold", "reward", True, "draw until the reward reaches a threshold, n times at most"),
+    "vote": DecoderKind("n", "", True, "of n draws one that says what most say"),
+    "speculative": DecoderKind("ahead", "", False, "the policy's own samples, sooner, through a draft"),
+    "beam": DecoderKind("beams", "", False, "the likeliest answer that several beginnings lead to"),
+    "constrained": DecoderKind("regex", "", False, "the policy's answers in a given form"),
+    "mixture": DecoderKind("weight", "other", False, "logits between the policy's and another model's"),
+    "contrastive": DecoderKind("weight", "other", False, "logits moved away from a weaker model's"),
+    "guided": DecoderKind("branch", "scorer", True, "block by block the beginning that a critic likes best"),
+    "mcts": DecoderKind("simulations", "scorer", False, "tree search over tokens with a critic"),
 }
 SAME = {"self_consistency": "vote", "majority": "vote", "speculate": "speculative"}  # other names in use
 _DRAWING = ("best_of_n", "soft_best_of_n", "rejection", "vote")
@@ -195,25 +200,13 @@ def _drawer(config: DecoderConfig) -> Decoder:
     return Stopping(stops, form) if stops else form or Plain()
 
 
-def _chooser(config: DecoderConfig, reward: Any, inner: Decoder) -> Decoder:
-    """Who chooses among draws."""
-    if config.kind == "best_of_n":
-        return best_of_n(reward, config.n, inner, config.diversity)
-    if config.kind == "soft_best_of_n":
-        return OneOfMany("soft best of n", config.n, weigh_soft(reward, config.tau), inner)
-    if config.kind == "rejection":
-        return Rejection(reward, float(config.threshold or 0.0), config.n, inner)
-    return OneOfMany("vote", config.n, weigh_votes(VOTES[config.vote]), inner)
-
-
-def _mixed(config: DecoderConfig, other: Any) -> Mixed:
-    """The policy and a second model."""
-    if other is None:
-        raise ConfigError(
-            f"decoder {config.kind} needs a second model: other=FOLDER or a name (on a command line --set "
-            "other=FOLDER)."
-        )
-    return Mixed(other, config.weight) if config.kind == "mixture" else Mixed(other, -config.weight, config.plausible)
+_NEEDED = {
+    "reward": "chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in settings: "
+    "decoder.reward=FOLDER), or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'.",
+    "scorer": "needs a judge of half an answer: critic=FOLDER, such as runs/ppo/model/critic (on a command line --set "
+    "critic=FOLDER).",
+    "other": "needs a second model: other=FOLDER or a name (on a command line --set other=FOLDER).",
+}
 
 
 def make_decoder(
@@ -231,31 +224,23 @@ def make_decoder(
     Raises:
         ConfigError: the kind needs a reward or a critic, and there is none.
     """
-    kind, stops = config.kind, parse_stops(config.stop)
-    if KINDS[kind].rewarded and reward is None:
-        raise ConfigError(
-            f"decoder {kind} chooses by a reward, and none is named. Add --reward FOLDER of a reward model (in "
-            "settings: decoder.reward=FOLDER), "
-            "or an entry such as '{file: rewards.py, fn: NAME}' or '{verify: number}'."
-        )
-    if kind in _DRAWING:
-        return _chooser(config, reward, _drawer(config))
-    if kind in ("guided", "mcts"):
-        if scorer is None:
-            raise ConfigError(
-                f"decoder {kind} needs somebody who judges half an answer: critic=FOLDER, such as "
-                "runs/ppo/model/critic (on a command line --set critic=FOLDER)."
-            )
-        if kind == "guided":
-            return Guided(scorer, config.branch, config.beams, config.block, reward)
-        return MCTS(scorer, config.simulations, config.branch, config.c_puct, reward)
-    if kind == "beam":
-        return Beam(config.beams, config.length_penalty)
-    if kind in ("plain", "constrained"):
-        return _drawer(config)
-    made = (
-        _mixed(config, other)
-        if kind != "speculative"
-        else Speculative(config.draft if draft is None else draft, config.ahead, config.most_rows)
-    )
+    c, kind, inner = config, config.kind, _drawer(config)
+    parts: dict[str, Any] = {"reward": reward, "scorer": scorer, "other": other}
+    if (needs := KINDS[kind].needs) and parts[needs] is None:
+        raise ConfigError(f"decoder {kind} {_NEEDED[needs]}")
+    judge = parts["scorer"]
+    makers: dict[str, Callable[[], Decoder]] = {
+        "best_of_n": lambda: best_of_n(reward, c.n, inner, c.diversity),
+        "soft_best_of_n": lambda: OneOfMany("soft best of n", c.n, weigh_soft(reward, c.tau), inner),
+        "rejection": lambda: Rejection(reward, float(c.threshold or 0.0), c.n, inner),
+        "vote": lambda: OneOfMany("vote", c.n, weigh_votes(VOTES[c.vote]), inner),
+        "speculative": lambda: Speculative(c.draft if draft is None else draft, c.ahead, c.most_rows),
+        "beam": lambda: Beam(c.beams, c.length_penalty),
+        "mixture": lambda: Mixed(other, c.weight),
+        "contrastive": lambda: Mixed(other, -c.weight, c.plausible),
+        "guided": lambda: Guided(judge, c.branch, c.beams, c.block, reward),
+        "mcts": lambda: MCTS(judge, c.simulations, c.branch, c.c_puct, reward),
+    }
+    made = makers[kind]() if kind in makers else inner
+    stops = parse_stops(c.stop) if kind in ("speculative", "mixture", "contrastive") else None
     return Stopping(stops, made) if stops else made

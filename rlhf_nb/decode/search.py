@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core import ConfigError, derive_seed
-from .decoder import DecodeCost, Decoder
+from .decoder import Decoder, rollout_of
 from ..fast.support import unwrapped
 from ..rewards.base import Rewards
 from ..rollout.choosing import Chooser
 from ..rollout.backends import Request
-from ..rollout.sampler import as_rollout, check_request, eval_mode, pad_id, sample_tokens
+from ..rollout.sampler import check_request, eval_mode, pad_id, sample_tokens
 from ..types import Completions, PromptBatch, Rollout
 
 # %% auto #0
@@ -52,11 +52,13 @@ class _Finals:
     Args:
         reward: a reward for whole answers; None: the scorer's opinion of the state before the last token.
         scorer: of beginnings.
+        ends: tokens that end an answer.
+        tokenizer: of the answers.
     """
 
-    def __init__(self, reward: Any, scorer: Scorer, tokenizer: Any) -> None:
+    def __init__(self, reward: Any, scorer: Scorer, ends: Collection[int], tokenizer: Any) -> None:
         self.rewards = None if reward is None else reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.scorer, self.tokenizer, self.read = scorer, tokenizer, 0
+        self.scorer, self.ends, self.tokenizer, self.read = scorer, ends, tokenizer, 0
 
     def __call__(self, batch: PromptBatch, rows: Sequence[int], asked: _Tokens, answers: _Tokens) -> list[float]:
         """One number for each answer; `rows` says to which prompts of the batch they belong."""
@@ -66,29 +68,10 @@ class _Finals:
             self.read += len(answers)
             return [float(x) for x in self.scorer(asked, [a[:-1] for a in answers])]
         prompts = batch[torch.tensor(list(rows), device=batch.uid.device)]
-        r = _rollout(prompts, answers, [True] * len(answers), None, self.tokenizer)
+        r = rollout_of(prompts, 1, answers, None, self.ends, self.tokenizer)
         if any(hasattr(fn, "score_rollout") for fn in self.rewards.fns):
             self.read += sum(map(len, answers))
         return [float(x) for x in self.rewards(r)[0]]
-
-
-def _rollout(
-    prompts: PromptBatch,
-    answers: _Tokens,
-    finished: Sequence[bool],
-    logps: Sequence[Sequence[float]] | None,
-    tokenizer: Any,
-) -> Rollout:
-    """Answers as a rollout."""
-    device = prompts.prompt_ids.device
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(a)) for a in answers], True, pad_id(tokenizer)).to(device)
-    said = (
-        None
-        if logps is None
-        else nn.utils.rnn.pad_sequence([torch.tensor(list(x)) for x in logps], True, 0.0).to(device)
-    )
-    lens = torch.tensor([len(a) for a in answers], device=device)
-    return as_rollout(prompts, 1, ids, lens, torch.tensor(list(finished), device=device), said, tokenizer)
 
 
 class Guided(Decoder):
@@ -118,7 +101,7 @@ class Guided(Decoder):
         check_request(unwrapped(model), prompts, sampling, request.num_samples)
         stop, pad, new = request.ends(model), pad_id(tokenizer), sampling.max_new_tokens
         batch = prompts[torch.arange(len(prompts)).repeat_interleave(request.num_samples).to(prompts.uid.device)]
-        ids_of, finals, tokens, read = batch.token_lists(), _Finals(self.reward, self.scorer, tokenizer), 0, 0
+        ids_of, finals, tokens, read = batch.token_lists(), _Finals(self.reward, self.scorer, stop, tokenizer), 0, 0
         # of each prompt: (answer, log-probs, ended, value)
         beams: list[list[tuple[list[int], list[float], bool, float]]] = [[([], [], False, 0.0)] for _ in ids_of]
         for done in range(0, new, self.block):
@@ -152,11 +135,9 @@ class Guided(Decoder):
                 pools[i].append((a, x, e, v))
             beams = [sorted(pool, key=lambda b: -b[3])[: self.beams] for pool in pools]
         best = [kept[0] for kept in beams]
-        r = _rollout(batch, [b[0] for b in best], [b[2] for b in best], [b[1] for b in best], tokenizer)
-        n = int(r.completion_lens.sum())
+        r = rollout_of(batch, 1, [b[0] for b in best], [b[1] for b in best], stop, tokenizer)
         gains = {"value of what is kept": sum(b[3] for b in best) / len(best)}
-        self.cost = DecodeCost(len(r), tokens, n, time.perf_counter() - begin, read + finals.read, gains=gains)
-        return r
+        return self.pay(r, begin, tokens, read=read + finals.read, gains=gains)
 
 # %% ../../nbs/decode/search.ipynb #4da812ae
 class Node:
@@ -261,8 +242,8 @@ class MCTS(Decoder):
             )
         check_request(bare, prompts, request.sampling, 1)
         choose, new, ids_of = request.choose(bare), request.sampling.max_new_tokens, prompts.token_lists()
-        trees, finals = [Tree(self.c_puct) for _ in ids_of], _Finals(self.reward, self.scorer, tokenizer)
-        opened, ends = 0, set(request.ends(bare))
+        trees, opened, ends = [Tree(self.c_puct) for _ in ids_of], 0, set(request.ends(bare))
+        finals = _Finals(self.reward, self.scorer, ends, tokenizer)
         with eval_mode(model):
             while live := [i for i, t in enumerate(trees) if not t.done]:
                 for _ in range(self.simulations):
@@ -270,13 +251,9 @@ class MCTS(Decoder):
                 for i in live:
                     t = trees[i]
                     t.done = not t.root.children or t.step() in ends or len(t.answer) == new
-        answers = [t.answer for t in trees]
-        r = _rollout(prompts, answers, [a[-1] in ends for a in answers], [t.logps for t in trees], tokenizer)
+        r = rollout_of(prompts, 1, [t.answer for t in trees], [t.logps for t in trees], ends, tokenizer)
         gains = {"value of what is kept": sum(t.root.mean for t in trees) / len(trees)}
-        self.cost = DecodeCost(
-            len(r), opened, int(r.completion_lens.sum()), time.perf_counter() - begin, opened + finals.read, gains=gains
-        )  # fmt: skip
-        return r
+        return self.pay(r, begin, opened, read=opened + finals.read, gains=gains)
 
     def _simulate(
         self, model: Any, prompts: PromptBatch, asked: list[list[int]], trees: list[Tree], live: list[int],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, derive_seed
-from .decoder import DecodeCost, Decoder, Plain, paid
+from .decoder import Decoder, Plain, check_vocabulary, own_kl, paid
 from ..fast import decode as fast
 from ..fast.support import can_run, unwrapped
 from ..models.load import adapter_names, using_adapter
@@ -385,13 +385,9 @@ class Speculative(Decoder):
         lens = torch.tensor([len(x) for x in found.ids], device=device)
         finished = choose.ended(ids.gather(1, lens[:, None] - 1)[:, 0])
         cut_at_eos(ids, logps, choose, pad)  # refuses log-probs that are not finite
-        n, filtered = int(lens.sum()), sampling.filtered or greedy
-        gains = {"tokens per pass": n / found.passes, "accepted": found.accepted / max(found.proposed, 1)}
-        self.cost = DecodeCost(
-            rows, found.computed, n, time.perf_counter() - begin, getattr(draft, "fed", 0), None if filtered else 0.0,
-            "" if filtered else "exact", gains,
-        )  # fmt: skip
-        return as_rollout(prompts, num_samples, ids, lens, finished, logps, tokenizer)
+        gains = {"tokens per pass": int(lens.sum()) / found.passes, "accepted": found.accepted / max(found.proposed, 1)}
+        r, read = as_rollout(prompts, num_samples, ids, lens, finished, logps, tokenizer), getattr(draft, "fed", 0)
+        return self.pay(r, begin, found.computed, read=read, gains=gains, **own_kl(request))
 
     def _make_draft(
         self, model: Any, sampling: SamplingConfig, stop: Tensor, seed: int, where: Any, greedy: bool
@@ -408,13 +404,8 @@ class Speculative(Decoder):
                     "model, draft=FOLDER, or use draft=look-up."
                 )
             return ModelDraft(model, sampling, stop, drawn, 1.0, lambda: using_adapter(model, None)), accept
-        both: tuple[Any, Any] = (model, unwrapped(self.draft))
-        sizes = [len(m.get_input_embeddings().weight) for m in both]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the policy has {sizes[0]} tokens and the draft {sizes[1]}: a draft needs the policy's own "
-                "vocabulary. Use draft=look-up, or another model."
-            )
+        why = "a draft needs the policy's own vocabulary. Use draft=look-up, or another model."
+        check_vocabulary(model, unwrapped(self.draft), "the draft", why)
         price = sum(p.numel() for p in self.draft.parameters()) / sum(p.numel() for p in model.parameters())
         return ModelDraft(self.draft, sampling, stop, drawn, price), accept
 

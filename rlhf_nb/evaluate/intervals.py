@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations, product
 from statistics import NormalDist
 from typing import Any, NamedTuple

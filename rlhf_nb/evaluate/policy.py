@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,13 +20,12 @@ from ..losses.kl import MeanError, kl_estimate, mean_and_error
 from ..scoring.trees import TOKEN_BUDGET
 from ..scoring.scores import completion_logps
 from ..rewards.base import Rewards
-from ..rewards.answers import extract_number, majority_vote, pass_at_k
-from ..rollout.backends import make_sampler
+from ..rollout.backends import Sampler, make_sampler
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
 __all__ = ['OWN_NUMBERS', 'WinRate', 'wilson_interval', 'win_rate', 'shown_as', 'PolicyEval', 'evaluate', 'in_turns',
-           'pass_curve', 'vote_accuracy', 'before_after', 'markdown_table']
+           'before_after', 'markdown_table']
 
 # %% ../../nbs/evaluate/policy.ipynb #4735b549
 class WinRate(NamedTuple):
@@ -111,7 +110,7 @@ class PolicyEval:
     @property
     def lengths(self) -> Tensor:
         """[B], tokens per answer, EOS included."""
-        return self.rollout.completion_lens.cpu()
+        return self.rollout.completion_mask.sum(1).cpu()
 
     @property
     def finished(self) -> float:
@@ -163,11 +162,6 @@ class PolicyEval:
 _KINDS: tuple[Literal["k1", "k3"], ...] = ("k1", "k3")
 
 
-def _silent(prompts: list[Any], completions: list[str]) -> list[float]:
-    """A reward that always answers 0, so that a row on which all the others are silent is no error here."""
-    return [0.0] * len(completions)
-
-
 def _reference_logps(reference: Any, rollout: Rollout, temperature: float, token_budget: int) -> Tensor:
     """Log-probs [B, C] under a `Reference` (anything with `logps`) or a plain causal language model."""
     if hasattr(reference, "logps"):
@@ -181,6 +175,7 @@ def evaluate(
     model: Any, tokenizer: Any, prompts: PromptBatch | Sequence[Any], rewards: Mapping[str, Any], reference: Any = None,
     sampling: SamplingConfig | None = None, seed: int = 0, *, num_samples: int = 1, greedy: bool = False,
     batch_size: int | None = None, token_budget: int = TOKEN_BUDGET, decoder: Decoder | None = None,
+    sampler: Sampler | None = None,
 ) -> PolicyEval:  # fmt: skip
     """Let a policy answer prompts and measure the answers.
 
@@ -198,6 +193,7 @@ def evaluate(
         batch_size: most sequences decoded together; token_budget: most tokens in one forward of the reference.
         decoder: who answers instead of the policy alone; what it cost is kept. KL is then the mean log-ratio of policy
             and reference on these answers.
+        sampler: who draws, where it isn't the one that `sampling` names.
 
     Raises:
         ConfigError: nothing to measure.
@@ -207,17 +203,18 @@ def evaluate(
         raise ConfigError("there is nothing to measure: give evaluate rewards={'gold': fn}, or a reference.")
     prompts = prompts if isinstance(prompts, PromptBatch) else prompt_batch(tokenizer, prompts)
     sampling = sampling or SamplingConfig()
-    sampler = decoder or Plain(make_sampler(sampling, batch_size))
-    rollout = sampler.generate(
+    drawn: Sampler = decoder or sampler or Plain(make_sampler(sampling, batch_size))
+    rollout = drawn.generate(
         model, prompts, sampling, tokenizer=tokenizer, seed=seed, num_samples=num_samples, greedy=greedy
     )
-    parts = Rewards([*rewards.values(), _silent], names=[*rewards, "_silent"])(rollout)[1]
+    parts = Rewards([*rewards.values()], names=[*rewards])(rollout, needed=False)[1] if rewards else {}
+    rollout.columns.pop("environments", None)  # they stay in this process
     scores = {k: v.cpu() for k, v in parts.items() if k in rewards}
     cost = None if decoder is None else decoder.cost
     if reference is None:
         return PolicyEval(rollout, scores, None, None, cost)
     ref = _reference_logps(reference, rollout, sampling.temperature, token_budget)
-    own = rollout.rollout_logps if sampler.exact else None  # others may tell those of what the filters left
+    own = rollout.rollout_logps if drawn.exact else None  # others may tell those of what the filters left
     own = _reference_logps(model, rollout, sampling.temperature, token_budget) if own is None else own
     k1, k3 = (torch.where(rollout.completion_mask, kl_estimate(own, ref, k), 0.0).sum(1).double().cpu() for k in _KINDS)
     return PolicyEval(rollout, scores, k1, k3, cost)
@@ -239,57 +236,7 @@ def in_turns(parts: Sequence[PolicyEval | None], pad_id: int = 0) -> PolicyEval:
     k1, k3 = ([getattr(p, k) for p in found] for k in ("kl_k1", "kl_k3"))
     kl = [None if parts_[0] is None else torch.cat(parts_)[order] for parts_ in (k1, k3)]
     paid = [p.cost for p in found if p.cost is not None]
-    return PolicyEval(rollout, scores, kl[0], kl[1], total(paid) if paid else None)
-
-# %% ../../nbs/evaluate/policy.ipynb #2f55d3fb
-def pass_curve(
-    scores: Tensor | Sequence[float], num_samples: int, ks: Sequence[int] = (1, 2, 4, 8)
-) -> dict[int, float]:
-    """pass@k over prompts, for several k.
-
-    Args:
-        scores: [B], of a verifier; above ½ is right, NaN is not. The answers to a prompt stand next to each other.
-        num_samples: answers to each prompt.
-        ks: up to num_samples.
-
-    Raises:
-        DataError: not a whole number of prompts.
-        ConfigError: a k for which there are too few answers.
-
-    Source: Chen et al., arXiv 2107.03374, eq. 1.
-    """
-    right = torch.as_tensor(scores) > 0.5
-    if num_samples < 1 or len(right) % num_samples or not len(right):
-        raise DataError(f"{len(right)} scores are not a whole number of prompts with {num_samples} answers each.")
-    counts = right.view(-1, num_samples).sum(1).tolist()
-    return {k: sum(pass_at_k(num_samples, int(c), k) for c in counts) / len(counts) for k in ks}
-
-
-def vote_accuracy(
-    texts: Sequence[str], answers: Sequence[Any], num_samples: int, read: Callable[[str], Any] = extract_number
-) -> float:
-    """Share of prompts on which the answer that most samples give is the right one.
-
-    Args:
-        texts: [B], samples; those of a prompt stand next to each other.
-        answers: right answers, one for each prompt: texts for `read`, or what `read` returns.
-        num_samples: samples of each prompt.
-        read: from a text to its answer; None: no vote.
-
-    Raises:
-        DataError: the numbers of samples and answers don't fit together.
-
-    Source: self-consistency, Wang et al., arXiv 2203.11171.
-    """
-    if len(texts) != num_samples * len(answers) or not len(answers):
-        raise DataError(
-            f"{len(texts)} samples for {len(answers)} right answers: with num_samples={num_samples} there should be "
-            f"{num_samples * len(answers)}, those of a prompt next to each other."
-        )
-    wanted = [read(a) if isinstance(a, str) else a for a in answers]
-    votes = [majority_vote(map(read, texts[i : i + num_samples])) for i in range(0, len(texts), num_samples)]
-    right: int = sum(v is not None and bool(v == w) for v, w in zip(votes, wanted))
-    return right / len(wanted)
+    return PolicyEval(rollout, scores, kl[0], kl[1], total(paid))
 
 # %% ../../nbs/evaluate/policy.ipynb #8837e207
 def before_after(

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from ..core import ConfigError, RunError, check_choice
 from ..data.hub import sha256_of
 from . import gguf, int8, llama_cpp, onnx, program
 from rlhf_nb.export.price import (
-    HeldOut,
     Price,
     AnswerScorer,
     probe_prompts,
@@ -29,13 +28,14 @@ from rlhf_nb.export.price import (
 from .source import Opened, ExportSource, opened_folder, write_safetensors
 from ..models.load import staged
 from ..models.merge import sha256_of_weights, told_place
-from ..models.shards import SHARD_BYTES, write_beside
+from ..models.shards import SHARD_BYTES
+from ..strict import table_of
 from ..untrusted import Unreadable, json_value
 
 EXPORT_RECORD = "export.json"
 
 # %% auto #0
-__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'USE', 'Format', 'name_of_format', 'Exported', 'earlier_files',
+__all__ = ['EXPORT_RECORD', 'FORMATS', 'OTHER_NAMES', 'LEFT_OUT', 'Format', 'name_of_format', 'Exported', 'earlier_files',
            'check_target', 'export_model', 'readme']
 
 # %% ../../nbs/export/formats.ipynb #a868007
@@ -46,7 +46,7 @@ class Format(NamedTuple):
     bound: float  # largest KL(full ‖ copy) that is kept without being forced, nats a token
     bits: float  # about so many on disk for each weight
     write: Callable[[ExportSource, Path], list[str]]  # into a folder; returns what a reader should know
-    open: Callable[[Path, ExportSource], Opened]
+    open: Callable[[Path, Any], Opened]  # of the folder and the model's config
 
 
 def _gguf(kind: str) -> Callable[[ExportSource, Path], list[str]]:
@@ -54,19 +54,9 @@ def _gguf(kind: str) -> Callable[[ExportSource, Path], list[str]]:
     return lambda source, folder: gguf.write_gguf(source, folder / f"model-{kind}.gguf", kind)
 
 
-def _opened_gguf(folder: Path, source: ExportSource) -> Opened:
+def _opened_gguf(folder: Path, config: Any) -> Opened:
     """The GGUF file in a folder."""
     return gguf.open_gguf(next(folder.glob("*.gguf")))
-
-
-def _opened_onnx(folder: Path, source: ExportSource) -> Opened:
-    """The ONNX file in a folder."""
-    return onnx.open_onnx(folder, source.model.config)
-
-
-def _opened_program(folder: Path, source: ExportSource) -> Opened:
-    """The program in a folder."""
-    return program.open_program(folder, source.model.config)
 
 
 def _write_q4_k_m(source: ExportSource, folder: Path) -> list[str]:
@@ -80,47 +70,20 @@ def _write_q4_k_m(source: ExportSource, folder: Path) -> list[str]:
     return notes
 
 
+_TABLE = table_of("export/tables.yaml")
+_WAYS: dict[str, tuple[Any, Any]] = {
+    "safetensors": (write_safetensors, lambda folder, config: opened_folder(folder)),
+    **{f"gguf-{kind}": (_gguf(kind), _opened_gguf) for kind in ("f16", "q8_0", "q4_0")},
+    "gguf-q4_k_m": (_write_q4_k_m, _opened_gguf),
+    "onnx": (onnx.write_onnx, onnx.open_onnx),
+    "onnx-int8": (int8.write_int8, onnx.open_onnx),
+    "program": (program.write_program, program.open_program),
+}
 FORMATS = {
-    "safetensors": Format(
-        "plain transformers: adapter merged, sharded, in a stated number format",
-        0.01,
-        32,
-        write_safetensors,
-        lambda folder, _: opened_folder(folder),
-    ),
-    "gguf-f16": Format("llama.cpp, 16 bits", 0.001, 16, _gguf("f16"), _opened_gguf),
-    "gguf-q8_0": Format("llama.cpp, 8 bits in blocks of 32", 0.02, 8.5, _gguf("q8_0"), _opened_gguf),
-    "gguf-q4_0": Format("llama.cpp, 4 bits in blocks of 32", 0.1, 5, _gguf("q4_0"), _opened_gguf),
-    "gguf-q4_k_m": Format(
-        "llama.cpp, 4 bits with searched scales; needs llama-cpp-python", 0.1, 21, _write_q4_k_m, _opened_gguf
-    ),
-    "onnx": Format(
-        "onnxruntime and other programs: one graph with its cache, fp32", 1e-5, 40, onnx.write_onnx, _opened_onnx
-    ),
-    "onnx-int8": Format(
-        "onnxruntime: weights of linear layers in 8 bits, in blocks of 32", 0.02, 60, int8.write_int8, _opened_onnx
-    ),
-    "program": Format(
-        "PyTorch without the model's Python: torch.export, with its cache, fp32",
-        1e-5,
-        32,
-        program.write_program,
-        _opened_program,
-    ),
+    name: Format(**known, write=_WAYS[name][0], open=_WAYS[name][1]) for name, known in _TABLE["formats"].items()
 }
-OTHER_NAMES = {
-    "gguf": "gguf-f16", "f16": "gguf-f16", "q8_0": "gguf-q8_0", "q4_0": "gguf-q4_0", "q4_k_m": "gguf-q4_k_m",
-    "int8": "onnx-int8", "pt2": "program", "torch.export": "program", "torch-export": "program",
-    "torch_export": "program",
-}  # fmt: skip
-
-# %% ../../nbs/export/formats.ipynb #a868009
-LEFT_OUT = {
-    "torchscript": "TorchScript is no longer developed, and a trace of a language model holds for one length only. "
-    "PyTorch's successor is torch.export: --to program. For other programs: --to onnx.",
-    "tensorrt": "a TensorRT engine is built for one GPU and one version, on the machine where it will run, so it can "
-    "be neither written nor measured here. TensorRT reads --to onnx, TensorRT-LLM --to safetensors.",
-}
+OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
+LEFT_OUT: dict[str, str] = _TABLE["left_out"]
 
 
 def name_of_format(said: str) -> str:
@@ -133,13 +96,7 @@ def name_of_format(said: str) -> str:
         ConfigError: there is no such format, or it is left out on purpose.
     """
     plain = said.lower().replace(" ", "").replace(":", "-")
-    gone = {
-        "jit": "torchscript",
-        "torch.jit": "torchscript",
-        "trt": "tensorrt",
-        "tensorrt-llm": "tensorrt",
-        "trt-llm": "tensorrt",
-    }.get(plain, plain)
+    gone = _TABLE["gone"].get(plain, plain)
     if gone in LEFT_OUT:
         raise ConfigError(f"--to {said}: {LEFT_OUT[gone]}")
     name = OTHER_NAMES.get(plain, plain)
@@ -267,7 +224,7 @@ def export_model(
             notes = write_safetensors(source, folder, dtype, shard_bytes)
         else:
             notes = form.write(source, folder)
-        copy = form.open(folder, source)
+        copy = form.open(folder, source.model.config)
         price = measure_copy(
             forward_of(source.model), copy.forward, source.tokenizer, held, eos=source.eos, answer_tokens=answer_tokens,
             score=score,
@@ -289,14 +246,6 @@ def export_model(
     return done
 
 # %% ../../nbs/export/formats.ipynb #a868014
-USE = {
-    "safetensors": 'AutoModelForCausalLM.from_pretrained("FOLDER")',
-    "gguf": "llama-cli -m FOLDER/FILE -cnv",
-    "onnx": 'onnxruntime.InferenceSession("FOLDER/FILE")',
-    "program": 'torch.export.load("FOLDER/FILE").module()',
-}
-
-
 def _describe(done: Exported, source: ExportSource, files: dict[str, Path], folder: Path) -> None:
     """Write export.json and README.md."""
     record = {
@@ -337,7 +286,7 @@ def readme(done: Exported, source: ExportSource, files: list[str]) -> str:
         rows.append(("tokens/s", speed))
     for k, r in p.rewards.items():
         rows.append((f"reward {k}", f"{r.full:.3f} → {r.copy:.3f}, lost {r.lost:.3f} [{r.low:.3f}, {r.high:.3f}]"))
-    use = USE.get(done.format.split("-")[0], "").replace("FILE", main)
+    use = _TABLE["use"].get(done.format.split("-")[0], "").replace("FILE", main)
     notes = " ".join(f"Note: {n}." for n in done.notes)
     lines = [
         f"# {told_place(source.place)} as {done.format}", "", f"{FORMATS[done.format].about}. {notes}".strip(), "",

@@ -3,12 +3,9 @@
 # %% ../../nbs/export/int8.ipynb #a867004
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from .onnx import write_graph
+from .onnx import quietly, write_graph
 from .source import ExportSource
 from ..models.shards import write_beside
 
@@ -31,7 +28,7 @@ def write_int8(source: ExportSource, folder: Path) -> list[str]:
     """
     plain = folder / "model-fp32.onnx"
     write_graph(source, plain)
-    with _own_log():
+    with quietly():
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
         rounding = MatMulNBitsQuantizer(str(plain), bits=8, block_size=INT8_BLOCK, is_symmetric=True)
@@ -42,18 +39,3 @@ def write_int8(source: ExportSource, folder: Path) -> list[str]:
         left.unlink()
     write_beside(folder, source.tensors)
     return ["weights of linear layers in 8 bits, inputs and sums in fp32; needs onnxruntime, whose MatMulNBits it uses"]
-
-
-@contextmanager
-def _own_log() -> Iterator[None]:
-    """Inside, a tool that tells each of its steps is silent; and it can't set up the program's log for all others, as
-    it does when it is imported."""
-    root = logging.getLogger()
-    level, handlers, disabled = root.level, list(root.handlers), logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.handlers[:] = handlers
-        logging.disable(disabled)

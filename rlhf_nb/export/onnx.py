@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # %% auto #0
-__all__ = ['past_names', 'check_packages', 'write_graph', 'write_onnx', 'session_of', 'open_onnx']
+__all__ = ['past_names', 'check_packages', 'quietly', 'write_graph', 'write_onnx', 'session_of', 'open_onnx']
 
 # %% ../../nbs/export/onnx.ipynb #a866007
 def past_names(config: PreTrainedConfig, prefix: str) -> list[str]:
@@ -48,21 +48,20 @@ def check_packages() -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Keeps torch's report of its own steps, and what it says of packages that aren't needed, from the terminal."""
-    heard = [
-        logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.onnx._internal.exporter._registration")
-    ]
-    before = [log.level for log in heard]
+def quietly() -> Iterator[None]:
+    """Keeps a tool's report of its own steps from the terminal, and the tool from setting up the program's log for all
+    others."""
+    root = logging.getLogger()
+    level, handlers, disabled = root.level, list(root.handlers), logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for log in heard:
-            log.setLevel(logging.ERROR)
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for log, level in zip(heard, before):
-            log.setLevel(level)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        logging.disable(disabled)
 
 
 def write_graph(source: ExportSource, file: Path) -> None:
@@ -77,7 +76,7 @@ def write_graph(source: ExportSource, file: Path) -> None:
     """
     check_packages()
     config = source.model.config
-    with _quietly(), torch.no_grad():
+    with quietly(), torch.no_grad():
         graph = torch.onnx.export(
             as_program(source.model), dynamo=True, verbose=False,
             input_names=["input_ids", "attention_mask", *past_names(config, "past_key_values")],

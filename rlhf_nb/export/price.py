@@ -19,6 +19,7 @@ from ..data.templates import as_chat, encode_pairs, encode_prompts, pairs_as_cha
 from ..data.worlds import WORLDS
 from ..evaluate.intervals import Estimate, mean_interval
 from ..evaluate.metrics import ratio_interval
+from ..strict import table_of
 
 # %% auto #0
 __all__ = ['Forward', 'PROBE_PROMPTS', 'AnswerScorer', 'forward_of', 'greedy', 'token_kl', 'HeldOut', 'probe_prompts', 'held_out',
@@ -82,20 +83,7 @@ def token_kl(full: Tensor, copy: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 # %% ../../nbs/export/price.ipynb #a860012
-PROBE_PROMPTS = (
-    "What is the capital of France?",
-    "Explain in two sentences why the sky is blue.",
-    "Write a short thank-you note to a neighbour who watered my plants.",
-    "My bicycle chain keeps falling off. What should I check first?",
-    "Tom has 7 apples, gives 3 to Ann and buys 5 more. How many has he now?",
-    "Give me three names for a small bakery by the sea.",
-    "Is it safe to mix bleach and vinegar when I clean the bathroom?",
-    "Write a Python function that returns the largest number of a list.",
-    "Translate into German: The train leaves at half past eight.",
-    "I feel nervous before an exam tomorrow. Any advice?",
-    "What is the difference between a virus and a bacterium?",
-    "Summarize the story of Little Red Riding Hood in one sentence.",
-)
+PROBE_PROMPTS = tuple(table_of("export/tables.yaml")["prompts"])
 
 
 @dataclass
@@ -183,7 +171,7 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True)
 class Price:
-    """What an export costs; a JSON of this stands beside every exported file."""
+    """What an export costs; a JSON of this lies beside every exported file."""
 
     kl: float  # mean KL(full ‖ copy), nats a token
     kl_low: float  # 95 % interval, over prompts

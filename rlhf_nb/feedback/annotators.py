@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..core import derive_seed
-from ..data.formats import prompt_text
+from ..evaluate.intervals import holm
 from .store import Feedback
 from ..train.reward import fit_words, word_bags
 
@@ -234,12 +234,8 @@ def _against_a_coin(
 
 def _worse_than_a_coin(z: Mapping[str, float], level: float) -> set[str]:
     """Users whose agreement is below a coin's, by Holm's procedure at a level for all together."""
-    found: set[str] = set()
-    for rank, (user, value) in enumerate(sorted(z.items(), key=lambda both: both[1])):
-        if NormalDist().cdf(value) > level / (len(z) - rank):
-            break
-        found.add(user)
-    return found
+    adjusted = holm([NormalDist().cdf(value) for value in z.values()])
+    return {user for user, p in zip(z, adjusted) if p <= level}
 
 # %% ../../nbs/feedback/annotators.ipynb #f8720017
 @dataclass

@@ -7,39 +7,27 @@ import heapq
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..console import tell
 from ..bench.evals import scorer
 from ..widgets.report import exposition, html_page
-from ..core import ConfigError, RunError, printable, suggest
+from ..core import ConfigError, RunError, suggest
 from ..evaluate.metrics import embed
 from .drift import ngram_features
-from rlhf_nb.feedback.monitor import (
-    HOUR,
-    Features,
-    Findings,
-    ChangeTests,
-    Monitor,
-    MonitorConfig,
-    Report,
-    Score,
-    check_bounds,
-    clock_time,
-    findings,
-)
+from .monitor import HOUR, Alert, ChangeTests, Features, Findings, Monitor, MonitorConfig
+from .monitor import Report, Score, check_bounds, clock_time, findings
 from .samples import LogReader, LoggedRequest, ratings_of, read_reference, request_of
 from .store import FeedbackStore, feedback_of
 from ..files import write_whole
 from ..models.load import load_model, load_tokenizer
-from ..widgets.html import escape, table_html
+from ..widgets.html import escape, shown_table, table_html
 
 # %% auto #0
 __all__ = ['Sources', 'rewards_of', 'text_features', 'make_monitor', 'table_rows', 'open_alerts', 'print_looks', 'as_json',
@@ -173,32 +161,18 @@ def table_rows(found: Findings) -> list[dict[str, str]]:
 
 def open_alerts(found: Findings) -> list[str]:
     """One line for all alerts of the same measure of the same version: the newest, and since when."""
-    groups = dict[tuple[str, str], list[str]]()
-    first = dict[tuple[str, str], float]()
+    groups = defaultdict[tuple[str, str], list[Alert]](list)
     for a in sorted(found.alerts):
-        groups.setdefault((a.version, a.what), []).append(a.text)
-        first.setdefault((a.version, a.what), a.time)
-    return [
-        texts[-1] + (f"; {len(texts)} looks since {clock_time(first[key])}" if len(texts) > 1 else "")
-        for key, texts in groups.items()
-    ]
+        groups[a.version, a.what].append(a)
+    several = (f"; {len(mine)} looks since {clock_time(mine[0].time)}" for mine in groups.values())
+    return [mine[-1].text + (more if len(mine) > 1 else "") for mine, more in zip(groups.values(), several)]
 
 
 def print_looks(found: Findings, config: MonitorConfig, note: str, console: Console) -> None:
     """Print what was found."""
     rows = table_rows(found)
     if found.reports:
-        table = Table(
-            title=f"the last {config.hours:g} hours, to {clock_time(found.time)}",
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-        )
-        for key in rows[0]:
-            table.add_column(Text(printable(key)), justify="left" if not key else "right")
-        for row in rows:
-            table.add_row(*(Text(printable(v)) for v in row.values()))
-        console.print(table)
+        console.print(shown_table(rows, f"the last {config.hours:g} hours, to {clock_time(found.time)}"))
     else:
         tell("No request yet.", err=False)
     for r in found.reports:
@@ -236,21 +210,17 @@ def as_json(found: Findings, note: str) -> dict[str, Any]:
 
 def as_prometheus(found: Findings) -> str:
     """What was found, for the textfile collector of Prometheus' node exporter."""
-    gauges: dict[str, list[tuple[dict[str, str], float]]] = {"monitor_time_seconds": [({}, found.time)]}
+    gauges = defaultdict[str, list[tuple[dict[str, str], float]]](list, {"monitor_time_seconds": [({}, found.time)]})
     for r in found.reports:
         of = {"version": r.version, "model": r.model}
-        gauges.setdefault("monitor_requests", []).append((of, float(r.requests)))
-        gauges.setdefault("monitor_judged", []).append((of, float("can't be judged" not in r.state)))
-        gauges.setdefault("monitor_alerts", []).append((of, float(sum(a.version == r.version for a in found.alerts))))
+        gauges["monitor_requests"].append((of, float(r.requests)))
+        gauges["monitor_judged"].append((of, float("can't be judged" not in r.state)))
+        gauges["monitor_alerts"].append((of, float(sum(a.version == r.version for a in found.alerts))))
         for name, e in r.numbers.items():
             for stat, value in (("mean", e.value), ("low", e.low), ("high", e.high), ("p95", r.p95[name])):
-                gauges.setdefault("monitor_measure", []).append((of | {"measure": name, "stat": stat}, value))
-    for a in found.alerts:
-        gauges.setdefault("monitor_alert", []).append(({"version": a.version, "measure": a.what}, 1.0))
-    if "monitor_alert" in gauges:
-        gauges["monitor_alert"] = list(
-            {tuple(labels.values()): (labels, v) for labels, v in gauges["monitor_alert"]}.values()
-        )
+                gauges["monitor_measure"].append((of | {"measure": name, "stat": stat}, value))
+    for version, what in dict.fromkeys((a.version, a.what) for a in found.alerts):
+        gauges["monitor_alert"].append(({"version": version, "measure": what}, 1.0))
     return exposition(gauges)
 
 

@@ -16,7 +16,7 @@ from .annotators import Aggregate
 from .store import Feedback, FeedbackStore
 from ..run.log import append_line, read_metrics
 from ..train.stage import read_json
-from ..files import read_regular
+from ..files import read_regular, write_whole
 from ..untrusted import MAX_CONFIG, mend, parse_yaml
 
 # %% auto #0
@@ -62,25 +62,13 @@ def export_rows(
             f"`rlhf-nb feedback {store.path}` shows why."
         )
     users = tuple(sorted({owner[i] for r in rows for i in r["feedback"] if i in owner}))
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(mend(dict(r)), ensure_ascii=False) + "\n" for r in rows)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, "".join(json.dumps(mend(dict(r)), ensure_ascii=False) + "\n" for r in rows))
     except OSError as e:
         raise RunError(f"cannot write {path}: {e}.") from e
     digest = str(files_digest(path))
-    line = {
-        "time": round(time.time(), 3),
-        "type": "export",
-        "path": str(path.resolve()),
-        "digest": digest,
-        "rows": len(rows),
-        "users": list(users),
-    }
+    line = {"time": round(time.time(), 3), "type": "export", "path": str(path.resolve()), "digest": digest}
+    line |= {"rows": len(rows), "users": list(users)}
     append_line(ledger_of(store), line, durable=True, lost=f"{path} was written, but not into the ledger: delete it")
     return Export(path, digest, len(rows), users)
 

@@ -3,6 +3,7 @@
 # %% ../../nbs/feedback/look.ipynb #f9330003
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -11,16 +12,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ..console import me, tell
-from ..core import ConfigError, DataError, check_choice, printable, suggest
+from ..core import ConfigError, DataError, check_choice, suggest
 from ..evaluate.policy import wilson_interval
-from .annotators import Aggregate, aggregate
+from .annotators import Aggregate, aggregate, votes_of
 from .governance import EXPORT_KINDS, export_rows, exports_of, models_that_saw, rows_as
 from .scrub import Scrubber, presidio
 from .store import Feedback, FeedbackStore, Forgotten, forget
 from .traffic import erase_traffic, read_traffic
+from ..widgets.html import shown_table
 
 # %% auto #0
 __all__ = ['open_store', 'by_version', 'agreement_of', 'users_table', 'look_at_feedback']
@@ -76,31 +77,11 @@ def by_version(said: Sequence[Feedback]) -> list[dict[str, Any]]:
 
 def agreement_of(said: Sequence[Feedback]) -> tuple[int, float]:
     """How many pairs of judgements by two users are about the same item, and the share that agree (0 without any)."""
-    by_item: dict[str, list[str]] = {}
-    for x in said:
-        if x.item and x.value in ("first", "second", "up", "down"):
-            turned = x.kind == "choice" and x.answers[0] > x.answers[1]
-            by_item.setdefault(x.item, []).append(
-                {"first": "second", "second": "first"}[x.value] if turned else x.value
-            )
-    n = same = 0
-    for values in by_item.values():
-        count = Counter(values)
-        n += len(values) * (len(values) - 1) // 2
-        same += sum(k * (k - 1) // 2 for k in count.values())
-    return n, same / max(n, 1)
-
-
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows as a table."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in ("version", "user", "") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            *(Text(printable(str(v))) for v in row.values()), style="bold red" if row.get("") == "OUTLIER" else None
-        )
-    return table
+    by_item: dict[str, Counter[int]] = {}
+    for vote in votes_of(said)[0]:
+        by_item.setdefault(vote.item, Counter())[vote.side] += 1
+    n = sum(math.comb(count.total(), 2) for count in by_item.values())
+    return n, sum(math.comb(k, 2) for count in by_item.values() for k in count.values()) / max(n, 1)
 
 
 def users_table(found: Aggregate, most: int = 10) -> Table:
@@ -117,19 +98,14 @@ def users_table(found: Aggregate, most: int = 10) -> Table:
          "z": f"{u.z:+.1f}", "weight": f"{u.weight:.2f}"}
         for u in shown
     ]  # fmt: skip
-    return _table(
-        f"Users whose feedback can be learnt from, the least reliable first ({len(shown)} of {len(found.users)})", rows
-    )
+    title = f"Users whose feedback can be learnt from, the least reliable first ({len(shown)} of {len(found.users)})"
+    return shown_table(rows, title, ("user", ""), ["bold red" if u.outlier else None for u in shown])
 
 # %% ../../nbs/feedback/look.ipynb #f9330008
 def _shown(store: FeedbackStore, said: Sequence[Feedback], found: Aggregate, screen: Console) -> None:
     """The two tables, and what is behind them."""
-    screen.print(
-        _table(
-            f"{printable(store.path.name)}: {len(said)} standing, of {len({x.user for x in said})} users",
-            by_version(said),
-        )
-    )
+    title = f"{store.path.name}: {len(said)} standing, of {len({x.user for x in said})} users"
+    screen.print(shown_table(by_version(said), title, ("version", "")))
     n, same = agreement_of(said)
     tell(
         f"Two users agree in {same:.0%} of {n} cases where both judged the same."

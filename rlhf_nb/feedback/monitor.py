@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import ConfigError, derive_seed, did_you_mean
@@ -205,14 +205,9 @@ class ChangeTests:
 
     def least(self, name: str) -> int:
         """How many numbers are needed before a measure is judged."""
-        c = self.config
-        return (
-            c.min_ratings
-            if name == "satisfaction"
-            else min(c.min_requests, c.sample)
-            if name in self.rewards
-            else c.min_requests
-        )
+        if name == "satisfaction":
+            return self.config.min_ratings
+        return min(self.config.min_requests, self.config.sample if name in self.rewards else self.config.min_requests)
 
     def forget(self, before: float) -> None:
         """Drop scores of requests that are too old to be asked for again."""

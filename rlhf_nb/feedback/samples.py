@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from ..core import DataError
-from ..data.formats import detect_format, is_hh, to_format
+from ..data.formats import to_format
 from ..data.readers import open_rows
 from ..rewards.answers import completion_text
-from .store import Feedback, feedback_of
+from .store import Feedback
 from .traffic import rotated
 from ..widgets.reader import Tail, parse_lines
 

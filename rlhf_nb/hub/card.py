@@ -10,8 +10,11 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Template
 
 from ..config import SamplingConfig
 from ..core import DataError, ModelError, RlhfError, RunError, derive_seed, printable
@@ -28,7 +31,7 @@ from ..train.registry import MethodInfo, get, methods
 from ..data.rows import load_rows
 from ..train.stage import read_json
 from ..files import read_regular
-from ..untrusted import MAX_CONFIG, Unreadable, dump_yaml, parse_yaml
+from ..untrusted import MAX_CONFIG, Unreadable, parse_yaml
 from ..widgets.charts import to_png
 from ..widgets.panels import group_panels
 from ..widgets.reader import open_runs
@@ -36,7 +39,7 @@ from ..widgets.reader import open_runs
 # %% auto #0
 __all__ = ['TOY_STEPS', 'cell', 'card_table', 'Told', 'read_run', 'figure', 'BeforeAfter', 'verdict', 'Measured',
            'measure_models', 'hub_name', 'inherited_license', 'portable', 'describe_data', 'toy_settings', 'commands',
-           'front_matter', 'use_code', 'card']
+           'front_matter', 'card']
 
 # %% ../../nbs/hub/card.ipynb #f8666e3a
 _MARKS = set("\\`*{}[]<>|#~@$&^")
@@ -329,7 +332,7 @@ def measure_models(told: Told, n: int = 32) -> Measured | None:
         model, tokenizer = load_model(
             name, trainable=False, device="cpu" if model_world(config.model.name_or_path) else "auto"
         )
-        prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.max_prompt_length, warn=False)
+        prompts = tokenize_prompts((held or rows)[:n], tokenizer, config.data.prompt_limit, warn=False)
         batch = collate_prompts(prompts, tokenizer.pad_token_id).to(model.get_input_embeddings().weight.device)
         return evaluate(model, tokenizer, batch, judges, None, sampling, derive_seed(config.seed, "card"))
 
@@ -416,21 +419,6 @@ def describe_data(told: Told) -> str:
 
 # %% ../../nbs/hub/card.ipynb #59037c73
 TOY_STEPS = 40
-_LIMITS = {
-    "policy": (
-        "Whatever the first model gets wrong, this one may get wrong too: nothing but the reward above was asked for, "
-        "and nothing else was measured.",
-        "A policy finds what its reward pays for, also where nobody meant it. The scores above are of that reward; "
-        "look at the answers.",
-    ),
-    "merged": (
-        "Nothing was measured when it was made: a merge can be better than its models, and worse. Compare it with each "
-        "of them.",
-    ),
-    "reward": (
-        "It scores answers of the kind it was trained on. Other kinds it scores too, and nothing says how well.",
-    ),
-}  # fmt: skip
 
 
 def toy_settings(info: MethodInfo) -> dict[str, Any]:
@@ -467,60 +455,23 @@ def front_matter(told: Told, license: str | None) -> str:
         library_name="peft" if told.kind == "adapter" else "transformers", license=license, base_model=known or base,
         datasets=sets or None, pipeline_tag=None if told.kind == "reward" else "text-generation", tags=tags,
     )  # fmt: skip
-    return f"---\n{data.to_yaml()}\n---\n"
+    return str(data.to_yaml())
 
 
-_LOAD = """from transformers import {kind}, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({name!r})
-model = {kind}.from_pretrained({name!r})
-"""
-_HEAD = """from huggingface_hub import snapshot_download
-from rlhf_nb import RewardModel
-
-model = RewardModel.load(snapshot_download({name!r}))
-print(model.bias)"""
-_SCORE = """inputs = tokenizer({text!r}, return_tensors="pt")
-print(model(**inputs).logits[0, 0].item() - model.config.reward_bias)"""
-_CHAT = """messages = [{{"role": "user", "content": {text!r}}}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-"""
-_TEXT = """inputs = tokenizer({text!r}, return_tensors="pt")
-"""
-_ANSWER = """answer = model.generate(**inputs, max_new_tokens=32)
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-
-
-def use_code(told: Told, name: str, prompt: Any) -> str:
-    """Python that loads the model by plain transformers and uses it.
-
-    Args:
-        told: of the model.
-        name: of it on the hub.
-        prompt: text or messages to try it on.
-    """
+def _use(told: Told) -> dict[str, str]:
+    """How the card's code loads and asks the model, and what: a question of ours where rows are made here, else a plain
+    one, never a row of the data."""
+    world = world_of(str(told.config.data.path)) if told.config is not None else None
+    prompt: Any = "What is the capital of France?" if world is None else world.question
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if told.kind == "reward":
-        if (told.model / "REWARD_MODEL.md").exists():
-            return _HEAD.format(name=name)
-        text = " ".join(str(m["content"]) for m in messages) + " It is not known."
-        return _LOAD.format(kind="AutoModelForSequenceClassification", name=name) + _SCORE.format(text=text)
-    about = told.model / "tokenizer_config.json"  # a merge of models without a tokenizer has none
-    inside = about.is_file() and "chat_template" in about.read_text(encoding="utf-8")
-    chat = inside or (told.model / "chat_template.jinja").is_file()
-    text = " ".join(str(m["content"]) for m in messages if m.get("role") == "user")
-    asked = (_CHAT if chat else _TEXT).format(text=text)
-    return _LOAD.format(kind="AutoModelForCausalLM", name=name) + asked + _ANSWER
-
-
-def _prompt_to_try(told: Told) -> Any:
-    """A prompt that the card's code asks: ours where rows are made here, else a plain question, never a row of
-    somebody's data."""
-    place = str(told.config.data.path) if told.config is not None else ""
-    world = world_of(place)
-    return "What is the capital of France?" if world is None else world.question
+        use = "head" if (told.model / "REWARD_MODEL.md").exists() else "reward"
+    else:
+        about = told.model / "tokenizer_config.json"  # a merge of models without a tokenizer has none
+        inside = about.is_file() and "chat_template" in about.read_text(encoding="utf-8")
+        use = "chat" if inside or (told.model / "chat_template.jinja").is_file() else "text"
+        messages = [m for m in messages if m.get("role") == "user"]
+    return {"use": use, "text": " ".join(str(m["content"]) for m in messages)}
 
 # %% ../../nbs/hub/card.ipynb #ce9f22e0
 def _facts(told: Told) -> list[dict[str, Any]]:
@@ -586,65 +537,15 @@ def _spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(plain_json(value), ensure_ascii=False)
 
 # %% ../../nbs/hub/card.ipynb #ce9f22e1
-def _what_it_is(told: Told) -> list[str]:
-    """The sentence under a card's title."""
-    out = []
-    if told.info is not None and told.config is not None:
-        named = str(told.config.model.name_or_path)
-        base = hub_name(named) or (f"The untrained {named} model" if model_world(named) else Path(named).name)
-        out.append(
-            f"{cell(base)} after {len(told.steps):,} steps of {cell(told.info.name)} with rlhf_nb. This card was "
-            f"written from the run's folder; each block of code in it runs.\n"
-        )
-    if told.merged:
-        method = cell(told.merged["recipe"].get("method"))
-        out.append(
-            f"Merged by {method} from {len(told.merged['read'])} models with rlhf_nb; nothing was trained. "
-            f"`{MERGE_RECORD}` beside the weights is the recipe.\n"
-        )
-    return out
-
-
-def _before_and_after(measured: Measured, samples: bool) -> list[str]:
-    """Scores and, if wanted, answers of the first and the last model."""
-    held, learnt = "held-out prompts", "prompts that the run also learnt from, because none were held out"
-    out = [
-        f"## Before and after\n\nAnswers to {len(measured.after.texts)} {held if measured.held_out else learnt}, the "
-        f"same ones before and after, drawn with the same "
-        f"random numbers (mean ± standard error over prompts).\n\n{card_table(measured.scores())}\n"
-    ]
-    if samples:
-        out.append(f"Answers, from the largest gain to the largest loss:\n\n{card_table(measured.rows())}\n")
-    return out
-
-
-def _do_it_again(told: Told, name: str, lines: Sequence[str]) -> list[str]:
-    """The commands, and what they need that isn't in the folder."""
-    again = "\n".join(lines)
-    out = [
-        f"## Do it again\n\nIn this folder (`hf download {name} --local-dir .`), with the package `rlhf_nb` installed; "
-        f"`rebuild.ipynb` redraws the figure and prints a verdict.\n\n```bash\n{again}\n```\n"
-    ]
+def _begun_with(told: Told) -> dict[str, Any]:
+    """The model that a run began with, and what it takes to do the run again that isn't in its folder."""
+    if told.info is None or told.config is None:
+        return {}
     model, data = str(told.config.model.name_or_path), told.config.data
+    base = hub_name(model) or (f"The untrained {model} model" if model_world(model) else Path(model).name)
     places = [model, *([str(data.path)] if data.mix is None else [])]
-    needed = [Path(p).name for p in places if Path(p).expanduser().exists() and hub_name(p) is None]
-    if model in SHORT_NAMES:
-        out.append(f"The first of these lines needs the model it began with: `rlhf-nb get {model}`.\n")
-    if needed:
-        out.append(f"The first of these lines needs what isn't part of this folder: {', '.join(map(cell, needed))}.\n")
-    return out
-
-
-def _caveats(told: Told, license: str | None) -> list[str]:
-    """What the model can't be expected to do, and what isn't known of it."""
-    out = []
-    if len(told.steps) >= 6 and told.run is not None:
-        out.append(f"One seed. In the log of this run: {verdict(told.run)}.")
-    out += _LIMITS["merged" if told.merged else "reward" if told.kind == "reward" else "policy"]
-    out += [f"Not known: {m}." for m in told.missing]
-    if license is None:
-        out.append("No licence is stated, so nobody but its owner may use it.")
-    return out
+    needed = [cell(Path(p).name) for p in places if Path(p).expanduser().exists() and hub_name(p) is None]
+    return {"base": base, "fetched": model if model in SHORT_NAMES else "", "needed": needed}
 
 
 def card(
@@ -665,21 +566,12 @@ def card(
         picture: the figure's file beside the card.
         samples: show answers.
     """
-    parts = [front_matter(told, license), f"# {cell(name.split('/')[-1])}\n", *_what_it_is(told)]
-    parts.append(f"## Use it\n\n```python\n{use_code(told, name, _prompt_to_try(told))}\n```\n")
-    if measured is not None:
-        parts += _before_and_after(measured, samples)
-    if picture:
-        parts.append(
-            f"## Curves\n\n![reward, KL and loss against the steps]({picture})\n\nDrawn from `run/metrics.jsonl`.\n"
-        )
-    if facts := _facts(told):
-        parts.append(f"## How it was made\n\n{card_table(facts)}\n")
-    if settings := _settings(told):
-        parts.append(
-            f"Settings that differ from the defaults (all of them: `run/config.yaml`):\n\n{card_table(settings)}\n"
-        )
-    if lines := commands(told):
-        parts += _do_it_again(told, name, lines)
-    limits = "\n".join(f"- {cell(line, 600)}" for line in _caveats(told, license))
-    return "\n".join([*parts, f"## Limits\n\n{limits}\n"])
+    page = (resources.files("rlhf_nb") / "hub/card.md").read_text(encoding="utf-8")
+    facts, settings, lines = _facts(told), _settings(told), commands(told)  # facts may find that something is missing
+    text: str = Template(page, trim_blocks=True, lstrip_blocks=True).render(
+        told=told, name=name, license=license, measured=measured, picture=picture, samples=samples, facts=facts,
+        settings=settings, lines=lines, front=front_matter(told, license), steps=len(told.steps), record=MERGE_RECORD,
+        verdict=verdict(told.run) if len(told.steps) >= 6 and told.run is not None else None,
+        cell=cell, table=card_table, repr=repr, **_use(told), **_begun_with(told),
+    )  # fmt: skip
+    return text

@@ -20,7 +20,6 @@ from ..bench.soups import Soup, greedy_soup
 from ..bench.suites import load_suite
 from ..models.merge import Merged, merge_adapters, merge_models, told_place
 from ..models.recipe import METHODS, NEEDS_BASE, Recipe, from_mergekit, is_mergekit
-from ..models.shards import SHARD_BYTES
 
 # %% auto #0
 __all__ = ['load_recipe', 'numbers', 'size_of', 'recipe_of', 'chosen_soup', 'write_card', 'merge_named', 'merged_told']
@@ -73,54 +72,43 @@ def size_of(text: str) -> int:
     return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[found[2].removesuffix("B")])
 
 
-def recipe_of(
-    models: Sequence[str], method: str, base: str | None, weights: str | None, density: str | None, t: str | None,
-    scale: str | None,
-    normalize: bool | None, rescale: str | None, dtype: str, seed: int,
-) -> Recipe:  # fmt: skip
+def recipe_of(models: Sequence[str], method: str, given: Mapping[str, Any], dtype: str, seed: int) -> Recipe:
     """A recipe from what was typed.
 
     Args:
         models: directories or short names.
         method: one of `METHODS`.
-        base: of the methods that need one.
-        weights, density: one number for all, or one a model.
-        t, scale: a number, or several that are stretched over the layers.
-        normalize, rescale, dtype, seed: as in `Recipe`.
+        given: by option, None: not given: base; weights and density (one number for all, or one a model); t and scale
+            (a number, or several that are stretched over the layers); normalize and rescale.
+        dtype, seed: as in `Recipe`.
 
     Raises:
-        ConfigError: a method that isn't there, or numbers that don't go with the models; names the flag.
+        ConfigError: a method that isn't there, or numbers that don't go with the models; names the option.
     """
     check_choice("--method", method, (*METHODS, "greedy"))
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
-    if rescale is not None:
-        check_choice("--rescale", rescale, ("density", "l1", "none"))
-    sparse = "ties" in method or "dare" in method
-    unused = {
-        "--t": (t, method == "slerp"), "--scale": (scale, method in NEEDS_BASE), "--density": (density, sparse),
-        "--rescale": (rescale, sparse), "--weights": (weights, method != "slerp"),
-        "--normalize": (normalize, method not in ("slerp", "warp")),
-    }  # fmt: skip
-    for flag, (value, means) in unused.items():
-        if value is not None and not means:
-            raise ConfigError(f"{flag} means nothing to {method}: leave it out.")
+    if given["rescale"] is not None:
+        check_choice("--rescale", given["rescale"], ("density", "l1", "none"))
+    sparse, slerp = "ties" in method or "dare" in method, method == "slerp"
+    fits = {"t": slerp, "scale": method in NEEDS_BASE, "density": sparse, "rescale": sparse, "weights": not slerp}
+    for option, means in (fits | {"normalize": method not in ("slerp", "warp")}).items():
+        if given[option] is not None and not means:
+            raise ConfigError(f"--{option} means nothing to {method}: leave it out.")
     parts: list[dict[str, Any]] = [{"model": m} for m in models]
-    for flag, key, text in (("--weights", "weight", weights), ("--density", "density", density)):
-        values = numbers(flag, text)
-        if values is not None and len(values) not in (1, len(models)):
+    for option, key in (("weights", "weight"), ("density", "density")):
+        values = numbers(f"--{option}", given[option]) or []
+        if len(values) not in (0, 1, len(models)):
             raise ConfigError(
-                f"{flag} has {len(values)} numbers for {len(models)} models: give one for all, or one for each, in the "
-                f"same order."
+                f"--{option} has {len(values)} numbers for {len(models)} models: give one for all, or one for each, in "
+                "the same order."
             )
-        for i, part in enumerate(parts if values else []):
-            assert values is not None
-            part[key] = values[i if len(values) > 1 else 0]
-    settings: dict[str, Any] = {"method": method, "models": parts, "base": base, "dtype": dtype, "seed": seed}
-    settings |= {"normalize": normalize, "rescale": rescale}
-    for flag, key, text in (("--t", "t", t), ("--scale", "scale", scale)):
-        values = numbers(flag, text)
-        if values is not None:
-            settings[key] = values if len(values) > 1 else values[0]
+        for part, value in zip(parts, values * len(models) if len(values) == 1 else values):
+            part[key] = value
+    settings = {"method": method, "models": parts, "dtype": dtype, "seed": seed}
+    settings |= {k: given[k] for k in ("base", "normalize", "rescale")}
+    for option in ("t", "scale"):
+        values = numbers(f"--{option}", given[option]) or []
+        settings[option] = values if len(values) > 1 else next(iter(values), None)
     return Recipe.model_validate({k: v for k, v in settings.items() if v is not None}).checked()
 
 # %% ../../nbs/hub/merging.ipynb #a919010
@@ -192,12 +180,10 @@ def merge_named(
     if not overwrite and any((out / f).exists() for f in ("config.json", "adapter_config.json")):
         raise RunError(f"{out} holds a model: name another folder, or add --overwrite.")
     most = size_of(shard_size)
-    flags = {
-        "--base": base, "--weights": weights, "--density": density, "--t": t, "--scale": scale,
-        "--normalize": normalize, "--rescale": rescale,
-    }  # fmt: skip
+    given: dict[str, Any] = {"base": base, "weights": weights, "density": density, "t": t, "scale": scale}
+    given |= {"normalize": normalize, "rescale": rescale}
     if any(Path(m).suffix in _SUFFIXES for m in models):
-        recipe = _recipe_file(models, method, flags | {"--suite": suite}, dtype)
+        recipe = _recipe_file(models, method, given | {"suite": suite}, dtype)
     else:
         check_choice("--method", method, (*METHODS, "greedy"))
         if len(models) < 2 and method not in NEEDS_BASE:
@@ -207,7 +193,7 @@ def merge_named(
                 "from base to model (WiSE-FT)."
             )
         plain = "linear" if method == "greedy" else method
-        recipe = recipe_of(models, plain, base, weights, density, t, scale, normalize, rescale, dtype, seed)
+        recipe = recipe_of(models, plain, given, dtype, seed)
     if method == "greedy":
         if suite is None or weights is not None or adapter:
             raise ConfigError(
@@ -224,18 +210,18 @@ def merge_named(
     return done, recipe
 
 
-def _recipe_file(models: Sequence[str], method: str, flags: Mapping[str, Any], dtype: str) -> Recipe:
-    """The recipe of a file, which stands alone on the command line.
+def _recipe_file(models: Sequence[str], method: str, given: Mapping[str, Any], dtype: str) -> Recipe:
+    """The recipe of a file, the only name on the command line.
 
     Raises:
-        ConfigError: another model or a flag stands beside it.
+        ConfigError: another model or a flag is given with it.
     """
     if len(models) > 1:
         raise ConfigError("a recipe file names the models itself: give the file alone.")
-    flag = next((k for k, v in flags.items() if v is not None), "--method" if method != "linear" else None)
-    if flag:
+    option = next((k for k, v in given.items() if v is not None), "method" if method != "linear" else None)
+    if option:
         raise ConfigError(
-            f"{flag} and a recipe file: the file says how models are merged. Leave the flag out, or write it into "
+            f"--{option} and a recipe file: the file says how models are merged. Leave the flag out, or write it into "
             f"{models[0]}."
         )
     recipe = load_recipe(models[0])

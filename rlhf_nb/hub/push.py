@@ -155,41 +155,31 @@ def not_sent(error: Exception, name: str, again: str) -> RunError:
         name: `owner/name`.
         again: the command.
     """
-    status, kinds = status_of(error), kinds_of(error)
-    tokens = f"{endpoint()}/settings/tokens"
+    status = 401 if "LocalTokenNotFoundError" in kinds_of(error) else status_of(error)
+    tokens, where = f"{endpoint()}/settings/tokens", f"{endpoint()}/{name}"
+    if status is None:
+        return RunError(
+            f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: "
+            f"{again} (large files that arrived aren't sent twice; {type(error).__name__})"
+        )
     response = getattr(error, "response", None)
-    said = printable(
-        getattr(error, "server_message", None)
-        or (response.text[:200] if response is not None and response.text else "")
-    ).strip()
-    heard = f" (the hub: {said[:200]})" if said else ""
-    if status == 401 or "LocalTokenNotFoundError" in kinds:
-        return RunError(
-            f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` "
-            f"(or set HF_TOKEN), and run the same command again.{heard}"
-        )
-    if status == 403:
-        return RunError(
-            f"your token may not write to {name}: its owner is somebody else, or the token may only read. `hf auth "
-            f"whoami` says who you are; tokens are made at {tokens}.{heard}"
-        )
-    if status in (409, 412):
-        return RunError(
-            f"somebody changed {endpoint()}/{name} at the same moment, and nothing of theirs is overwritten. Look at "
-            f"it, then run the same command again.{heard}"
-        )
-    if status == 404:
-        return RunError(
-            f"{name} isn't on the hub (any more), or your token may not see it: look at {endpoint()}/{name}.{heard}"
-        )
-    if status is not None:
-        return RunError(
-            f"the hub answers {status}, and nothing was changed there. Run the same command again later: {again}{heard}"
-        )
-    return RunError(
-        f"the connection to the hub ({endpoint()}) broke, and no commit was made. Run the same command again: {again} "
-        f"(large files that arrived aren't sent twice; {type(error).__name__})"
+    said = getattr(error, "server_message", None) or (response.text if response is not None else "") or ""
+    heard = f" (the hub: {shown})" if (shown := printable(said).strip()[:200]) else ""
+    changed = (
+        f"{where} was changed at the same moment, and nothing of that is overwritten. Look at it, then run the same "
+        "command again."
     )
+    words = {
+        401: f"the hub doesn't know who you are: make a token that may write at {tokens}, log in with `hf auth login` "
+        "(or set HF_TOKEN), and run the same command again.",
+        403: f"your token may not write to {name}: it has another owner, or the token may only read. `hf auth whoami` "
+        f"says who you are; tokens are made at {tokens}.",
+        404: f"{name} isn't on the hub (any more), or your token may not see it: look at {where}.",
+        409: changed,
+        412: changed,
+    }
+    other = f"the hub answers {status}, and nothing was changed there. Run the same command again later: {again}"
+    return RunError(words.get(status, other) + heard)
 
 
 @contextmanager
@@ -291,7 +281,7 @@ def push_to_hub(
     again += f" --revision {revision}" if revision else ""
     if public and not (license or inherited_license(found)):
         raise ConfigError(
-            f"without a licence nobody may use a public model, and the first model names none. Choose one: {again} "
+            f"a public model without a licence may not be used, and the first model names none. Choose one: {again} "
             f"--license apache-2.0"
         )
     if dry_run is None and offline():

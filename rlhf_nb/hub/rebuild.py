@@ -10,31 +10,12 @@ from typing import Any
 from ..core import RunError
 from .card import Told, cell, portable, toy_settings
 from ..run.log import plain_json, read_metrics
+from ..strict import table_of
 
 # %% auto #0
 __all__ = ['rebuild_notebook', 'shown_log']
 
 # %% ../../nbs/hub/rebuild.ipynb #4038a578
-_REDRAW = """from pathlib import Path
-
-from IPython.display import Image
-
-from rlhf_nb.hub.card import figure, verdict
-
-picture = figure("run")
-same = picture == Path("figures/curves.png").read_bytes()
-print("the card's picture, byte for byte" if same else "the same curves, drawn by another matplotlib")
-Image(data=picture)"""
-_AGAIN = """from rlhf_nb.train.registry import get
-from rlhf_nb.train.stage import run_stage
-
-settings = {settings!r}
-config = get({method!r}).config.preset("toy", output_dir="again_toy", console=False, **settings)
-run_stage(config, overwrite=True)
-print(verdict("again_toy"))
-Image(data=figure("again_toy"))"""
-
-
 def rebuild_notebook(told: Told, name: str) -> str:
     """A notebook that redraws the card's figure from the log and does the claim again at toy scale; JSON text.
 
@@ -47,19 +28,10 @@ def rebuild_notebook(told: Told, name: str) -> str:
     """
     if told.info is None:
         raise RunError("there is no run to rebuild anything from.")
-    method = told.info.name
-    cells = [
-        f"# {cell(name)}\n\nRedraws the figure of the model card from `run/metrics.jsonl`, and does the claim once "
-        "more in a toy world. It needs this folder and the package `rlhf_nb`; no network, about a minute on two CPU "
-        "cores.",
-        _REDRAW,
-    ]
-    if len(told.steps) >= 6:
-        cells += ["What the run's log says of itself:", 'print(verdict("run"))']
-    cells += [
-        f"The same method, {cell(method)}, in the toy world of the package: a small untrained model, data made here.",
-        _AGAIN.format(settings=toy_settings(told.info), method=method),
-    ]
+    here = {"title": cell(name), "method": cell(told.info.name), "name": told.info.name}
+    parts = table_of("hub/rebuild.yaml")
+    cells = parts["redraw"] + (parts["verdict"] if len(told.steps) >= 6 else []) + parts["again"]
+    cells = [text.format(**here, settings=toy_settings(told.info)) for text in cells]
     made: list[dict[str, Any]] = []
     for i, source in enumerate(cells):  # text and code in turn
         one: dict[str, Any] = {"id": f"rebuild-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}

@@ -19,7 +19,7 @@ from ..config import SamplingConfig, StrictConfig, merge, option, read_config_fi
 from ..core import ConfigError, DataError, derive_seed, suggest
 from ..data.templates import as_chat, encode_prompts, is_blank
 from ..decode.stops import Stops
-from .judge import Judge, JudgeTemplate, Labelled, check_gaps, fill_template, label_pairs, judged_text
+from .judge import JudgeTemplate, check_gaps, fill_template, judged_text
 from ..rollout.sampler import sample
 from ..types import PromptBatch
 

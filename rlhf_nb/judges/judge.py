@@ -20,6 +20,7 @@ from ..config import StrictConfig, option
 from ..core import ConfigError, DataError, RewardError, check_choice, derive_seed, suggest
 from ..evaluate.intervals import reliability_bins
 from ..evaluate.policy import wilson_interval
+from ..strict import table_of
 
 Opinions = list[float | None]  # one per row; None = the judge has none
 Texts = Sequence[Any]  # one text or list of messages per row
@@ -83,7 +84,7 @@ class Verdicts:
 
     @property
     def position_bias(self) -> float:
-        """Mean probability of what stands first, minus one half: 0 is fair, 0.5 always takes the first."""
+        """Mean probability of what is shown first, minus one half: 0 is fair, 0.5 always takes the first."""
         x = self._both()
         return float((x[:, 0] - x[:, 1]).mean() / 2) if len(x) else math.nan
 
@@ -151,7 +152,7 @@ class FunctionJudge(BothOrders):
             argument.
         clarity: ≥ 0, how sharply a difference of one point is seen.
         noise: standard deviation, in points, of an error that each (prompt, answer) keeps for ever.
-        position_bias: in logits; > 0 prefers what stands first.
+        position_bias: in logits; > 0 prefers what is shown first.
         seed: of the noise.
         name: for logs.
     """
@@ -210,27 +211,7 @@ def check_gaps(template: str, needed: Sequence[str], known: Sequence[str]) -> st
     return template
 
 # %% ../../nbs/judges/judge.ipynb #4c50b028
-_COMPARE = """Which of two answers to a request is better? What counts: {criterion}.
-
-Request:
-{prompt}
-
-Answer {label_a}:
-{first}
-
-Answer {label_b}:
-{second}
-
-Reply with {label_a} or {label_b} only. The better answer is:"""
-_RATE = """Rate an answer to a request from {lowest} (worst) to {highest} (best). What counts: {criterion}.
-
-Request:
-{prompt}
-
-Answer:
-{answer}
-
-Reply with a number from {lowest} to {highest} only. The rating is:"""
+_ASKED = table_of("judges/questions.yaml")
 _GAPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # those each text needs, those it may have
     "compare": (("prompt", "first", "second"), ("criterion", "label_a", "label_b")),
     "rate": (("prompt", "answer"), ("criterion", "lowest", "highest")),
@@ -241,8 +222,8 @@ _GAPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # those each text
 class JudgeTemplate(StrictConfig):
     """The words in which a judge is asked; `{gaps}` are filled for each row."""
 
-    compare: str = option(_COMPARE, "gaps: prompt, first, second; criterion, label_a, label_b")
-    rate: str = option(_RATE, "gaps: prompt, answer; criterion, lowest, highest")
+    compare: str = option(_ASKED["compare"], "gaps: prompt, first, second; criterion, label_a, label_b")
+    rate: str = option(_ASKED["rate"], "gaps: prompt, answer; criterion, lowest, highest")
     system: str | None = option(None, "system message in a chat; null: none")
     criterion: str = option("that it is helpful, honest and harmless", "by what to judge by default")
     empty: str = option("(no answer)", "what is shown for an empty answer")

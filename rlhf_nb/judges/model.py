@@ -28,7 +28,7 @@ def label_ids(tokenizer: Any, labels: Sequence[str], chat: bool, glue: str = " "
         tokenizer: of the judge.
         labels: what the judge may reply.
         chat: replies are messages of the tokenizer's chat template, otherwise plain text.
-        glue: what stands between question and reply in plain text.
+        glue: text between question and reply where there is no template.
 
     Raises:
         ModelError: a label holds an unknown word, or begins with another label.

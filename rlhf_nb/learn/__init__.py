@@ -1,5 +1,6 @@
 """The course's helpers: `learn.start`, `learn.check`, `learn.hint`, `learn.quiz`, `learn.submit`, `learn.grade`."""
 
+import rlhf_nb.learn.more_exercises  # registers the later lessons' exercises
 from rlhf_nb.learn.checks import EXERCISES, check, grade, hint, submit
 from rlhf_nb.learn.exercises import quiz, start
 from rlhf_nb.learn.figure import Figure

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -22,13 +22,28 @@ from ..losses.advantages import rloo_baseline
 from ..untrusted import parse_yaml
 
 # %% auto #0
-__all__ = ['lessons', 'start', 'quiz']
+__all__ = ['lessons', 'add_exercise', 'start', 'quiz']
 
 # %% ../../nbs/learn/exercises.ipynb #3812fe7e
 @lru_cache(maxsize=1)
 def lessons() -> dict[int, dict[str, Any]]:
-    """By number: `title` and `quiz`, a list of `ask`, `options`, `right` (a letter) and `why`."""
+    """By number: `title`, `exercises` (`task`, `slips`, `hints` of each), `quiz` (`ask`, `options`, `right`, `why`)."""
     return dict(parse_yaml((resources.files("rlhf_nb") / "learn" / "lessons.yaml").read_text(encoding="utf-8")))
+
+
+def add_exercise(
+    name: str, cases: Callable[[random.Random], Iterable[tuple[Any, ...]]], truth: Callable[..., Any],
+    *slips: Callable[..., Any], tolerance: float = 1e-4,
+) -> None:  # fmt: skip
+    """Register an exercise; its task, its hints and what is said of each slip are in `lessons.yaml`, in this order.
+
+    Args:
+        name: what `check` is asked for.
+        cases, truth, slips, tolerance: as in `Exercise`.
+    """
+    n, words = next((n, lesson["exercises"][name]) for n, lesson in lessons().items() if name in lesson["exercises"])
+    said = dict(zip(words["slips"], slips, strict=True))
+    EXERCISES[name] = Exercise(n, words["task"], cases, truth, said, tuple(words["hints"]), tolerance)
 
 
 def _lesson(n: int) -> dict[str, Any]:
@@ -108,39 +123,22 @@ def _wins(before: dict[str, float], after: dict[str, float]) -> float:
     return statistics.fmean((after[p] > before[p]) + 0.5 * (after[p] == before[p]) for p in before)
 
 
-EXERCISES["parts"] = Exercise(
-    1, "a dictionary: for each of the four signatures, which model it is", lambda rng: [()], lambda: dict(_PARTS),
-    {
-        "You have swapped policy and reference: the one that is trained is the policy.":
-            lambda: _PARTS | dict(zip(list(_PARTS)[:2], ["reference", "policy"])),
-        "You have swapped reward model and critic: the critic must guess before the answer is finished.":
-            lambda: _PARTS | dict(zip(list(_PARTS)[2:], ["critic", "reward model"])),
-    },
-    ("Two of the four write. Only one of these two learns.", "The critic speaks before the answer is finished."),
+add_exercise(
+    "parts", lambda rng: [()], lambda: dict(_PARTS),
+    lambda: _PARTS | dict(zip(list(_PARTS)[:2], ["reference", "policy"])),
+    lambda: _PARTS | dict(zip(list(_PARTS)[2:], ["critic", "reward model"])),
 )  # fmt: skip
-EXERCISES["wins"] = Exercise(
-    1, "share of prompts where `after` has more gold than `before`, a tie as half; both map prompts to gold",
-    _some_scores, _wins,
-    {
-        "You compare the first value with the first. A dictionary keeps the order of insertion, so these are different "
-        "prompts.": lambda b, a: statistics.fmean((y > x) + 0.5 * (x == y) for x, y in zip(b.values(), a.values())),
-        "You count a tie as lost. Two equal policies would then have less than one half each.":
-            lambda b, a: statistics.fmean(float(a[p] > b[p]) for p in b),
-        "You count a tie as won. A policy would then beat itself.":
-            lambda b, a: statistics.fmean(float(a[p] >= b[p]) for p in b),
-    },
-    ("Go through the prompts, not through the values.", "`(a > b) + 0.5 * (a == b)` for each prompt, then the mean."),
+add_exercise(
+    "wins", _some_scores, _wins,
+    lambda b, a: statistics.fmean((y > x) + 0.5 * (x == y) for x, y in zip(b.values(), a.values())),
+    lambda b, a: statistics.fmean(float(a[p] > b[p]) for p in b),
+    lambda b, a: statistics.fmean(float(a[p] >= b[p]) for p in b),
 )  # fmt: skip
-EXERCISES["leash"] = Exercise(
-    1, "the score minus `kl_coef` times how much likelier the policy finds the answer than the reference, in nats",
-    _logp_pairs, lambda score, logp, ref_logp, kl_coef: score - kl_coef * (logp - ref_logp),
-    {
-        "The sign is wrong: you pay the policy for drift.": lambda s, p, r, k: s + k * (p - r),
-        "You forgot the price.": lambda s, p, r, k: s - (p - r),
-        "You take the ratio's size, |log ratio|. Then answers that became rarer cost as well, and the mean is no KL.":
-            lambda s, p, r, k: s - k * abs(p - r),
-    },
-    ("Drift is `logp - ref_logp`.", "More drift must lower the reward."),
+add_exercise(
+    "leash", _logp_pairs, lambda score, logp, ref_logp, kl_coef: score - kl_coef * (logp - ref_logp),
+    lambda s, p, r, k: s + k * (p - r),
+    lambda s, p, r, k: s - (p - r),
+    lambda s, p, r, k: s - k * abs(p - r),
 )  # fmt: skip
 
 # %% ../../nbs/learn/exercises.ipynb #c6563f49
@@ -197,39 +195,21 @@ def _order_effect(rows: list[tuple[str, str, str]], rater: str) -> float:
     return share("x") - share("y")
 
 
-EXERCISES["kappa"] = Exercise(
-    3, "Cohen's kappa of two lists of labels 0 and 1; NaN where chance alone would agree always", _two_raters, _kappa,
-    {
-        "That is plain agreement. Two raters who both say 1 nine times of ten agree in 82 % by luck.":
-            lambda a, b: statistics.fmean(x == y for x, y in zip(a, b)),
-        "You take one half for luck. It depends on how often each rater says 1.":
-            lambda a, b: 2 * statistics.fmean(x == y for x, y in zip(a, b)) - 1,
-        "Where luck is 1 there is nothing to divide by: the answer is NaN, not 1 or 0.":
-            lambda a, b: 1.0 if math.isnan(_kappa(a, b)) else _kappa(a, b),
-    },
-    ("(seen − luck) / (1 − luck).", "luck = p·q + (1 − p)(1 − q), with p and q the shares of ones."),
+add_exercise(
+    "kappa", _two_raters, _kappa,
+    lambda a, b: statistics.fmean(x == y for x, y in zip(a, b)),
+    lambda a, b: 2 * statistics.fmean(x == y for x, y in zip(a, b)) - 1,
+    lambda a, b: 1.0 if math.isnan(_kappa(a, b)) else _kappa(a, b),
 )  # fmt: skip
-EXERCISES["majority"] = Exercise(
-    3, 'for each list of votes ("a", "b" or "tie") the side that has more, else "tie"', _ballots, _majority,
-    {
-        'You let "a" win when both sides have equally many votes. The pair\'s order would then decide.':
-            lambda v: ["a" if x.count("a") >= x.count("b") else "b" for x in v],
-        'You ask for more than half of all votes. "tie" votes then beat both sides.':
-            lambda v: ["a" if x.count("a") > len(x) / 2 else "b" if x.count("b") > len(x) / 2 else "tie" for x in v],
-    },
-    ("Count both sides. Three cases.", 'Votes for "tie" take no side.'),
+add_exercise(
+    "majority", _ballots, _majority,
+    lambda v: ["a" if x.count("a") >= x.count("b") else "b" for x in v],
+    lambda v: ["a" if x.count("a") > len(x) / 2 else "b" if x.count("b") > len(x) / 2 else "tie" for x in v],
 )  # fmt: skip
-EXERCISES["lazy_rater"] = Exercise(
-    3, "the rater who chooses by position: rows are (rater, first answer, chosen answer)", _orders,
-    lambda rows: max("ABC", key=lambda r: _order_effect(rows, r)),
-    {
-        "You look for who chooses x most often. x is the better answer here: honest raters choose it.":
-            lambda rows: max("ABC", key=lambda r: sum(c == "x" for q, _, c in rows if q == r)),
-        "That is the rater who follows the order least.":
-            lambda rows: min("ABC", key=lambda r: _order_effect(rows, r)),
-    },
-    ("For one rater: how often is x chosen when it comes first, and when it comes second?",
-     "The difference of these two shares is the order effect. Whose is largest?"),
+add_exercise(
+    "lazy_rater", _orders, lambda rows: max("ABC", key=lambda r: _order_effect(rows, r)),
+    lambda rows: max("ABC", key=lambda r: sum(c == "x" for q, _, c in rows if q == r)),
+    lambda rows: min("ABC", key=lambda r: _order_effect(rows, r)),
 )  # fmt: skip
 
 # %% ../../nbs/learn/exercises.ipynb #a0e1dc2c
@@ -279,40 +259,22 @@ def _told(differences: list[float]) -> str:
     return "rose" if found.low > 0 else "fell" if found.high < 0 else "can't tell"
 
 
-EXERCISES["best_of"] = Exercise(
-    5, "mean gold of the proxy's favourite of n answers, over all sets of n different answers of the m that you have",
-    _scored, _best_of,
-    {
-        "You choose by gold. The proxy chooses; gold only judges.": lambda p, g, n: _best_of(g, g, n),
-        "You take the first n answers: that is one set. There are `comb(m, n)`, and using all takes out the luck.":
-            lambda p, g, n: g[p.index(max(p[:n]))],
-        "You draw with replacement. The same answer twice is no second chance: n = m must give the favourite.":
-            _with_replacement,
-    },
-    ("Sort by proxy. The i-th (from 0) is the favourite of how many sets of n?",
-     "The other n − 1 come from the i below it: `math.comb(i, n - 1)` sets of `math.comb(m, n)`."),
+add_exercise(
+    "best_of", _scored, _best_of,
+    lambda p, g, n: _best_of(g, g, n),
+    lambda p, g, n: g[p.index(max(p[:n]))],
+    _with_replacement,
 )  # fmt: skip
-EXERCISES["can_tell"] = Exercise(
-    5, '"rose", "fell" or "can\'t tell": does the 95 % t-interval of the mean difference leave out 0?', _falls, _told,
-    {
-        "You go by the sign of the mean. Half of all runs without any effect would be findings.":
-            lambda d: "rose" if statistics.fmean(d) > 0 else "fell",
-        "You compare with the standard deviation of single differences. The mean of 12 is √12 times surer.":
-            lambda d: "rose" if statistics.fmean(d) > 2.2 * statistics.stdev(d)
-            else "fell" if statistics.fmean(d) < -2.2 * statistics.stdev(d) else "can't tell",
-    },
-    ("The standard error is stdev / √n.", "For 12 values, the interval reaches 2.201 of them to each side."),
+add_exercise(
+    "can_tell", _falls, _told,
+    lambda d: "rose" if statistics.fmean(d) > 0 else "fell",
+    lambda d: "rose" if statistics.fmean(d) > 2.2 * statistics.stdev(d)
+    else "fell" if statistics.fmean(d) < -2.2 * statistics.stdev(d) else "can't tell",
 )  # fmt: skip
-EXERCISES["error_bar"] = Exercise(
-    5, "the standard error of mean gold, from a table with a row of answers' gold for each prompt",
-    _tables, lambda table: _error([statistics.fmean(row) for row in table]),
-    {
-        "You count every answer as independent. Answers to one prompt are alike: the prompts are what was drawn.":
-            lambda table: _error([x for row in table for x in row]),
-        "That is the standard deviation of the prompts' means. Divide by the root of how many there are.":
-            lambda table: statistics.stdev([statistics.fmean(row) for row in table]),
-    },
-    ("What was drawn independently: prompts or answers?", "First each row's mean. Then stdev / √prompts."),
+add_exercise(
+    "error_bar", _tables, lambda table: _error([statistics.fmean(row) for row in table]),
+    lambda table: _error([x for row in table for x in row]),
+    lambda table: statistics.stdev([statistics.fmean(row) for row in table]),
 )  # fmt: skip
 
 # %% ../../nbs/learn/exercises.ipynb #1162d83f
@@ -344,46 +306,24 @@ def _surrogate(logps: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
     return -(advantages * logps.where(mask, 0.0).sum(1)).mean()
 
 
-EXERCISES["softmax_gradient"] = Exercise(
-    7, "the exact gradient of the expected reward Σ p·r with respect to the logits of the softmax p", _softmaxes,
-    lambda p, r: p * (r - (p * r).sum()),
-    {
-        "That is right if one probability could move alone. In a softmax the others pay: subtract the mean.":
-            lambda p, r: p * r,
-        "That is the gradient for the probabilities. The logits' goes through the softmax: times p, mean subtracted.":
-            lambda p, r: r,
-        "The sign is a loss's. The gradient of the reward points uphill.": lambda p, r: -p * (r - (p * r).sum()),
-        "You subtract the plain mean of the rewards. The mean under p is meant.": lambda p, r: p * (r - r.mean()),
-    },
-    ("∂p_i/∂z_j = p_i(1[i=j] − p_j).", "Sum r_i ∂p_i/∂z_j over i. What is left is p_j times a difference."),
+add_exercise(
+    "softmax_gradient", _softmaxes, lambda p, r: p * (r - (p * r).sum()),
+    lambda p, r: p * r,
+    lambda p, r: r,
+    lambda p, r: -p * (r - (p * r).sum()),
+    lambda p, r: p * (r - r.mean()),
 )  # fmt: skip
-EXERCISES["rloo"] = Exercise(
-    7, "for the scores of one prompt's answers: each score minus the mean of the *others*", _groups,
-    lambda scores: (torch.tensor(scores) - rloo_baseline(torch.tensor(scores), len(scores))).tolist(),
-    {
-        "Your baseline holds the answer's own score. That shrinks every gradient by (n − 1)/n: by half for n = 2.":
-            lambda s: [x - statistics.fmean(s) for x in s],
-        "You return the baseline. Subtract it from the score.":
-            lambda s: [(sum(s) - x) / (len(s) - 1) for x in s],
-        "You divide by the standard deviation as well. GRPO does; it is then no gradient of the mean reward.":
-            lambda s: [(x - statistics.fmean(s)) / (statistics.pstdev(s) + 1e-9) for x in s],
-        "The sign is wrong: the better an answer, the lower your advantage.":
-            lambda s: [(sum(s) - x) / (len(s) - 1) - x for x in s],
-    },
-    ("The sum of the others is `sum(scores) - s`.", "There are `len(scores) - 1` others."),
+add_exercise(
+    "rloo", _groups, lambda scores: (torch.tensor(scores) - rloo_baseline(torch.tensor(scores), len(scores))).tolist(),
+    lambda s: [x - statistics.fmean(s) for x in s],
+    lambda s: [(sum(s) - x) / (len(s) - 1) for x in s],
+    lambda s: [(x - statistics.fmean(s)) / (statistics.pstdev(s) + 1e-9) for x in s],
+    lambda s: [(sum(s) - x) / (len(s) - 1) - x for x in s],
 )  # fmt: skip
-EXERCISES["reinforce_loss"] = Exercise(
-    7, "the loss of the policy gradient, from log-probs [B, C], a mask of real tokens, advantages [B]", _batches,
-    _surrogate,
-    {
-        "You average over an answer's tokens. An answer's log-prob is the *sum*; averaged, long answers learn less.":
-            lambda x, m, a: -(a * x.where(m, 0.0).sum(1) / m.sum(1)).mean(),
-        "You count the pads. Their log-probs are garbage, and they get the answer's advantage.":
-            lambda x, m, a: -(a * x.sum(1)).mean(),
-        "The sign is wrong: an optimizer makes a loss small, so this unlearns what was good.":
-            lambda x, m, a: (a * x.where(m, 0.0).sum(1)).mean(),
-        "You sum over answers. The step would grow with the batch.":
-            lambda x, m, a: -(a * x.where(m, 0.0).sum(1)).sum(),
-    },
-    ("What does the mask leave out?", "log π(answer) = Σ log π(token). Times the advantage, minus, mean."),
+add_exercise(
+    "reinforce_loss", _batches, _surrogate,
+    lambda x, m, a: -(a * x.where(m, 0.0).sum(1) / m.sum(1)).mean(),
+    lambda x, m, a: -(a * x.sum(1)).mean(),
+    lambda x, m, a: (a * x.where(m, 0.0).sum(1)).mean(),
+    lambda x, m, a: -(a * x.where(m, 0.0).sum(1)).sum(),
 )  # fmt: skip

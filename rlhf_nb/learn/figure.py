@@ -60,8 +60,8 @@ class Figure:
         if self.buttons:
             name = f"name=f{zlib.crc32(self.title.encode()):x}"  # the same in every process
             each = "".join(
-                f'<label style="margin-right:1em">{self._input("radio", i, name + " checked" * (i == self.start))} '
-                f"{escape(label)}</label>"
+                f'<label style="margin-right:1em;display:inline-block">'
+                f"{self._input('radio', i, name + ' checked' * (i == self.start))} {escape(label)}</label>"
                 for i, label in enumerate(self.labels)
             )
             return f'<div role="radiogroup" aria-label="{escape(self.control)}">{each}</div><span hidden>{say}</span>'

@@ -379,20 +379,21 @@ def sum_logps(pair: PairLogps) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     return wide(pair.chosen), wide(pair.rejected)
 
 
-def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0) -> Float[Tensor, "B"]:
+def simpo(pair: PairLogps, *, beta: float, gamma: float = 1.0, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
     """−log σ(β · (log-prob per token, chosen − rejected) − γ): no reference, lengths evened out, a margin to reach.
 
     Args:
         pair: log-probs; a reference is ignored.
         beta: > 0, 2 to 10: per-token differences are small.
         gamma: ≥ 0, the margin in units of reward; γ/β = 0.5 is a good start.
+        label_smoothing: in [0, 0.5), as in `dpo`; ours, the paper has none.
 
     Returns:
         [B], loss of every pair.
 
     Source: Meng et al., arXiv 2405.14734, eq. 6.
     """
-    return -F.logsigmoid(beta * _gap(mean_logps(pair)) - gamma)
+    return logistic(beta * _gap(mean_logps(pair)) - gamma, label_smoothing)
 
 # %% ../../nbs/losses/preference.ipynb #cc77f09b
 def cpo(pair: PairLogps, *, beta: float, label_smoothing: float = 0.0) -> Float[Tensor, "B"]:
@@ -613,7 +614,7 @@ def find_loss(name: str) -> Entry:
 class PairOptions:
     """Hyper-parameters beyond beta. None: every formula's own default. Each goes to the losses that know it."""
 
-    label_smoothing: float | None = None  # sigmoid, robust, exo_pair, cpo, aot, aot_unpaired: share of wrong labels
+    label_smoothing: float | None = None  # sigmoid, robust, exo_pair, simpo, cpo, aot, aot_unpaired: of wrong labels
     divergence: str | None = None  # sigmoid, robust, hinge, ipo, sigmoid_norm, discopop, exo_pair: see log_ratios
     alpha: float | None = None  # of "alpha_divergence"; of alphapo
     average: bool | None = None  # ipo: per token

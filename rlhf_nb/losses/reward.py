@@ -60,7 +60,7 @@ def logistic(difference: Float[Tensor, "B"], label_smoothing: float = 0.0) -> Fl
 def bradley_terry(
     chosen: Float[Tensor, "B"],
     rejected: Float[Tensor, "B"],
-    margin: Float[Tensor, "B"] | None = None,
+    margin: Float[Tensor, "B"] | float | None = None,
     label_smoothing: float = 0.0,
 ) -> LossSum:
     """−log σ(chosen − rejected − margin): how surprised the scores are at a person's choice.
@@ -68,7 +68,7 @@ def bradley_terry(
     Args:
         chosen: [B], score of the preferred completion.
         rejected: [B], score of the other one.
-        margin: [B] or None, ≥ 0: by how much the preferred one should win; for graded preferences.
+        margin: [B], one number for all, or None, ≥ 0: by how much the preferred one should win; for graded preferences.
         label_smoothing: in [0, 0.5): how often the label is believed to be wrong. Above 0, the best difference of
             scores is
             finite: margin + log((1 − ε) / ε).
@@ -83,7 +83,7 @@ def bradley_terry(
 
     Source: Ouyang et al., arXiv 2203.02155, eq. 1; margin: Touvron et al., arXiv 2307.09288, eq. 2.
     """
-    check_pairs(chosen=chosen, rejected=rejected, margin=margin)
+    check_pairs(chosen=chosen, rejected=rejected, margin=margin if isinstance(margin, Tensor) else None)
     chosen, rejected = wide(chosen), wide(rejected)
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     losses = logistic(difference, label_smoothing)

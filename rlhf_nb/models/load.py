@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['STARTS', 'ensure_pad', 'other_token', 'load_tokenizer', 'dropout_rates', 'disable_dropout', 'weights_dtype',
-           'check_window', 'resize_embeddings', 'check_loaded', 'load_causal_lm', 'load_model', 'set_special_tokens',
-           'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept', 'using_adapter',
-           'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights', 'check_whole',
-           'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named', 'pretrained',
-           'quiet']
+           'check_window', 'resize_embeddings', 'quantization_of', 'check_loaded', 'load_causal_lm', 'load_model',
+           'set_special_tokens', 'lora_layers', 'saved_wholes', 'moves_base', 'adapter_names', 'adapters_kept',
+           'using_adapter', 'merged_weights', 'staged', 'probe_ids', 'compare_outputs', 'save_model', 'save_weights',
+           'check_whole', 'as_plain_lora', 'save_adapter', 'base_of_adapter', 'find_model', 'load_or_explain', 'named',
+           'pretrained', 'quiet']
 
 # %% ../../nbs/models/load.ipynb #0dea51d7
 _PADS = ["<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|pad_id|>"]
@@ -276,8 +276,16 @@ def resize_embeddings(model: Any, rows: int) -> int:
     return rows - old
 
 # %% ../../nbs/models/load.ipynb #818abe67
-def _quantization(cfg: ModelConfig, precision: Precision) -> Any:
-    """The 4-bit settings of QLoRA; bitsandbytes is looked for only here."""
+def quantization_of(cfg: ModelConfig, precision: Precision) -> Any:
+    """The 4-bit settings of QLoRA; bitsandbytes is looked for only here.
+
+    Args:
+        cfg: of a model whose adapter asks for it.
+        precision: device and format.
+
+    Raises:
+        ModelError: the package is missing, or the device is no GPU.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             "lora.quantize_4bit=true needs the package bitsandbytes, which is not installed. `pip install "
@@ -388,7 +396,7 @@ def _load_plain(where: str, cfg: ModelConfig, precision: Precision, dtype: torch
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": cfg.attn_implementation, "use_safetensors": True}
     options |= {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code, "output_loading_info": True}
     if cfg.lora is not None and cfg.lora.quantize_4bit:
-        options |= {"quantization_config": _quantization(cfg, precision), "device_map": {"": precision.device}}
+        options |= {"quantization_config": quantization_of(cfg, precision), "device_map": {"": precision.device}}
     model, info = pretrained(AutoModelForCausalLM, where, **options)
     check_loaded(model, where, info)
     return model

@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # the pipeline asks the registry, whose errors are told insid
     from rlhf_nb.pipeline.stages import PipelineConfig, RLHFPipeline
 
 # %% auto #0
-__all__ = ['CycleConfig', 'Turn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle', 'history_lines']
+__all__ = ['CycleConfig', 'CycleTurn', 'deal', 'check_settings', 'learn', 'judge_canary', 'known_as', 'run_cycle',
+           'history_lines']
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340006
 class CycleConfig(StrictConfig):
@@ -76,7 +77,7 @@ class CycleConfig(StrictConfig):
     console: bool = option(True, "show progress")
 
 
-class Turn(NamedTuple):
+class CycleTurn(NamedTuple):
     """What one turn came to."""
 
     event: str  # promoted, canary, refused, rolled back, waits, nothing new
@@ -265,7 +266,7 @@ def known_as(versions: Versions, names: Sequence[str]) -> dict[str, str]:
     return {version_of(str(versions.path(n))): n for n in names}
 
 
-def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]) -> Turn:
+def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]) -> CycleTurn:
     """Promote the version on trial, drop it, or wait."""
     new, old = str(versions.canary), str(versions.current)
     names = known_as(versions, (old, new))
@@ -279,11 +280,11 @@ def _end_trial(config: CycleConfig, versions: Versions, said: Sequence[Feedback]
     verdict, reason = judge_canary(fresh, old, new, config.canary_votes, config.margin)
     if verdict == "better":
         promote_version(versions, new, reason)
-        return Turn("promoted", new, reason)
+        return CycleTurn("promoted", new, reason)
     if verdict == "worse":
         roll_back_version(versions, reason)
-        return Turn("rolled back", new, reason)
-    return Turn("waits", new, reason)
+        return CycleTurn("rolled back", new, reason)
+    return CycleTurn("waits", new, reason)
 
 # %% ../../nbs/pipeline/cycle.ipynb #f9340015
 def _prepared(
@@ -321,7 +322,7 @@ def _prepared(
     return out[0].rows, out[1].rows
 
 # %% ../../nbs/pipeline/cycle.ipynb #f93400b4
-def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, again: bool = False) -> Turn:
+def run_cycle(config: CycleConfig, say: Callable[[str], None] | None = None, again: bool = False) -> CycleTurn:
     """One turn of the circle.
 
     Args:
@@ -372,7 +373,7 @@ def _turn(
     said: Sequence[Feedback],
     say: Callable[[str], None],
     again: bool,
-) -> Turn:
+) -> CycleTurn:
     """Learn, and decide about what was learnt."""
     folder = _open_turn(versions)
     ready = read_json(folder / "rows.json")  # of a turn that was interrupted: its rows stay as they were
@@ -380,7 +381,7 @@ def _turn(
     votes = {v.id for v in votes_of(said)[0]}
     newest = max((x.time for x in said if x.id in votes), default=0.0)
     if newest <= seen and not again and not ready:
-        return Turn("nothing new", versions.current, "nobody has said anything to learn from since the last turn")
+        return CycleTurn("nothing new", versions.current, "nobody has said anything to learn from since the last turn")
     if ready.get("model") != versions.current:
         if ready:
             say(f"{folder} was begun with {ready.get('model')}, and {versions.current} is current now: it begins anew.")
@@ -405,7 +406,7 @@ def _open_turn(versions: Versions) -> Path:
     return versions.folder / "cycles" / str(len(list(versions.folder.glob("cycles/*/cycle.json"))) + 1)
 
 
-def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | None, reason: str) -> Turn:
+def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | None, reason: str) -> CycleTurn:
     """The end of a turn; after a kill, it does what is missing."""
     newest = read_json(folder / "rows.json")["newest"]
     events = [e["type"] for e in versions.history() if (e["version"] == made or e.get("turn") == folder.name)]
@@ -417,7 +418,7 @@ def _decide(config: CycleConfig, versions: Versions, folder: Path, made: str | N
         start_canary(versions, str(made), config.canary, reason)
     elif known is None:
         promote_version(versions, str(made), reason)
-    turn = Turn(event, made or versions.current, reason)
+    turn = CycleTurn(event, made or versions.current, reason)
     write_json(folder / "cycle.json", {"time": round(time.time(), 3), "newest": newest, **turn._asdict()})
     return turn
 

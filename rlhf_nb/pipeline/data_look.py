@@ -515,9 +515,9 @@ def _lengths(look: FileLook, data: DataConfig, tokenizer: Any, say: Any) -> None
             "ones."
         )
         return
-    report: LengthReport = length_report(
-        tokens, None if look.kind == "prompt" else data.max_length, data.max_prompt_length, warn=False
-    )
+    asked = look.kind == "prompt"
+    whole, first = None if asked else data.max_length, data.prompt_limit if asked else data.max_prompt_length
+    report: LengthReport = length_report(tokens, whole, first, warn=False)
     say(
         "\n"
         + report.text()

@@ -3,11 +3,14 @@
 # %% ../../nbs/pipeline/doctor.ipynb #d99f9cca
 from __future__ import annotations
 
+import importlib.util
+import math
 import os
 import shutil
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -18,15 +21,16 @@ import torch
 
 from ..scale.cost import estimate
 from .stages import PipelineConfig, RLHFPipeline, make_base
+from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
 from ..core import DataError, Precision, RlhfError, decide_precision, printable, probe_gpu, read_interval
-from ..data.formats import DataWarning
+from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
     LengthReport, deduplicate, length_report,
 )  # fmt: skip
 from ..data.worlds import RowKind, made_rows, model_world
-from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained
+from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained, quantization_of
 from ..fast.support import fast_families
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
@@ -35,6 +39,7 @@ from ..train.entries import check_entries
 from ..train.method import tokenize_rows
 from ..train.online import OnlineConfig, rewarded
 from ..train.registry import of
+from ..train.stage import with_proxy
 from ..data.rows import in_kind, parts_of, place_of, raw_rows, reading_of
 from ..data.worlds import Row
 from ..models.policy import dropout_left_out
@@ -42,8 +47,9 @@ from ..models.policy import dropout_left_out
 # %% auto #0
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
-           'free_bytes', 'check_memory', 'check_cost', 'cost_here', 'usual_lengths', 'check_saving', 'StageStart',
-           'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
+           'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'usual_lengths',
+           'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'StageStart', 'load_start', 'some_rows',
+           'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -138,15 +144,17 @@ def plain_rows(chat: bool) -> Finding:
 def _as_in_training(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind) -> tuple[list[Row], LengthReport, int]:
     """Rows as training would tokenize them, the report on their lengths, and the longest sequence the limits allow."""
     data, new = config.data, config.sampling.max_new_tokens if kind == "prompt" else 0
-    limits: tuple[int | None, int] = (None if kind == "prompt" else data.max_length, data.max_prompt_length)
+    asked = kind == "prompt"
+    longest: int | None = None if asked else data.max_length
+    first = data.prompt_limit if asked else data.max_prompt_length
     steps = {"rule": config.boundary.rule} if kind == "stepwise" else {}
     tokens = tokenize_rows(kind, rows, tokenizer, data, **steps)
     if not tokens:
         raise DataError(
             f"All {len(rows)} rows would be dropped (empty, or cut to nothing), so there is nothing to learn from."
         )
-    report = length_report(tokens, *limits, warn=False)
-    return tokens, report, min(limits[0] or limits[1], report.total[100]) + new
+    report = length_report(tokens, longest, first, warn=False)
+    return tokens, report, min(longest or data.prompt_limit, report.total[100]) + new
 
 # %% ../../nbs/pipeline/doctor.ipynb #20999cd4
 def check_data(rows: list[Row], tokenizer: Any, config: Any, kind: RowKind, window: int | None) -> list[Finding]:
@@ -360,13 +368,90 @@ def check_cost(config: Any, start: StageStart, rows: list[Row], precision: Preci
     ]
 
 
+_SLOW = 64_000_000  # parameters: from here on a CPU's step takes long enough to draw fewer answers for it
+_FEWER = {"rollout_batch_size": 32, "mini_batch_size": 32}  # answers
+_LIGHTER: tuple[tuple[str, Any], ...] = (  # what needs less memory, the least harm first
+    ("token_budget", 1024), ("recompute", True), ("model.lora", {"r": 16}),
+)  # fmt: skip
+
+
+def _unsaid(config: Any, key: str) -> bool:
+    """Whether a setting exists and was left to its default."""
+    *groups, last = key.split(".")
+    part = config
+    for name in groups:
+        part = getattr(part, name)
+    return bool(config.has(key)) and last not in part.model_fields_set
+
+
+def _with(config: Any, key: str, value: Any) -> Any:
+    """A config with another value of a dotted key."""
+    group, _, last = key.rpartition(".")
+    return config.replace(**({group: {last: value}} if group else {key: value}))
+
+
+def for_this_machine(config: Any) -> tuple[Any, str]:
+    """A config whose sizes fit this machine, as far as nothing was said of them, and what was chosen, for people.
+
+    On a CPU a large model draws 32 answers a step. Where the memory that is free would not do, smaller forward passes,
+    activations computed twice and adapters come in this order, until it does. A run that was begun keeps its sizes.
+
+    Args:
+        config: of a training run; returned as it is where its model isn't here, or is one of a world.
+    """
+    name, made, chosen = config.model.name_or_path, config, dict[str, Any]()
+    if not name or model_world(name):
+        return config, ""
+    if begun := RunDir(config.output_dir).config():
+        flat = {**begun, "model.lora": begun.get("model", {}).get("lora")}
+        kept = {k: flat[k] for k in (*_FEWER, *dict(_LIGHTER)) if k in flat and _unsaid(config, k)}
+        lora = {"model": {"lora": kept.pop("model.lora")}} if "model.lora" in kept else {}
+        return config.replace(**kept, **lora), ""
+    try:
+        found = load_start(config.model).model_config
+        precision = decide_precision(config.device, config.precision, parameters=decoder_shape(found).total)
+    except RlhfError:
+        return config, ""
+    if of(config).online and precision.device.type == "cpu" and decoder_shape(found).total > _SLOW:
+        if all(_unsaid(config, key) for key in _FEWER) and not 32 % config.num_generations:
+            chosen, made = dict(_FEWER), config.replace(**_FEWER)
+    free = free_bytes(precision.device)
+    for key, value in _LIGHTER:
+        if free is None or estimate_memory(found, made, precision).peak <= 0.9 * free:
+            break
+        if _unsaid(config, key):
+            chosen[key], made = value, _with(made, key, value)
+    words = " ".join(f"{k}.r={v['r']}" if isinstance(v, dict) else f"{k}={str(v).lower()}" for k, v in chosen.items())
+    here = f"{precision.device.type}{'' if free is None else f', {free / 1e9:.1f} GB free'}"
+    return made, f"nothing was said of some sizes, so they are as this machine ({here}) bears them: {words}" * bool(
+        words
+    )
+
+
+def completed(kind: str, config: Any, toy: bool) -> Any:
+    """The config of a command that trains: what was not said is found in the world (`--toy`) and on this machine.
+
+    Args:
+        kind: a method, or "run" for a pipeline, whose config stays as it is.
+        config: of it.
+        toy: a missing reward is the world's proxy.
+    """
+    config = with_proxy(kind, config, toy)
+    config, chosen = for_this_machine(config) if isinstance(config, TrainConfig) else (config, "")
+    if chosen:
+        tell(f"Note: {chosen}. The run's config.yaml has them.")
+    return config
+
+
 def cost_here(config: Any) -> list[str]:
     """What a step would cost on this machine, in lines; none where that isn't known (see `estimate`).
 
     Args:
-        config: of a training run; without data, rows count as long as they may be.
+        config: of a training run; without data, rows count as long as they may be. What isn't said in it is chosen
+            for this machine.
     """
     precision = decide_precision(config.device, config.precision)
+    config, chosen = for_this_machine(config)
     try:
         start = load_start(config.model)
         size = decoder_shape(start.model_config).total
@@ -376,7 +461,10 @@ def cost_here(config: Any) -> list[str]:
         found = check_cost(config, start, rows, precision)
     except RlhfError:  # no such model or data on this machine: planned for another one
         return []
-    return [line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())]
+    said = [f"{chosen[0].upper()}{chosen[1:]}."] if chosen and found else []
+    return said + [
+        line for f in found for line in (f"On this machine ({precision.device}): {f.what}.", *f.fix.splitlines())
+    ]
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:
@@ -406,6 +494,110 @@ def check_saving(config: TrainConfig) -> list[Finding]:
         return []
     lost = "everything until its end" if seconds is None else f"{seconds / 60:.0f} minutes of work"
     return [Finding("warning", f"a kill could cost this run {lost}", why, fix)]
+
+# %% ../../nbs/pipeline/doctor.ipynb #d15ea5e1
+def check_loading(config: Any, precision: Precision) -> list[Finding]:
+    """What loading the model would refuse, or leave aside in silence: 4 bits and other kernels of attention.
+
+    Args:
+        config: of a method.
+        precision: device and format.
+    """
+    model, out = config.model, list[Finding]()
+    bits, kernel = model.lora is not None and model.lora.quantize_4bit, model.attn_implementation
+    if model_world(model.name_or_path):
+        left = [f"model.lora.quantize_4bit={bits}".lower()] * bits + [f"model.attn_implementation={kernel}"] * (
+            kernel != "sdpa"
+        )
+        why = "this model is made here, in fp32 and with torch's own attention"
+        return [Finding("warning", f"{' and '.join(left)} has no effect", why, "leave it out")] if left else []
+    if bits:
+        with _found(out, "training can't start"):
+            quantization_of(model, precision)
+    if kernel == "flash_attention_2" and (
+        precision.device.type != "cuda" or not importlib.util.find_spec("flash_attn")
+    ):
+        what = f"{kernel} needs a GPU and the package flash-attn; here it is {precision.device.type}"
+        out.append(Finding("error", what, "training can't start", "model.attn_implementation=sdpa"))
+    return out
+
+
+def check_prices(config: Any) -> list[Finding]:
+    """Settings that switch a part of the method off: a critic that learns nothing, a learnt reward without a price.
+
+    Args:
+        config: of a method that learns from its own answers.
+    """
+    out = []
+    if getattr(config, "vf_coef", 1.0) == 0 and config.critic != "hydra":
+        why = "the critic learns nothing, so advantages are its first guesses"
+        out.append(Finding("warning", "vf_coef is 0", why, "vf_coef=0.1, the default, or grpo, which needs no critic"))
+    learnt = [e for e in config.rewards if (e.model or e.classifier or e.process or e.url) and e.weight]
+    if (
+        config.has("kl_coef")
+        and config.kl_coef == 0
+        and (learnt or config.reward not in (None, "check", "gold", "proxy"))
+    ):
+        why = (
+            "a reward that was learnt is right near its data only: without a price of drift its mistakes are maximised"
+        )
+        fix = "kl_coef=0.05, and look at answers; watch=[...] with another judge shows when the two part"
+        out.append(Finding("warning", "kl_coef is 0 with a learnt reward", why, fix))
+    return out
+
+
+_FEW = 500  # pairs; fewer say little
+_DECIDES = 0.9  # of judgements that something outside of the answers tells
+
+
+def check_judgements(rows: list[Row], kind: RowKind) -> list[Finding]:
+    """Whether pairs or thumbs are many, and whether a length or a source alone would tell them.
+
+    Args:
+        rows: normal rows, other columns included.
+        kind: of the rows.
+    """
+    if kind not in ("preference", "unpaired"):
+        return []
+    out = []
+    if kind == "preference" and len(rows) < _FEW:
+        why = f"an accuracy on a fifth of them is uncertain by ±{1.96 * math.sqrt(0.25 / max(1, len(rows) / 5)):.0%}"
+        out.append(Finding("warning", f"{len(rows)} pairs are few", why, f"about {_FEW} or more, or begin with sft"))
+    for what, told in _tellers(rows, kind).items():
+        right = max(told.count(True), told.count(False)) / max(1, len(told))
+        if len(told) >= 50 and right >= _DECIDES:
+            why = f"it tells {right:.0%} of {len(told)} judgements, so that is what will be learnt, not what is good"
+            fix = "mix in pairs in which it is the other way round; dpo: loss=simpo evens lengths out" * (
+                what == "the length"
+            )
+            out.append(Finding("warning", f"{what} decides", why, fix or "take answers of one source for both sides"))
+    return out
+
+
+def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
+    """By what may tell a judgement: of each row whether it says "better"; rows where it says nothing are left out."""
+    if kind == "preference":
+        sizes = [(len(prompt_text(r["chosen"])), len(prompt_text(r["rejected"]))) for r in rows]
+        out = {"the length": [a > b for a, b in sizes if a != b]}
+        for name in {n.removeprefix("chosen_") for r in rows[:1] for n in r if f"rejected_{n[7:]}" in r}:
+            both = [(str(r.get(f"chosen_{name}")), str(r.get(f"rejected_{name}"))) for r in rows]
+            counts = Counter(side for pair in both for side in pair).most_common(20)
+            if isinstance(rows[0].get(f"chosen_{name}"), str) and len(counts) < 20:
+                for value, _ in counts:
+                    out[f"chosen or rejected_{name} = {value!r}"] = [
+                        a == value for a, b in both if (a == value) != (b == value)
+                    ]
+        return out
+    middle = statistics.median(len(prompt_text(r["completion"])) for r in rows)
+    out = {"the length": [(len(prompt_text(r["completion"])) > middle) == r["label"] for r in rows]}
+    for name in (n for n, v in rows[0].items() if isinstance(v, str) and n not in ("prompt", "completion")):
+        votes: dict[str, list[bool]] = {}
+        for r in rows:
+            votes.setdefault(str(r.get(name)), []).append(bool(r["label"]))
+        apart = {v: sum(x) / len(x) for v, x in votes.items()}
+        if 1 < len(votes) <= 20 and max(apart.values()) - min(apart.values()) > 0.5:
+            out[f"the column {name}"] = [(apart[str(r.get(name))] > 0.5) == bool(r["label"]) for r in rows]
+    return out
 
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
 _ROWS = 2000  # looked at
@@ -511,9 +703,11 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
+                out += check_judgements(rows, method.rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])
+        out += check_loading(config, precision)
         if start is not None:
             need = estimate_memory(start.model_config, config, precision)
             out += check_memory(need, free_bytes(precision.device))
@@ -521,7 +715,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
                 out += check_cost(config, start, rows, precision)
     out += check_saving(config)
     if method.online:
-        out += check_sampling(config)
+        out += check_sampling(config) + check_prices(config)
         with _found(out, "there is nothing to maximise"):
             for key, entries in (
                 ("rewards", config.rewards),

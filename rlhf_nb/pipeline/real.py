@@ -79,7 +79,7 @@ def ask(trainer: GRPOTrainer, questions: int = QUESTIONS) -> PolicyEval:
     """
     method, config = trainer.method, trainer.method.config
     rows = tokenize_prompts(
-        demo_world(config).prompts(questions, 0), method.tokenizer, config.data.max_prompt_length, warn=False
+        demo_world(config).prompts(questions, 0), method.tokenizer, config.data.prompt_limit, warn=False
     )
     prompts = collate_prompts(rows, method.tokenizer.pad_token_id).to(trainer.engine.device)
     with trainer.engine.inference(), method.policy_adapter():

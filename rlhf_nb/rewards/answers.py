@@ -188,7 +188,7 @@ def _boxes(text: str) -> list[_Mark]:
 
 
 def _line(text: str, begin: int) -> tuple[int, int]:
-    """The rest of a line; where nothing stands in it, the next line in which something does (up to six further)."""
+    """The rest of a line; where it is empty, the next line that isn't (up to six further)."""
     at = begin
     for _ in range(7):
         end = text.find("\n", at)
@@ -249,7 +249,7 @@ def final_answer(text: str) -> str | None:
     """What a text marks as its answer: the last of `<answer>…</answer>`, `\\boxed{…}`, `#### …`, "the answer is …".
 
     Args:
-        text: a completion; what stands before `</think>` doesn't count.
+        text: a completion; what comes before `</think>` doesn't count.
 
     Returns:
         The marked part without its mark (up to four marks inside each other are opened); None where nothing is marked.
@@ -311,14 +311,14 @@ _GOES_ON = re.compile(  # what follows a number that is a part of something else
     rf"|\s*(?:,|;|and\b)\s*{_MONEY}?-?\d[\d.,/]*\s*(?:$|[.;)\]}}!]|,\s|and\b|or\b)",
     re.IGNORECASE,
 )
-_PART = re.compile(r"(?:\\sqrt|√|\\log|\\ln|\\pm|±|/|\d\s*[-+*/×·÷]|\d,)[\s{(]*[-+]?$")  # what stands before one
+_PART = re.compile(r"(?:\\sqrt|√|\\log|\\ln|\\pm|±|/|\d\s*[-+*/×·÷]|\d,)[\s{(]*[-+]?$")  # what comes before one
 _BESIDE = re.compile(r"\b(?:in|for|after|within|over|during|on|of|from|per|every|by|at|with|than)\s+$", re.IGNORECASE)
 _VULGAR = {c: unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
 class _Figure(NamedTuple):
-    """A number as it stands in a text."""
+    """A number of a text."""
 
     value: Fraction
     percent: bool  # with a sign for per cent

@@ -418,11 +418,12 @@ class Rewards:
             None  # of the last rollout: what is rewarded at steps, and where these end, [B, C]
         )
 
-    def __call__(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, rollout: Rollout, needed: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Score a rollout.
 
         Args:
             rollout: what the policy wrote.
+            needed: refuse a row on which no function has an opinion; False: parts are looked at alone.
 
         Returns:
             scores float[B], the weighted sum; parts {name: float[B]}, each function's own unweighted answers, NaN = no
@@ -453,7 +454,7 @@ class Rewards:
             counts = {"no_opinion": int((~has).sum()) - failed, "failed": failed}
             self.stats |= {f"rewards/{name}/{what}": float(x) for what, x in counts.items() if x}
         silent = (opinions == 0).nonzero().flatten().tolist()
-        if silent and self.on_error == "raise":
+        if silent and needed and self.on_error == "raise":
             row = silent[0]
             raise RewardError(
                 f"no reward function has an opinion on {len(silent)} of {n} completions (all returned None), so they "

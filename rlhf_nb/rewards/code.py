@@ -29,7 +29,7 @@ def extract_code(text: str) -> str:
     """The program in a completion: its last block fenced as Python, else its last fenced block, else all of it.
 
     Args:
-        text: a completion; what stands before `</think>` doesn't count. A block that is never closed goes to the end.
+        text: a completion; what comes before `</think>` doesn't count. A block that is never closed goes to the end.
     """
     text = after_thinking(text)
     blocks = _FENCED.findall(text)

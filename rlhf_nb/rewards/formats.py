@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..core import ConfigError, RewardError, check_choice
-from .answers import TextReward, after_thinking, completion_text
+from .answers import TextReward, after_thinking
 
 # %% auto #0
 __all__ = ['Matches', 'ThinkFormat', 'parse_json', 'JsonMatches', 'soft_overlong', 'near_target', 'repetition', 'Length',
@@ -76,7 +76,7 @@ def parse_json(text: str, whole: bool = False) -> Any:
     """The JSON value of a text.
 
     Args:
-        text: a completion; what stands before `</think>` doesn't count.
+        text: a completion; what comes before `</think>` doesn't count.
         whole: nothing but the value may be there. False: the first object or array in the text.
 
     Raises:

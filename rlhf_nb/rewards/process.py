@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..core import ConfigError, check_choice
-from ..data.steps import StepRule, step_ends
+from ..data.steps import step_ends
 from ..losses.process import AGGREGATES, StepAggregate, aggregate_steps, step_rewards
 from ..models.load import load_tokenizer
 from ..models.process import ProcessModel

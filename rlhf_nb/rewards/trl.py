@@ -17,7 +17,6 @@ _ONLY_THERE = {
     "trainer_state": "columns of the data, and step counts in a Callback",
     "log_extra": "a list of functions (each is logged under its name)",
     "log_metric": "a list of functions (each is logged under its name)",
-    "environments": "one function that does all it needs",
 }
 
 
@@ -61,7 +60,7 @@ def _is_trls(parameters: list[inspect.Parameter]) -> bool:
     if not by_place and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True  # f(**kwargs), f(*, completions, **kwargs)
     if "completions" not in names:
-        return by_place[:1] == ["completion_ids"]  # f(completion_ids, **kwargs), not f(p, c, completion_ids)
+        return by_place[:1] in (["completion_ids"], ["environments"])  # f(completion_ids, **kwargs), not f(p, c, ids)
     return "completion_ids" in names or by_place[1:2] != ["completions"]
 
 # %% ../../nbs/rewards/trl.ipynb #fadc6850

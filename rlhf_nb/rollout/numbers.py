@@ -26,13 +26,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def uniforms(seed: int, step: int, uid: Tensor, sample: Tensor, length: int) -> Tensor:
+def uniforms(
+    seed: int, step: int, uid: Tensor, sample: Tensor, length: int, start: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """One uniform number per (seed, step, prompt, sample, position): a function, not a stream.
 
     Args:
         seed, step: the run's seed and the rollout's number.
         uid: int64[B], the prompts' stable ids; sample: int64[B], which sample of that prompt.
         length: number of positions C.
+        start: int64[B], the first position of each; None: 0.
 
     Returns:
         float64[B, C] in [0, 1), multiples of 2^-52.
@@ -42,5 +45,6 @@ def uniforms(seed: int, step: int, uid: Tensor, sample: Tensor, length: int) -> 
     head = torch.tensor([seed, step], dtype=torch.int64, device=uid.device)
     key = _mix(_mix(_mix(head[0]) ^ head[1]) ^ uid.to(torch.int64))
     key = _mix(key ^ sample.to(torch.int64))
-    bits = _mix(key[:, None] + _GOLDEN * torch.arange(length, device=uid.device))
+    places = torch.arange(length, device=uid.device) + (0 if start is None else start[:, None])
+    bits = _mix(key[:, None] + _GOLDEN * places)
     return _shift(bits, 12).to(torch.float64) * 2.0**-52

@@ -40,6 +40,7 @@ class Requests(NamedTuple):
     rows: Tensor  # int64[B], which of the caller's rows these are
     uid: Tensor  # int64[B], the prompt's id
     sample: Tensor  # int64[B], which sample of that prompt
+    start: Tensor | None  # int64[B], the position of its first token; None: 0
 
 
 def earlier(prompts: PromptBatch) -> Tensor:
@@ -67,10 +68,11 @@ def plan_prompts(prompts: PromptBatch, num_samples: int) -> Requests:
     order = sorted(range(len(lens)), key=lambda i: (lens[i], same[i], i))
     counts = Counter(same[i] for i in order)  # in the order of their first rows
     row, sample = torch.tensor(order)[:, None], torch.arange(num_samples)
+    start = None if prompts.start is None else prompts.start.cpu()[order].repeat_interleave(num_samples)
     return Requests(
         [ids[i, ids.shape[1] - lens[i] :] for i in counts], [n * num_samples for n in counts.values()],
         (row * num_samples + sample).flatten(), prompts.uid.cpu()[order].repeat_interleave(num_samples),
-        (earlier(prompts)[row] * num_samples + sample).flatten(),
+        (earlier(prompts)[row] * num_samples + sample).flatten(), start,
     )  # fmt: skip
 
 # %% ../../nbs/rollout/sampler.ipynb #d2473623
@@ -330,11 +332,9 @@ def sample_tokens(
     device = bare.get_input_embeddings().weight.device  # type: ignore[operator]
     asked = plan_prompts(prompts.to(device), num_samples)
     choose = Chooser(sampling, torch.tensor(eos, dtype=torch.int64, device=device), greedy)
-    u = (
-        None
-        if greedy
-        else uniforms(seed, step, asked.uid.to(device), asked.sample.to(device), new + 1).t().contiguous()
-    )
+    start = None if asked.start is None else asked.start.to(device)
+    where: tuple[Any, ...] = (seed, step, asked.uid.to(device), asked.sample.to(device), new + 1, start)
+    u = None if greedy else uniforms(*where).t().contiguous()
     with eval_mode(model):
         reason = "sampler=generate was asked for" if sampling.sampler == "generate" else can_run(model, length)
         if reason is not None and sampling.sampler == "ours":

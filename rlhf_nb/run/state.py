@@ -341,7 +341,8 @@ def _begin(run: Any) -> None:
         seed_everything(seed if engine.is_main else derive_seed(seed, "rank", engine.rank))
     mixed = {"sources": run.source.described} if hasattr(run.source, "described") else {}
     run.event(
-        "start", checked=_check(run), method=run.method.name, total_steps=run.total_steps, world_size=engine.world_size,
+        "start", checked=_check(run), lr=run.config.optimizer.lr, method=run.method.name,
+        total_steps=run.total_steps, world_size=engine.world_size,
         precision=engine.precision.reason, format=FORMAT, controls=run.control.describe(), machine=machine_here(),
         **mixed,
     )  # fmt: skip

@@ -329,24 +329,6 @@ class _Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._ask("put", key, value)
 
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __len__(self) -> Any:
-        return self._ask("len")
-
-    def __bool__(self) -> Any:
-        return self._ask("bool")
-
-    def __str__(self) -> Any:
-        return self._ask("str")
-
-    def __repr__(self) -> Any:
-        return self._ask("repr")
-
     def __instancecheck__(self, x: Any) -> bool:
         return type(x) is _Remote and self._ask("is", x) is True
 
@@ -357,6 +339,10 @@ class _Remote:
 
     def __hash__(self) -> int:
         return hash(self._is)
+
+
+for _op in ("iter", "next", "len", "bool", "str", "repr"):
+    setattr(_Remote, f"__{_op}__", lambda self, op=_op: self._ask(op))
 
 # %% ../../nbs/sandbox/inside.ipynb #b255494a
 class _Asker:

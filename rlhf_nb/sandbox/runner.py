@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import IO, Any, NamedTuple
 
 from ..core import ConfigError
+from ..strict import table_of
 from . import inside
 from .inside import _judge, _program, receive, send, unpack
 from .verdict import translate_tests
@@ -43,7 +44,7 @@ def _limit(limits: dict[str, int]) -> None:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
         except (ValueError, OSError):
-            pass  # macOS has no limit on address space; seccomp, once it stands, refuses any further limit
+            pass  # macOS has no limit on address space; seccomp, once it is up, refuses any further limit
 
 # %% ../../nbs/sandbox/runner.ipynb #b5161eba
 def _namespaces(libc: Any, folder: str, size: int) -> bool:
@@ -104,36 +105,17 @@ def _landlock(libc: Any, folder: str, readable: Sequence[str], judge: bool) -> b
     return done
 
 # %% ../../nbs/sandbox/runner.ipynb #7eb453ad
-_REFUSED = """
-socket 41 198, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
-clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, setsid 112 157, setpgid 109 154,
-kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-pidfd_open 434 434, pidfd_getfd 438 438, pidfd_send_signal 424 424,
-ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
-prlimit64 302 261, setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, sched_setscheduler 144 119,
-sched_setparam 142 118, sched_setattr 314 274,
-unshare 272 97, setns 308 268, chroot 161 51, mount 165 40, umount2 166 39, pivot_root 155 41, fsopen 430 430,
-fsmount 432 432, fspick 433 433, move_mount 429 429, open_tree 428 428, mount_setattr 442 442,
-bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218,
-shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
-chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
-setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16,
-utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, mknod 133 -, mknodat 259 33,
-open_by_handle_at 304 265, name_to_handle_at 303 264,
-reboot 169 142, kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273,
-delete_module 176 106, swapon 167 224, swapoff 168 225, settimeofday 164 170, clock_settime 227 112, adjtimex 159 171,
-clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162, acct 163 89, syslog 103 116, quotactl 179 60
-"""
-_MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
+@cache
 def _refused_calls(machine: str) -> tuple[int, list[int]]:
     """A machine's number in the kernel's audit interface, and the system calls to refuse; (0, []) where unknown."""
     if machine not in _MACHINES or sys.platform != "linux" or sys.maxsize < 2**32:
         return 0, []
     place, arch = _MACHINES[machine]
-    entries = [entry.split() for entry in _REFUSED.split(",")]
-    return arch, [int(entry[place]) for entry in entries if entry[place] != "-"]
+    numbers = [both[place] for both in table_of("sandbox/refused.yaml").values()]
+    return arch, [n for n in numbers if n is not None]
 
 # %% ../../nbs/sandbox/runner.ipynb #7096dbdb
 def _seccomp(libc: Any, arch: int, refused: Sequence[int]) -> bool:
@@ -459,7 +441,7 @@ class Sandbox:
                 boundary
             against determined code. For a container that has nothing to lose.
 
-    `fences_here` says what stands on this machine.
+    `fences_here` says which fences this machine puts up.
 
     Raises:
         ConfigError: a limit that makes no sense, or a machine without the limits of a POSIX system (Windows).

@@ -10,7 +10,7 @@ import symtable
 import sys
 import warnings
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # %% auto #0
 __all__ = ['TestQuestion', 'translate_tests']

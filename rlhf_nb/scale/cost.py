@@ -303,8 +303,12 @@ def estimate(
         lighter = {}
         for words, changes in _options(config).items():
             other = told.cost(config.replace(**changes), speeds)
-            if other.seconds < SAVES * cost.seconds or other.bytes < SAVES * cost.bytes:
+            less = (other.seconds < SAVES * cost.seconds, other.bytes < SAVES * cost.bytes)
+            more = (other.seconds > cost.seconds / SAVES, other.bytes > cost.bytes / SAVES)
+            if any(less) and not any(more):
                 lighter[words] = other
+            elif less[1] and "recompute" in words:
+                lighter[f"{words} (less memory, more time)"] = other
     return CostEstimate(cost, lighter)
 
 
@@ -346,6 +350,8 @@ def _options(config: Any) -> dict[str, dict[str, Any]]:
             out["num_generations=8"] = {"num_generations": 8}
         if getattr(config, "critic", "shared") != "shared":
             out["critic=shared"] = {"critic": "shared"}
+        if rows > mini:
+            out[f"rollout_batch_size={mini}"] = {"rollout_batch_size": mini}
         if rows == mini and rows % (2 * group) == 0:
             out[f"rollout_batch_size={rows // 2} mini_batch_size={rows // 2}"] = {
                 "rollout_batch_size": rows // 2,

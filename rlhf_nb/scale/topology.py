@@ -640,9 +640,9 @@ def job_of(config: Any, precision: Precision) -> Job:
         folders = [entry.model] if isinstance(entry.model, str) else entry.model or []
         for _ in folders:
             held = (*held, "reward model")
-    longest = config.sampling.max_new_tokens if method.online else data.max_length - data.max_prompt_length
+    longest = config.sampling.max_new_tokens if method.online else data.max_length - data.prompt_limit
     return Job(
-        method=method.name, prompt=data.max_prompt_length, completion=longest, token_budget=config.token_budget,
+        method=method.name, prompt=data.prompt_limit, completion=longest, token_budget=config.token_budget,
         mini_batch=config.mini_batch_size, rollout_batch=batch, group=getattr(config, "num_generations", 1),
         lora=lora.r if lora else None, moves_base=bool(lora and lora.moves_base), optimizer=config.optimizer.name,
         holds=held, recompute=config.recompute, format=engine_format(precision, bool(lora and lora.quantize_4bit)),

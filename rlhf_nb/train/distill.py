@@ -58,7 +58,6 @@ class DistillConfig(TextConfig):
     beta: float | None = option(None, "js: the teacher's share in the mixture; null: 0.5", gt=0, lt=1)
     top_k: int | None = option(64, "the teacher's likeliest tokens that are kept; null: all", ge=1)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how the student answers")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "the optimizer and its schedule")
 
     @property
     def own_share(self) -> float:

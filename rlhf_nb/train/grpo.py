@@ -103,7 +103,7 @@ class GRPO(OnlineMethod):
         r = super().score(r, unit)
         cfg = self.config
         r.scores = r.need("scores") + overlong_penalty(
-            r.completion_lens, cfg.sampling.max_new_tokens, cfg.overlong_buffer
+            r.completion_mask.sum(1), cfg.sampling.max_new_tokens, cfg.overlong_buffer
         )
         return r
 

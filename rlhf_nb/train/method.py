@@ -69,7 +69,7 @@ def tokenize_rows(
     chat = speaks_chat(tokenizer, data.as_chat) if chat is None else chat
     how: dict[str, Any] = {"max_prompt_length": data.max_prompt_length, "chat": chat, "warn": warn}
     if kind == "prompt":
-        return tokenize_prompts(rows, tokenizer, **how)
+        return tokenize_prompts(rows, tokenizer, **how | {"max_prompt_length": data.prompt_limit})
     how["max_length"] = data.max_length
     if kind == "stepwise":
         return tokenize_steps(rows, tokenizer, **how, **more)

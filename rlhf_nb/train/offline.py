@@ -31,9 +31,10 @@ __all__ = ['OfflineConfig', 'check_same_tokens', 'make_reference', 'with_referen
 class OfflineConfig(TextConfig):
     """What all methods share that compare a policy with a reference on given answers."""
 
+    usual_lr: ClassVar[float] = 1e-6
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "answers that others wrote")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, warmup_steps=10), "the optimizer and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(warmup_steps=10), "the optimizer and its schedule")
     reference: Literal["auto", "frozen", "cached", "moving", "none"] = option(
         "frozen", "computed as needed | once, on disk | TR-DPO's moving one"
     )

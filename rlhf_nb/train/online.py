@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -29,10 +29,12 @@ from ..models.adapters import Reference
 from ..models.heads import RewardModel
 from ..decode.named import DecoderConfig
 from .decoders import sampler_for
+from .environments import played, with_environment
 from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
+from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
@@ -99,6 +101,7 @@ _PLAIN = DecoderConfig()
 class OnlineConfig(RewardPart, TextConfig):
     """What all methods share that learn from their own answers."""
 
+    usual_lr: ClassVar[float] = 1e-6
     model: ModelConfig = option(ModelConfig(), "the policy: the SFT model")
     data: DataConfig = option(DataConfig(), "prompts; further columns go to the reward functions")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how answers are drawn")
@@ -106,7 +109,8 @@ class OnlineConfig(RewardPart, TextConfig):
         _PLAIN,
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-6, eps=1e-5), "the optimizer and its schedule")
+    episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
+    optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
     rollout_batch_size: int = Field(
@@ -152,7 +156,8 @@ def rollout_metrics(r: Rollout, kl_coef: float) -> dict[str, float]:
     Returns:
         objective/*, completions/*, val/*; see the glossary in `train.ppo`.
     """
-    old, mask, lens, scores = r.need("old_logps"), r.completion_mask, r.completion_lens.float(), r.need("scores")
+    old, mask, scores = r.need("old_logps"), r.completion_mask, r.need("scores")
+    lens = mask.sum(1).float()  # tokens that were drawn
     found = {
         "objective/scores": scores.mean(), "objective/scores_std": scores.std(correction=0),
         "objective/entropy": torch.where(mask, -old, 0.0).sum(1).mean(),
@@ -185,6 +190,8 @@ def rollout_samples(r: Rollout, n: int) -> list[dict[str, Any]]:
         length = int(r.completion_lens[i])
         row: dict[str, Any] = {"prompt": r.prompts[i], "completion": r.texts[i], "score": float(r.need("scores")[i])}
         row["rewards"] = {k: float(v[i]) for k, v in r.reward_parts.items()}
+        if "episode" in r.columns:
+            row |= {k: r.columns["episode"][i][k] for k in ("messages", "drawn", "stop")}
         row["tokens"] = r.completion_ids[i, :length].tolist()
         for name in ("old_logps", "ref_logps", "values", "advantages"):
             column = getattr(r, name)
@@ -265,6 +272,7 @@ class OnlineMethod(TextMethod):
         reference: frozen model; None when nothing is paid for drift.
         module: what is trained, where that is more than the policy.
         watch: reward functions by name that `evaluate` reports, and nothing learns from.
+        environment: kinds of environments that reply to the policy; see `rollout.episodes.environment_kinds`.
     """
 
     columns: tuple[str, ...] = (
@@ -281,6 +289,7 @@ class OnlineMethod(TextMethod):
     def __init__(
         self, model: Any, tokenizer: Any, rewards: Rewards, config: OnlineConfig, reference: Reference | None = None,
         module: nn.Module | None = None, *, watch: Mapping[str, Any] | None = None,
+        environment: Mapping[str | None, Kind] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, tokenizer, config, module)
         self.rewards, self.reference, self.watch = rewards, reference, dict(watch or {})
@@ -289,6 +298,8 @@ class OnlineMethod(TextMethod):
         place: dict[str, Any] = {"device": config.device, "trust_remote_code": config.model.trust_remote_code}
         how, plain = (config.decoder, rewards, self.name, self.imitates), config.decoder == _PLAIN
         self.sampler: Sampler = make_sampler(config.sampling) if plain else sampler_for(*how, **place)
+        self.episodes = None if environment is None else played(self.sampler, environment, model, tokenizer, config)
+        self.sampler = self.episodes or self.sampler
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
@@ -313,7 +324,9 @@ class OnlineMethod(TextMethod):
 
     def tokenize(self, rows: list[Row], warn: bool = True) -> list[Row]:
         """Prompts as tokens; further columns stay."""
-        return tokenize_prompts(rows, self.tokenizer, self.config.data.max_prompt_length, chat=self.chat, warn=warn)
+        if self.episodes is not None:
+            return self.episodes.tokenize(rows, self.config.data.prompt_limit, warn)
+        return tokenize_prompts(rows, self.tokenizer, self.config.data.prompt_limit, chat=self.chat, warn=warn)
 
     def collate(self, rows: list[Row]) -> PromptBatch:
         """Tokenized prompts as one batch."""
@@ -336,7 +349,7 @@ class OnlineMethod(TextMethod):
         how = {"tokenizer": self.tokenizer, "seed": self.config.seed, "num_samples": self.group} | how
         with self.policy_adapter(), self.meter.time("generate"):
             r = self.sampler.generate(model or self.model, prompts, self.config.sampling, step=step, **how)
-        self.meter.generated += int(host(r.completion_lens).sum())
+        self.meter.generated += int(host(r.completion_mask).sum())
         return r
 
     def check(self, peek: Callable[[int], Any]) -> dict[str, Any] | None:
@@ -389,6 +402,7 @@ class OnlineMethod(TextMethod):
         cfg = self.config
         r.scores, r.reward_parts = self.rewards(r)
         r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
+        r.columns.pop("environments", None)  # they stay in this process
         r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
         scores, ended, fixed = r.need("scores"), r.finished, cfg.missing_eos
         if fixed is not None and cfg.missing_eos_mode == "fixed" and not self._warned:
@@ -426,7 +440,7 @@ class OnlineMethod(TextMethod):
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
         found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler)
-        found |= reward_metrics(r, self.rewards, self.engine)
+        found |= reward_metrics(r, self.rewards, self.engine) | episode_metrics(r.columns.get("episode", []))
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
     def correction(self, r: Rollout) -> Tensor | None:
@@ -467,13 +481,14 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
     short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
     with method.policy_adapter():
         how: dict[str, Any] = {"tokenizer": method.tokenizer, "seed": method.config.seed, "num_samples": 2}
-        r = method.sampler.generate(method.model, prompts, short, step=0, **how)
-        ours = r.rollout_logps if isinstance(method.sampler, OurSampler) else None
-        if isinstance(method.sampler, OurSampler) and sampling.sampler != "generate":
+        sampler = method.sampler if method.episodes is None else method.episodes.inner
+        r = sampler.generate(method.model, prompts, short, step=0, **how)
+        ours = r.rollout_logps if isinstance(sampler, OurSampler) else None
+        if isinstance(sampler, OurSampler) and sampling.sampler != "generate":
             with eval_mode(method.model):
                 why = company_matters(unwrapped(method.model), list(map(torch.tensor, prompts.token_lists())))
         else:
-            why = f"answers are drawn by {method.sampler.name if sampling.sampler != 'generate' else 'generate'}"
+            why = f"answers are drawn by {sampler.name if sampling.sampler != 'generate' else 'generate'}"
         answers = {"answers": "exact" if why is None else f"close: {why}"}
         return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 
@@ -493,6 +508,7 @@ def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEv
         prompts = prompts[torch.arange(engine.rank, len(prompts), engine.world_size)]
         how: dict[str, Any] = {"seed": derive_seed(cfg.seed, "evaluate"), "token_budget": cfg.token_budget}
         with method.policy_adapter():
+            how["sampler"] = method.episodes
             mine = evaluate(method.model, method.tokenizer, prompts, judges, method.reference, cfg.sampling, **how)
     mine = mine if mine is None or engine.world_size == 1 else replace(mine, rollout=mine.rollout.to("cpu"))
     return in_turns(engine.gather_object(mine), method.tokenizer.pad_token_id)
@@ -553,14 +569,20 @@ def load_reward(config: OnlineConfig) -> tuple[Any, dict[str, Any]]:
     return load_models(config.reward, token_budget=config.token_budget, trust_remote_code=trust), gold
 
 
-def as_rewards(reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | None = None) -> Rewards:
+def as_rewards(
+    reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | None = None,
+    environment: Mapping[str | None, Kind] | None = None,
+) -> Rewards:  # fmt: skip
     """A reward model, an ensemble, a function, or a list of these, as `Rewards`, and what is logged beside them.
 
     Args:
         reward: what is maximised.
         config: of the run; `watch` names entries that are logged, too.
         logged: functions by name that are asked at each step, and that nothing is learnt from.
+        environment: kinds whose rewards are added.
     """
+    pays = environment is not None and any(kind.pays for kind in environment.values())
+    reward = EnvironmentReward() if reward is None and pays else reward
     if isinstance(reward, RewardModel):
         reward = RewardModelFn(reward, token_budget=config.token_budget)
     if isinstance(reward, Rewards) and config.reward_weights:
@@ -570,14 +592,18 @@ def as_rewards(reward: Any, config: OnlineConfig, logged: Mapping[str, Any] | No
         )
     how: dict[str, Any] = {"weights": config.reward_weights, "timeout": config.reward_timeout}
     rewards = reward if isinstance(reward, Rewards) else Rewards(reward, **how)
+    if pays and not any(isinstance(f, EnvironmentReward) for f in rewards.fns):
+        rewards = with_watched(rewards, Rewards([EnvironmentReward()]))
+        rewards.weights[-1] = 1.0
     if config.watch:
         rewards = with_watched(rewards, entries_as_rewards(config.watch, config, "watch"))
     return with_watched(rewards, Rewards(list(logged.values()), names=list(logged))) if logged else rewards
 
 # %% ../../nbs/train/online.ipynb #fb7378e7
 def rewarded(config: RewardPart) -> bool:
-    """Whether a config says what an answer is worth."""
-    return config.reward is not None or bool(config.rewards)
+    """Whether a config says what an answer is worth, be it by an environment that pays."""
+    played = isinstance(config, OnlineConfig) and config.episodes.environment is not None
+    return config.reward is not None or bool(config.rewards) or played
 
 # %% ../../nbs/train/online.ipynb #628aa004
 _O = TypeVar("_O", bound=OnlineConfig)
@@ -600,6 +626,9 @@ class OnlineTrainer(TextTrainer[_O]):
         reference: a `Reference`, or a model to be one; default: the policy as it starts, where drift has a price.
         callbacks: observers of the run.
         logged: functions that are asked at each step, too, and that nothing learns from, by name: `rewards/NAME`.
+        tools: functions that the policy may call; default: those of `config.episodes.tools`.
+        environment: a class that replies to the policy, or a dict of such by the rows' column `environment`; default:
+            the one that `config.episodes.environment` names. What it pays is added to the reward.
 
     Raises:
         ConfigError: a KL budget without a reference; a word that this trainer doesn't know.
@@ -622,11 +651,15 @@ class OnlineTrainer(TextTrainer[_O]):
         reference: Any = None,
         callbacks: Iterable[Callback] = (),
         logged: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment: Any = None,
         **options: Any,
     ) -> None:
         if "policy" in options:
             raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
-        if reward is None:
+        kinds = with_environment(config.episodes, environment, tools)
+        pays = kinds is not None and any(kind.pays for kind in kinds.values())
+        if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)
             watch = gold if watch is None else watch
         elif has_entries(reward) or isinstance(reward, str | Path):
@@ -636,6 +669,7 @@ class OnlineTrainer(TextTrainer[_O]):
         if config.eval.metrics or config.eval.judges:
             watch = held_out_rewards(config, config.eval) | (watch or {})
         parts = {"reward": reward, "reference": reference, "watch": watch or {}, "logged": logged}
+        parts |= {} if kinds is None else {"environment": kinds}
         budget = config.kl_budget if isinstance(config, KLBudget) else None
         if budget is not None:
             callbacks = [BudgetStop(budget, stop=config.kl_budget_stops), *callbacks]  # type: ignore[attr-defined]
@@ -658,7 +692,8 @@ class OnlineTrainer(TextTrainer[_O]):
     def make_method(self, config: _O, model: Any, tokenizer: Any, rows: list[Row], **parts: Any) -> OnlineMethod:
         """The method with its rewards and reference; dropout is off."""
         disable_dropout(model)
-        rewards, reference = as_rewards(parts.pop("reward"), config, parts.pop("logged")), parts.pop("reference")
+        rewards = as_rewards(parts.pop("reward"), config, parts.pop("logged"), parts.get("environment"))
+        reference = parts.pop("reference")
         priced = isinstance(config, KLPrice) and config.kl_coef > 0
         if reference is None and (priced or self.method_class.keeps_reference):
             reference = Reference(model)

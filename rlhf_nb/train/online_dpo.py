@@ -71,8 +71,9 @@ class OnlineDPO(PairMethod):
     def loss(self, micro: Rollout) -> dict[str, tuple[LossSum, float]]:
         """The preference loss on pairs in the order of their scores, and XPO's bonus."""
         cfg = self.config
-        sums = self.module(micro, temperature=cfg.sampling.temperature).logps.sum(1)
-        ref, lens = micro.need("ref_logps").sum(1), micro.completion_lens
+        new, mask = self.module(micro, temperature=cfg.sampling.temperature).logps, micro.completion_mask
+        sums, ref = (torch.where(mask, x, 0.0).sum(1) for x in (new, micro.need("ref_logps")))
+        lens = mask.sum(1)
         sign = micro.need("advantages")[0::2].sum(1).sign()
         pick = torch.arange(0, len(micro), 2, device=sums.device)
         good, bad = pick + (sign < 0).long(), pick + (sign >= 0).long()

@@ -78,6 +78,14 @@ class PairMethod(OnlineMethod):
     keeps_reference = True
     config: OnlineDPOConfig
 
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        if self.episodes is not None and self.config.opponent == "mixture":
+            raise ConfigError(
+                "opponent is 'mixture', which draws whole answers of one turn, and an environment or tools make "
+                "several: use opponent=policy or reference."
+            )
+
     @property
     def imitates(self) -> bool:  # type: ignore[override]
         """Of two answers of any origin the better one is preferred;

@@ -20,6 +20,7 @@ from ..losses.process import move_to_steps
 from ..models.adapters import PolicyValue, Reference, hydra, separate, shared
 from ..models.heads import RewardModel, ValueModel
 from ..rewards.base import Rewards, RunningNormalizer
+from ..rollout.episodes import Kind
 from .registry import register
 from .words import takes_trl
 from ..data.worlds import Row
@@ -37,11 +38,11 @@ class PPOConfig(KLPrice, OnlineConfig):
         "ppo", 3e-4, rollout_batch_size=128, mini_batch_size=64, num_inner_epochs=2, kl_coef=0.2
     )
 
+    usual_lr: ClassVar[float] = 3e-6
     output_dir: PathText = option("runs/ppo", "the run's folder", min_length=1)
     critic: Literal["separate", "shared", "hydra"] = option(
         "separate", "own model | head on the policy | policy, value, reward, reference as adapters of one backbone"
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=3e-6, eps=1e-5), "the optimizer and its schedule")
     critic_lr: float | None = option(None, "peak learning rate of the critic; null: optimizer.lr", gt=0)
     rollout_batch_size: int = option(512, "answers per collect, over all devices", ge=1)
     num_inner_epochs: int = option(4, "passes over each rollout", ge=1)
@@ -106,9 +107,10 @@ class PPO(OnlineMethod):
 
     def __init__(
         self, net: PolicyValue, tokenizer: Any, rewards: Rewards, config: PPOConfig, *,
-        watch: Mapping[str, Any] | None = None,
+        watch: Mapping[str, Any] | None = None, environment: Mapping[str | None, Kind] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net, watch=watch)
+        more: dict[str, Any] = {"watch": watch, "environment": environment}
+        super().__init__(net.policy, tokenizer, rewards, config, net.reference, net, **more)
         self.net, self.adapter = net, net.policy_adapter
         self.normalizer = RunningNormalizer() if config.normalize_scores else None
         self.warming = False  # whether only the critic learns
@@ -270,4 +272,6 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         net = build_net(model, config, reward, reference) if given is None else separate(model, given, reference)
         if isinstance(reward, RewardModel) and config.critic == "hydra":
             reward = net.reward  # an adapter of the policy's backbone
-        return PPO(net, tokenizer, as_rewards(reward, config, logged), config, watch=parts["watch"])
+        kinds = parts.get("environment")
+        rewards = as_rewards(reward, config, logged, kinds)
+        return PPO(net, tokenizer, rewards, config, watch=parts["watch"], environment=kinds)

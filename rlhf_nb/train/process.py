@@ -72,7 +72,6 @@ class ProcessConfig(TextConfig):
     data: DataConfig = option(
         DataConfig(), "prompt+completions+labels: steps, and a label for each, 0 or 1 or a share in between"
     )
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "the optimizer and its schedule")
     boundary: StepConfig = option(StepConfig(), "where steps end, in the rows and later in answers")
     hard_from: float | None = option(
         None, "labels of at least this become 1, all others 0; null: as they are", gt=0, le=1

@@ -44,6 +44,7 @@ def row_logps(trainer: Any, r: Rollout) -> list[float]:
 def as_recorded(r: Rollout, step: Mapping[str, Any], pad_id: int) -> Rollout:
     """A rollout with the recorded answers in the place of its own."""
     ids, mask, lens = pad_rows(step["tokens"], pad_id)
+    mask = pad_rows(step["masks"])[0].bool() if "masks" in step else mask
     device = r.completion_ids.device
     return dataclasses.replace(
         r, completion_ids=ids.to(device), completion_mask=mask.to(device), completion_lens=lens.to(device),
@@ -69,6 +70,8 @@ def step_of(trainer: Any) -> dict[str, Any]:
         "finished": r.finished.tolist(),
         "parts": parts,
     }
+    if "episode" in r.columns:
+        found["masks"] = [m[: len(t)].int().tolist() for m, t in zip(r.completion_mask.cpu(), tokens)]
     found["logps"] = row_logps(trainer, as_recorded(r, found, trainer.method.tokenizer.pad_token_id))
     event = trainer.finish_step(trainer.update(r))
     return found | {"metrics": {k: event[k] for k in REPLAYED_NUMBERS if isinstance(event.get(k), float)}, "rollout": r}

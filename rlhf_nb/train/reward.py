@@ -63,7 +63,6 @@ class RewardConfig(TextConfig):
     output_dir: PathText = option("runs/reward", "the run's folder", min_length=1)
     model: ModelConfig = option(ModelConfig(), "where the reward model starts: the SFT model")
     data: DataConfig = option(DataConfig(), "preferences: chosen+rejected, with or without prompt and margin")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=1e-5), "AdamW and its schedule")
     ensemble_size: int = option(1, "members; 1: a single reward model", ge=1)
     head: Literal["linear", "mlp"] = option("linear", "linear is readable by plain transformers")
     head_hidden: int | None = option(None, "width of an MLP head's middle layer; null: the model's", ge=1)

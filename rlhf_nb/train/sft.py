@@ -32,10 +32,11 @@ class SFTConfig(TextConfig):
         "sft", {"lr": 8e-3, "betas": [0.9, 0.95], "schedule": "cosine", "warmup_steps": 23}, epochs=3.0
     )
 
+    usual_lr: ClassVar[float] = 2e-5
     output_dir: PathText = option("runs/sft", "the run's folder", min_length=1)
     model: ModelConfig = option(ModelConfig(), "what is fine-tuned")
     data: DataConfig = option(DataConfig(), "demonstrations: text, messages or prompt+completion")
-    optimizer: OptimizerConfig = option(OptimizerConfig(lr=2e-5, schedule="cosine"), "the optimizer and its schedule")
+    optimizer: OptimizerConfig = option(OptimizerConfig(schedule="cosine"), "the optimizer and its schedule")
     neftune_alpha: float | None = option(
         None, "noise on the input's embeddings while training; the paper's is 5; null: none", gt=0
     )

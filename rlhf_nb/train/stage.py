@@ -12,20 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..config import StrictConfig, TrainConfig
+from ..console import me, tell
 from ..core import RunError
 from ..data.worlds import gold_of
 from ..run.checkpoint import checkpoints_in
 from ..run.lock import RunLock
 from ..run.log import RunDir
 from .online import OnlineConfig
-from .registry import of
+from .registry import get, of
 from .replay import replay
 from .rlaif import RLAIFConfig
 from ..files import read_regular, write_whole
 from ..untrusted import MAX_LINE, json_value
 
 # %% auto #0
-__all__ = ['JobConfig', 'make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage']
+__all__ = ['JobConfig', 'make_trainer', 'write_json', 'read_json', 'lasting', 'StageResult', 'run_stage', 'unrewarded',
+           'unsaid_of', 'with_proxy']
 
 # %% ../../nbs/train/stage.ipynb #d1077854
 JobConfig: TypeAlias = TrainConfig | RLAIFConfig  # of any method of the registry
@@ -149,3 +151,44 @@ def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: Stri
         marker = {"stage": method.name, "config": lasting(remember), "metrics": metrics, "seconds": seconds}
         write_json(folder / "stage.json", marker | {"stopped": stopped})
     return StageResult(method.name, made, metrics, seconds, stopped=stopped)
+
+# %% ../../nbs/train/stage.ipynb #a1c5e7d2
+def unrewarded(kind: str, config: Any) -> bool:
+    """Whether a method learns from answers of its own and nothing says what they are worth."""
+    asks = kind != "run" and get(kind).online and config.has("reward")
+    return asks and config.reward is None and not config.rewards and getattr(config, "replay", None) is None
+
+
+def unsaid_of(command: str, kind: str, config: Any) -> list[str]:
+    """The settings that a command can't do without and that nothing says.
+
+    Args:
+        command: as `plan`, which needs a model only; "" for the one that trains.
+        kind: a method.
+        config: of it.
+    """
+    named = {"model.name_or_path": config.model.name_or_path}
+    if command != "plan":
+        named |= {"data.path": config.data.named}
+    if command in ("", "launch", "sweep"):
+        named |= {"reward": not unrewarded(kind, config)}
+        named |= {"teacher": config.teacher} if config.has("teacher") else {}
+    return [key for key, value in named.items() if not value]
+
+
+def with_proxy(kind: str, config: Any, toy: bool = True) -> Any:
+    """The config of a method that needs a reward and was given none, with the proxy of its world, which is said.
+
+    Args:
+        kind: a method, or "run" for a pipeline.
+        config: of it.
+        toy: whether a world was asked for; without it the config stays as it is.
+    """
+    if not toy or not unrewarded(kind, config):
+        return config
+    tell(
+        "Note: no reward was named, so the world's proxy is maximised (reward=proxy: what its labellers believe an "
+        "answer is worth, or, where it has none, 1 for a right answer), and gold only watched. reward=FOLDER takes "
+        f"the model that `{me()} reward --toy` leaves."
+    )
+    return config.replace(reward="proxy")

@@ -7,13 +7,13 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from ..core import ConfigError
+from ..core import ConfigError, DataError
 from ..data.formats import renamed
 from ..data.mix import MixSource
 from rlhf_nb.data.rows import (
@@ -29,14 +29,16 @@ from rlhf_nb.data.rows import (
     stream_rows,
     weights_of,
 )
-from ..data.sources import MemorySource, row_lengths
+from ..data.sources import MemorySource, cut_example, row_lengths
 from ..data.worlds import RowKind, Row, world_of
 from ..models.load import check_window
 from ..models.policy import check_adapters, dropout_left_out, load_policy
 from ..models.starts import keep_starts
 from ..run.callbacks import Callback
+from ..run.checkpoint import checkpoints_in
 from ..console import tell
 from ..run.hf_callbacks import as_callback, fill_state, log_of
+from ..run.log import RunDir
 from ..run.loop import Trainer
 from .method import TextConfig, TextMethod
 from .tokens import tokens_of
@@ -66,6 +68,23 @@ def kept_length(row: Row) -> int:
     return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
 
 # %% ../../nbs/train/trainer.ipynb #8d95d98f
+def _check_cut(parts: Sequence[Sequence[Row]], config: TextConfig, tokenizer: Any) -> None:
+    """Refuse to begin with rows of which more than `data.max_cut` lose tokens; of many, 4,096 tell."""
+    data, stride, run = config.data, max(1, sum(map(len, parts)) // 4096), RunDir(config.output_dir)
+    if checkpoints_in(run.checkpoints) and "max_cut" not in run.config().get("data", {}):
+        return  # begun by a version that did not ask
+    rows = [part[i] for part in parts for i in range(0, len(part), stride)]
+    sizes = sorted(sum(row_lengths(row)) for row in rows)
+    cut = sum(sum(row_lengths(row)) > kept_length(row) for row in rows)
+    if cut > data.max_cut * len(rows):
+        raise DataError(
+            f"{cut} of {len(rows)} rows lose tokens to data.max_length={data.max_length} or data.max_prompt_length="
+            f"{data.max_prompt_length or 'null'}{cut_example(rows, tokenizer)}, and data.max_cut allows "
+            f"{data.max_cut:.0%}. 99 % of the rows have up to {sizes[int(0.99 * (len(sizes) - 1))]} tokens: raise the "
+            "limits, or set data.max_cut=1 to learn from what is left of them."
+        )
+
+
 class TrlNumbers(dict[str, Any]):
     """Numbers of an evaluation, which TRL's names find, too: `eval_loss` is `eval/loss`."""
 
@@ -168,6 +187,7 @@ class TextTrainer(Trainer, _OfConfig[_T]):
         source: Any = sources[0] if len(sources) == 1 else MixSource(
             sources, weights_of(config.data), names_of(config.data), config.seed
         )  # fmt: skip
+        _check_cut([] if given.way == "streamed" else each, config, tokenizer)
         if known := leaked(getattr(source, "rows", ()), held):
             warnings.warn(
                 f"held-out rows: {known} of {len(held)} stand in the training rows, too, so what is measured on them "

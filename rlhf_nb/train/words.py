@@ -269,6 +269,8 @@ def our_arguments(
         else:
             kept = read_starts(config.output_dir)
             model = add_lora(model, LoraSettings(**settings), seed=config.seed, kept=kept)
+    if getattr(model, "peft_config", None) and "lr" not in config.optimizer.model_fields_set:
+        config = config.replace(optimizer={"lr": config.replace(model={"lora": {}}).optimizer.lr})
     named: str | None = getattr(model, "name_or_path", None)
     if tokenizer is None and named:
         tokenizer = load_tokenizer(ModelConfig(name_or_path=named, trust_remote_code=config.model.trust_remote_code))

@@ -75,7 +75,7 @@ class LabelQueue:
 
     @property
     def swapped(self) -> bool:
-        """Whether the current pair's second answer stands on the left."""
+        """Whether the current pair's second answer is on the left."""
         assert self.current is not None
         return derive_seed("sides", self.seed, self.store.annotator, self.current.id) % 2 == 1
 
@@ -98,7 +98,7 @@ class LabelQueue:
         self.advance()
 
     def press(self, key: str) -> str:
-        """What a key does; returns a sentence about it, which also stands in `message`."""
+        """What a key does; returns a sentence about it, which is also in `message`."""
         try:
             self.message = self._pressed(key.lower(), time.monotonic() - self.since)
         except RunError as error:  # the disk is full, the file was cut: said on the screen, and the pair stays
@@ -148,7 +148,7 @@ class LabelQueue:
             return "There is no pair to write about."
         try:
             self.store.note(self.current, text)
-        except RunError as error:  # said on the screen, where the note still stands
+        except RunError as error:  # said on the screen, where the note is still to be seen
             return str(error)
         return "Note stored."
 

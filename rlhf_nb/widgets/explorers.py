@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import ConfigError, check_choice
+from ..core import check_choice
 from ..decode.choose import best_of_bound, best_of_curve
 from ..losses.advantages import gae
 from ..losses.kl import KLKind, kl_terms

@@ -6,16 +6,20 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from ..core import printable
 
 # %% auto #0
-__all__ = ['escape', 'table_html', 'svg_text', 'svg_page']
+__all__ = ['escape', 'table_html', 'shown_table', 'svg_text', 'svg_page']
 
 # %% ../../nbs/widgets/html.ipynb #339d4d28
 def escape(text: Any) -> str:
-    """Text that can't become markup, whoever (or whatever policy) wrote it; controls that turn letters round are shown.
+    """Text that can't become markup, also if a policy wrote it; controls that turn letters round are shown.
 
     Args:
         text: anything; what comes back may stand between tags or inside a quoted attribute, nowhere else.
@@ -28,7 +32,8 @@ def _cell(value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     shown = f"{value:.2f}" if isinstance(value, float) else escape(value)
     shown = "–" if value is None or (isinstance(value, float) and math.isnan(value)) else shown
-    return f'<td style="text-align:{"right" if number else "left"};vertical-align:top">{shown}</td>'
+    style = "text-align:right" if number else "text-align:left;overflow-wrap:anywhere"
+    return f'<td style="{style};vertical-align:top">{shown}</td>'
 
 
 def table_html(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -44,6 +49,29 @@ def table_html(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 # %% ../../nbs/widgets/html.ipynb #c2651c17
+def shown_table(
+    rows: Sequence[Mapping[str, Any]], title: str = "", left: Sequence[str] = ("",), styles: Sequence[str | None] = (),
+    boxed: bool = False,
+) -> Table:  # fmt: skip
+    """Rows as a table for a terminal, which obeys nothing of what they hold.
+
+    Args:
+        rows: dictionaries with the same keys.
+        title: above it.
+        left: columns of words; the others are numbers. Only the last of these is broken into lines.
+        styles: of each row, as rich names them; None: plain.
+        boxed: lines around it.
+    """
+    how: dict[str, Any] = {} if boxed else {"box": None}
+    table = Table(title=printable(title) or None, title_justify="left", title_style="bold", **how)
+    for name in rows[0] if rows else ():
+        side: Any = "left" if name in left else "right"
+        table.add_column(Text(printable(name)), justify=side, no_wrap=name != left[-1])
+    for row, style in zip_longest(rows, styles):
+        table.add_row(*(Text(printable(str(x))) for x in row.values()), style=style)
+    return table
+
+
 def svg_text(x: float, y: float, text: Any, size: int = 10, anchor: str = "middle", opacity: float = 0.75) -> str:
     """A text of an SVG drawing.
 
@@ -51,7 +79,7 @@ def svg_text(x: float, y: float, text: Any, size: int = 10, anchor: str = "middl
         x, y: of its anchor, on its base line.
         text: anything; it is escaped.
         size: in pixels.
-        anchor: which part of it stands at x: "start", "middle" or "end".
+        anchor: which part of it is at x: "start", "middle" or "end".
         opacity: of the page's own text colour.
     """
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" opacity="{opacity:g}"'

@@ -32,7 +32,7 @@ def in_notebook() -> bool:
 
 
 def front_end() -> bool:
-    """Whether somebody is likely to look: a kernel whose cell was sent by a program that could ask for input.
+    """Whether a person is likely to look: a kernel whose cell was sent by a program that could ask for input.
 
     Notebooks that are run by nbclient, nbconvert or papermill get False, and so a picture instead of widgets.
     """
@@ -40,14 +40,14 @@ def front_end() -> bool:
 
 # %% ../../nbs/widgets/kernel.ipynb #1fd69862
 def attended() -> bool:
-    """Whether somebody can press a button: a Jupyter front end that could answer `input()`,
+    """Whether a person can press a button: a Jupyter front end that could answer `input()`,
     and ipywidgets to draw with.
     """
     return front_end() and importlib.util.find_spec("ipywidgets") is not None
 
 
 def show_live(make: Callable[[], Any], html: str, text: str, png: Callable[[], bytes] | None = None) -> Any:
-    """Show a widget where somebody can use it, and a still otherwise.
+    """Show a widget where a person can use it, and a still otherwise.
 
     Args:
         make: the widget; only called where there is a front end.

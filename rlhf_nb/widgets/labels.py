@@ -12,7 +12,7 @@ import secrets
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..config import SamplingConfig
 from ..core import ConfigError, DataError, RunError, check_choice, derive_seed
 from ..data.sources import prompt_batch
 from ..evaluate.policy import win_rate
+from ..files import write_whole
 from ..rollout.sampler import sample
 from ..run.log import append_line
 from ..untrusted import Unreadable, json_lines, mend
@@ -179,7 +180,7 @@ class LabelStore:
         with open(self.path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if size < self._offset:
-                raise RunError(f"{self.path} became shorter: somebody cut or replaced it. Open it anew.")
+                raise RunError(f"{self.path} became shorter: it was cut or replaced. Open it anew.")
             if size == self._offset:
                 return 0
             f.seek(self._offset)
@@ -212,7 +213,7 @@ class LabelStore:
 
     def _write(self, type: str, **fields: Any) -> str:
         """Append an event and read it back; returns its id."""
-        self.refresh()  # nothing is added to a file that somebody has cut
+        self.refresh()  # nothing is added to a file that was cut
         event: dict[str, Any] = {"time": round(time.time(), 3), "id": secrets.token_hex(6), "type": type}
         lost = "the label was not stored. Free some space, then press again."
         append_line(self.path.resolve(), event | {"annotator": self.annotator} | fields, durable=True, lost=lost)
@@ -285,7 +286,7 @@ class AnnotatorAgreement(NamedTuple):
         return f"{who}: {self.agree:.0%} of {self.n} pairs alike, kappa {self.kappa:.2f} ± {self.stderr:.2f}"
 
 
-def cohen_kappa(a: Sequence[str], b: Sequence[str]) -> tuple[float, float]:
+def cohen_kappa(a: Sequence[Hashable], b: Sequence[Hashable]) -> tuple[float, float]:
     """Agreement of two lists of labels beyond chance.
 
     Args:
@@ -334,7 +335,7 @@ def to_preferences(labels: Sequence[Label], ties: str = "drop") -> list[dict[str
 
     Args:
         labels: standing labels; several people's votes on a pair are counted.
-        ties: "drop" leaves undecided pairs out; "both" keeps those that somebody called a tie, as two rows with
+        ties: "drop" leaves undecided pairs out; "both" keeps those that anyone called a tie, as two rows with
             opposite winners.
 
     Returns:
@@ -395,9 +396,6 @@ def export_preferences(labels: Sequence[Label], path: str | Path, ties: str = "d
         path: of the file; `data.path` of a reward or DPO run can point to it.
         ties: see `to_preferences`.
     """
-    rows, path = to_preferences(labels, ties), Path(path)
-    aside = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    os.replace(aside, path)
+    rows = to_preferences(labels, ties)
+    write_whole(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
     return len(rows)

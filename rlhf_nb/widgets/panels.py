@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..run.callbacks import short_number
-from .charts import Band, Curve, Mark, Panel, line_chart, smooth, to_png
+from .charts import Band, Curve, Mark, Panel, smooth, to_png
 from ..run.health import Light, fallen, gold_fit, health_of
 from .html import escape
-from .reader import RunReader, spell_seconds, open_runs
+from ..strict import table_of
+from .reader import RunReader, spell_seconds
 
 # %% auto #0
 __all__ = ['LAYOUT', 'Spec', 'group_panels', 'marks_of', 'control_text', 'lights_html', 'standing', 'words_html', 'runs_html',
@@ -40,66 +41,14 @@ class Spec:
     high: float | None = None
 
 
-_REWARD = Spec("reward", {"proxy": "objective/scores reward", "gold": "eval/gold rewards/gold"})
-_KL = Spec(
-    "KL to the reference (nats per answer)",
-    {k: f"objective/kl{end}" for k, end in (("k1", ""), ("k3", "_k3"), ("k2", "_k2"))},
-    low=0.0,
-)
-_ENTROPY = Spec("entropy", {"per token": "policy/entropy_avg", "per answer": "objective/entropy"}, low=0.0)
-_LENGTHS = Spec(
-    "tokens of an answer",
-    {x: f"completions/{y}_length" for x, y in (("mean", "mean"), ("longest", "max"), ("shortest", "min"))},
-    low=0.0,
-)
-_SHARES = Spec(
-    "shares",
-    {
-        "clipped ratios": "policy/clipfrac_avg",
-        "cut answers": "completions/clipped_ratio",
-        "dead groups": "frac_reward_zero_std",
-    },
-    low=0.0,
-)
-_LOSSES = Spec("loss", {"loss": "loss", "eval": "eval/loss"})
-_SPEED = Spec("tokens per second", {"tokens/s": "perf/tokens_per_s"}, low=0.0)
-_TIMES = {"all": "step", "collect": "collect", "update": "update", "eval": "eval", "stalls": "stall"}
-_TIME = Spec("seconds of a step", {label: f"perf/{name}_s" for label, name in _TIMES.items()}, low=0.0)
-_MARGINS = Spec(
-    "chosen over rejected",
-    {"accuracy": "rewards/accuracies", "eval": "eval/accuracies eval/rewards/accuracies eval/accuracy"},
-    low=0.0,
-    high=1.0,
-)
-_PAIRS = Spec(
-    "implicit rewards", {"chosen": "rewards/chosen", "rejected": "rewards/rejected", "margin": "rewards/margins"}
-)
+_TABLE = table_of("widgets/panels.yaml")
+_SHARED = {name: Spec(**spec) for name, spec in _TABLE["shared"].items()}
+LAYOUT = {
+    group: tuple(_SHARED[s] if isinstance(s, str) else Spec(**s) for s in specs)
+    for group, specs in _TABLE["groups"].items()
+}
 
-LAYOUT: dict[str, tuple[Spec, ...]] = {
-    "overview": (_REWARD, _KL, _ENTROPY, _MARGINS, _PAIRS, _LENGTHS, _SHARES, _LOSSES, _SPEED, _TIME),
-    "reward": (
-        _REWARD, Spec("parts of the reward", {"": "rewards/*"}),
-        Spec("spread", {"in a group": "reward_std", "scores": "objective/scores_std"}, low=0.0),
-        Spec("reward less the KL's price", {"rlhf": "objective/rlhf_reward", "price": "objective/non_score_reward"}),
-        _MARGINS, _PAIRS,
-    ),
-    "KL": (
-        _KL, Spec("price of a nat (kl_coef)", {"kl_coef": "objective/kl_coef"}, low=0.0),
-        Spec("moved in this step", {"approx. KL": "policy/approxkl_avg"}, low=0.0), _SHARES, _ENTROPY,
-    ),
-    "losses": (
-        _LOSSES, Spec("terms of the loss", {"": "loss/*"}), Spec("gradient norm", {"norm": "grad_norm"}, low=0.0),
-        Spec("learning rate", {"lr": "lr"}, low=0.0),
-        Spec("variance explained by the critic", {"explained": "val/explained_variance"}, high=1.0),
-        Spec("ratio new/old", {"mean": "val/ratio"}),
-    ),
-    "answers": (_LENGTHS, Spec("cut answers", {"share": "completions/clipped_ratio"}, low=0.0), _ENTROPY),
-    "speed": (_SPEED, _TIME, Spec("memory (MB)", {"resident": "perf/rss_mb", "GPU peak": "perf/cuda_peak_mb"}, low=0.0),
-        Spec("further times and shares", {"": "perf/*"})),
-    "evaluation": (Spec("eval", {"": "eval/*"}),),
-}  # fmt: skip
 
-# %% ../../nbs/widgets/panels.ipynb #6bb3af82
 def group_panels(readers: Sequence[RunReader], group: str = "overview", smoothing: float = 0.3) -> list[Panel]:
     """The panels of a group that have data.
 
@@ -119,7 +68,8 @@ def _unfold(spec: Spec, names: list[str]) -> list[Spec]:
     pattern = next(iter(spec.lines.values()))
     if not pattern.endswith("*"):
         return [spec]
-    shown = {key for s in (_TIME, _SPEED, _PAIRS, _MARGINS) for keys in s.lines.values() for key in keys.split()}
+    elsewhere = (_SHARED[name].lines.values() for name in ("time", "speed", "pairs", "margins"))
+    shown = {key for lines in elsewhere for keys in lines for key in keys.split()}
     shown |= {"perf/rss_mb", "perf/cuda_peak_mb"}
     kept = [n for n in names if n.startswith(pattern[:-1]) and not n.endswith(("_stderr", "_std")) and n not in shown]
     if pattern in ("loss/*", "rewards/*"):
@@ -148,11 +98,11 @@ def _panel(readers: Sequence[RunReader], spec: Spec, smoothing: float) -> Panel:
                     continue
                 color, name = j, reader.label + (" gold" if i else "")
             panel.lines.append(_curve(reader, key, name, color, smoothing, "dash" if several and i > 0 else "line"))
-    if spec.title == _KL.title and panel.lines and config.get("kl_budget"):
+    if spec is _SHARED["kl"] and panel.lines and config.get("kl_budget"):
         panel.bands.append(Band(0.0, float(config["kl_budget"]), f"budget: {config['kl_budget']:g} nats"))
     if len(readers) == 1:
         panel.marks = marks_of(readers[0])
-        if spec.title in (_REWARD.title, _KL.title) and panel.lines:
+        if spec in (_SHARED["reward"], _SHARED["kl"]) and panel.lines:
             panel.marks += _peak_mark(readers[0])
     return panel
 
@@ -226,7 +176,7 @@ def lights_html(lights: Sequence[Light]) -> str:
 
 
 def standing(reader: RunReader) -> str:
-    """Where a run stands in words, with the time that is left and what is unusual about its log."""
+    """The state of a run in words, with the time that is left and what is unusual about its log."""
     status, pace = reader.status, reader.last("perf/step_s")
     left = (status.total or 0) - status.step
     going = pace and left > 0 and status.state == "running"
@@ -242,7 +192,7 @@ def words_html(readers: Sequence[RunReader], target: RunReader, answer: str) -> 
 
 
 def runs_html(readers: Sequence[RunReader], most: int = 18) -> str:
-    """First, last, smallest and largest value of the main metrics, and where each run stands."""
+    """First, last, smallest and largest value of the main metrics, and the state of each run."""
     keys = [k for spec in LAYOUT["overview"] for names in spec.lines.values() for k in names.split()[:2]]
     head = "".join(f"<th>{x}</th>" for x in ("metric", "first", "last", "smallest", "largest"))
     parts = []

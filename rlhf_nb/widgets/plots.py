@@ -74,7 +74,7 @@ class Knob:
     """One thing to turn: a slider, or a choice.
 
     Args:
-        value: where it stands first; low, high: its ends; step: between two places.
+        value: where it is at first; low, high: its ends; step: between two places.
         log: a slider whose steps multiply.
         choices: instead of numbers.
         whole: whole numbers only.

@@ -221,7 +221,7 @@ def _numbers(column: Any) -> tuple[Floats, npt.NDArray[np.bool_]]:
 # %% ../../nbs/widgets/reader.ipynb #34c2d82d
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands, as far as its folder tells."""
+    """The state of a run, as far as its folder tells."""
 
     state: str  # waiting, running, paused, ended or silent
     step: int = 0
@@ -591,7 +591,7 @@ class RunReader:
 
     @property
     def status(self) -> Status:
-        """Where the run stands."""
+        """The state of the run."""
         total = self.total_steps or _count(self.config.get("steps"))
         silent = time.monotonic() - self._grew
         state, reason = "running", None

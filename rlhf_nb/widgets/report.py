@@ -22,10 +22,10 @@ from rich.text import Text
 from ..run.callbacks import short_number
 from ..console import me
 from ..core import RunError, printable
-from .charts import line_chart, thin, to_png
+from .charts import line_chart, to_png
 from ..run.health import health_of
-from .html import escape
-from .panels import LAYOUT, control_text, group_panels, lights_html, runs_html, standing
+from .html import escape, table_html
+from .panels import LAYOUT, control_text, group_panels, runs_html, standing
 from ..untrusted import dump_yaml
 from .reader import RunReader, find_runs, open_runs
 
@@ -40,7 +40,7 @@ table{border-collapse:collapse;font-size:13px;margin:.5em 0}
 td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #8884;vertical-align:top}
 td:first-child,th:first-child,td.t{text-align:left}pre{font-size:12px;overflow:auto}
 summary{cursor:pointer;font-weight:600;margin:.6em 0}
-td.t{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
+td.t,details td{white-space:pre-wrap;overflow-wrap:anywhere;max-width:26em}
 """
 
 
@@ -109,46 +109,33 @@ def _curves(readers: Sequence[RunReader], group: str, beside: Path | None) -> st
             (folder / f"{beside.stem}-{group}.png").write_bytes(to_png(*panels))
         except OSError as error:
             raise RunError(f"the figures in {folder} cannot be written: {error}; pass pngs=False, or out=") from error
-    opened = " open" if group == "overview" else ""
-    return f"<details{opened}><summary>{escape(group)}</summary>{line_chart(*panels)}</details>"
+    return _details(group, line_chart(*panels), group == "overview")
+
+
+def _details(title: str, body: str, opened: bool = False) -> str:
+    """HTML under a title that unfolds it."""
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"
 
 # %% ../../nbs/widgets/report.ipynb #5219f189
 def _run_part(reader: RunReader, samples: int) -> str:
     """Events, answers and configuration of one run."""
     events = [e for e in reader.events if e.get("type") not in ("eval", "save")][-100:]
-    rows = "".join(
-        (
-            f'<tr><td>{escape(e.get("step", ""))}</td><td class="t">{escape(e.get("type"))}</td><td '
-            f'class="t">{escape(event_text(e))}</td></tr>'
-        )
-        for e in events
-    )
-    parts = [f"<details><summary>events of {escape(reader.label)}</summary><table>{rows}</table></details>"]
-    answers = reader.samples(last=samples) if samples else []
-    if answers:
-        cells = "".join(_answer(row) for row in answers)
-        head = "<tr><th>step</th><th>prompt</th><th>answer</th><th>score</th></tr>"
-        parts.append(
-            f"<details open><summary>answers of {escape(reader.label)}</summary><table>{head}{cells}</table></details>"
-        )
+    rows = [{"step": e.get("step"), "type": e.get("type"), "what": event_text(e)} for e in events]
+    parts = [_details(f"events of {reader.label}", table_html(rows))]
+    if answers := reader.samples(last=samples) if samples else []:
+        parts.append(_details(f"answers of {reader.label}", table_html([_answer(row) for row in answers]), True))
     config = dump_yaml(reader.config) if reader.config else "no configuration"
-    parts.append(
-        f"<details><summary>configuration of {escape(reader.label)}</summary><pre>{escape(config)}</pre></details>"
-    )
-    return "".join(parts)
+    return "".join([*parts, _details(f"configuration of {reader.label}", f"<pre>{escape(config)}</pre>")])
 
 
-def _answer(row: dict[str, Any]) -> str:
-    """One sample as a table row."""
+def _answer(row: dict[str, Any]) -> dict[str, Any]:
+    """One sample as a row of a table."""
     said = next((str(row[k]) for k in ("completion", "text", "response", "chosen") if k in row), "")
     prompt = row.get("prompt", "")
     if isinstance(prompt, list):  # messages
         prompt = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt if isinstance(m, dict))
-    step, score = escape(row.get("step", "")), escape(short_number(row.get("score")))
-    return (
-        f'<tr><td>{step}</td><td class="t">{escape(str(prompt)[:1500])}</td><td '
-        f'class="t">{escape(said[:3000])}</td><td>{score}</td></tr>'
-    )
+    about = {"step": row.get("step"), "prompt": str(prompt)[:1500], "answer": said[:3000]}
+    return about | {"score": short_number(row.get("score"))}
 
 
 def event_text(event: dict[str, Any]) -> str:
@@ -183,7 +170,7 @@ def _shown(text: str, style: str = "") -> Text:
 
 
 def screen(readers: Sequence[RunReader]) -> RenderableType:
-    """What `watch` shows: where each run stands, its main metrics as numbers and sparklines, lights,
+    """What `watch` shows: the state of each run, its main metrics as numbers and sparklines, lights,
     the last events.
     """
     parts: list[RenderableType] = []

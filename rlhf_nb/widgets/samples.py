@@ -16,7 +16,7 @@ import torch
 
 from ..rollout.sampler import eval_mode
 from ..run.checkpoint import load_checkpoint
-from ..core import ConfigError, DataError, RunError, check_choice, suggest
+from ..core import DataError, RunError, check_choice, suggest
 from ..data.formats import prompt_text
 from ..data.sources import tokenize_prompts
 from ..losses.kl import kl_terms
@@ -30,7 +30,7 @@ from .reader import SampleIndex
 Row = dict[str, Any]
 
 # %% auto #0
-__all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'read_samples',
+__all__ = ['Row', 'ORDERS', 'TOKEN_MEASURES', 'POSITIVE', 'NEGATIVE', 'sample_kl', 'open_samples', 'observed', 'read_samples',
            'select_samples', 'sample_table', 'Measure', 'token_measures', 'token_texts', 'tokens_html', 'tokens_png',
            'rescore', 'weights_at', 'Tokens', 'Samples']
 
@@ -65,7 +65,7 @@ _PER_TOKEN = ("tokens", "old_logps", "ref_logps", "logps", "values", "advantages
 
 
 def _sound(row: Row) -> Row:
-    """A sample whose fields have the kinds that views count on, whatever stands in the file;
+    """A sample whose fields have the kinds that views count on, whatever the file holds;
     what doesn't fit is left out.
     """
     step, parts = row.get("step"), row.get("rewards")
@@ -86,6 +86,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and not abs(value) > 1e300
 
 
+def observed(row: Mapping[str, Any]) -> list[bool]:
+    """Of each token of an episode, whether it was said to the policy, and not by it; never of an answer of one turn."""
+    n, spans = len(row.get("tokens") or []), row.get("drawn")
+    sound = isinstance(spans, list) and all(
+        isinstance(s, list) and len(s) == 2 and all(map(_is_number, s)) for s in spans
+    )
+    return [sound and not any(a <= i < b for a, b in spans or ()) for i in range(n)]
+
+
 def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     """The newest samples that a run wrote down, oldest first, with `reward`, `kl` and `length`.
 
@@ -102,7 +111,7 @@ def read_samples(run: str | Path | SampleIndex, last: int = 5000) -> list[Row]:
     rows = [r for r in index.read(last=last) if r.get("type", "sample") == "sample" and "completion" in r]
     rows = [_sound(row) for row in rows]
     for i, row in enumerate(rows):
-        length = len(row["tokens"]) if "tokens" in row else len(str(row["completion"]).split())
+        length = observed(row).count(False) if "tokens" in row else len(str(row["completion"]).split())
         row |= {"row": i, "prompt": prompt_text(row.get("prompt", "")), "reward": row.get("score", math.nan)}
         row |= {"kl": sample_kl(row), "length": length}
     return rows
@@ -254,7 +263,8 @@ def _known(row: Mapping[str, Any], by: str | None) -> tuple[Measure, dict[str, l
 
 
 def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[str] | None = None) -> str:
-    """A completion as coloured tokens; hovering shows all numbers.
+    """A completion as coloured tokens; hovering shows all numbers. An episode is shown by turns, what was said to the
+    policy in grey.
 
     Args:
         row: of `samples.jsonl`.
@@ -266,14 +276,17 @@ def tokens_html(row: Mapping[str, Any], by: str | None = None, texts: Sequence[s
     """
     measure, there = _known(row, by)
     values, texts = there[measure.name], texts if texts is not None else token_texts(row)
-    scale, spans = _scale(values, measure.signed), []
+    scale, spans, others = _scale(values, measure.signed), [], observed(row)
     for i, (text, value) in enumerate(zip(texts, values)):
         s = _strength(value, scale)
         r, g, b = POSITIVE if s >= 0 else NEGATIVE
         hover = "&#10;".join([f"{i}: {escape(repr(text))}", *(f"{k} {v[i]:+.3f}" for k, v in there.items())])
         shown = escape(text).replace("\n", "↵\n")
         ground = f"background:rgba({r},{g},{b},{0.6 * abs(s):.2f});border-radius:2px"
-        spans.append(f'<span title="{hover}" style="{ground}">{shown}</span>')
+        if i < len(others) and others[i]:
+            ground = "color:#808080"
+        turns = 0 < i < len(others) and others[i] != others[i - 1]
+        spans.append(("\n" if turns else "") + f'<span title="{hover}" style="{ground}">{shown}</span>')
     body = f'<div style="white-space:pre-wrap;line-height:1.9">{"".join(spans)}</div>'
     return f'{body}<div style="opacity:.65;font-size:85%">{escape(_legend(measure, scale))}</div>'
 

@@ -1,0 +1,495 @@
+"""Episodes: which tokens count, whom waiting costs, what a foreign tool can break, and what is refused before the first step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command import call
+
+from rlhf_nb.config import SamplingConfig
+from rlhf_nb.core import ConfigError, DataError, derive_seed
+from rlhf_nb.data import toy
+from rlhf_nb.data.sources import collate_prompts
+from rlhf_nb.data.templates import make_chat_template
+from rlhf_nb.rollout import episodes as module
+from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
+from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
+from rlhf_nb.train.grpo import VARIANTS, GRPOConfig, GRPOTrainer
+from rlhf_nb.train.online_dpo import OnlineDPOTrainer
+from rlhf_nb.train.pairs import OnlineDPOConfig
+from rlhf_nb.train.ppo import PPOConfig, PPOTrainer
+from rlhf_nb.train.raft import RAFTConfig, RAFTTrainer
+from rlhf_nb.train.rloo import RLOOConfig, RLOOTrainer
+from rlhf_nb.types import Rollout
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+tok = toy.build_tokenizer()
+WORDS = ("Where do owls live?", "What do bees eat?", "Tell me about frogs.", "How many legs do wolves have?")
+
+
+class Chat:
+    """Replies with words that the seed draws, for as many turns as it draws."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        self.rng = random.Random(derive_seed("chat", seed))
+        return None if self.rng.random() < 0.5 else " " + self.rng.choice(WORDS)
+
+    def step(self, turn: Turn) -> Step:
+        return Step(self.rng.choice(WORDS), self.rng.random(), turn.number >= 4 or self.rng.random() < 0.3)
+
+    def close(self) -> None:
+        pass
+
+
+class Waiting(Chat):
+    """The same, at random speeds."""
+
+    def step(self, turn: Turn) -> Step:
+        time.sleep(random.random() * 0.02)
+        return super().step(turn)
+
+
+class Noted(Sampler):
+    """Our sampler, and what it drew by prompt, sample and position."""
+
+    name, exact = "noted", True
+
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[int, int, int], list[int]] = {}
+        self.seconds = 0.0
+
+    def answer(self, model: Any, request: Request) -> Rollout:
+        begun = time.monotonic()
+        r = OurSampler().answer(model, request)
+        p = request.prompts
+        assert p.before is not None and p.start is not None
+        for key, ids, n in zip(
+            zip(p.uid.tolist(), p.before.tolist(), p.start.tolist()), r.completion_ids, r.completion_lens
+        ):
+            self.drawn[key] = ids[: int(n)].tolist()
+        self.seconds += time.monotonic() - begun
+        return r
+
+
+def play(
+    make: Any, n: int = 8, samples: int = 2, new: int = 24, inner: Sampler | None = None, **config: Any
+) -> Rollout:
+    """Episodes on toy questions."""
+    config = {"max_seconds": 20.0} | config
+    sampler = Episodes(
+        inner or OurSampler(), environment_kinds(make, config.pop("tools", ())), EpisodeConfig(**config), tok, 256
+    )
+    rows = sampler.tokenize(toy.train_prompts(n, 3))
+    how: dict[str, Any] = {"tokenizer": tok, "seed": 5, "step": 2, "num_samples": samples, "eos": ENDS}
+    return sampler.generate(MODEL, collate_prompts(rows, 0), SamplingConfig(max_new_tokens=new), **how)
+
+
+MODEL = toy.build_model(0, "tiny")
+# a twentieth of the words ends a turn, so that an untrained model's turns are short
+ENDS = [i for i in range(len(tok)) if i % 12 == 2]
+
+
+def test_one_turn_is_the_plain_answer_bit_for_bit() -> None:
+    class Once(Chat):
+        def reset(self, row: dict[str, Any], seed: int) -> str | None:
+            return None
+
+        def step(self, turn: Turn) -> Step:
+            return Step(done=True)
+
+    r = play(Once)
+    rows = module.tokenize_prompts(toy.train_prompts(8, 3), tok, chat=True, warn=False)
+    plain = OurSampler().generate(
+        MODEL,
+        collate_prompts(rows, 0),
+        SamplingConfig(max_new_tokens=24),
+        tokenizer=tok,
+        seed=5,
+        step=2,
+        num_samples=2,
+        eos=ENDS,
+    )
+    for name in ("prompt_ids", "completion_ids", "completion_mask", "rollout_logps", "uid", "finished"):
+        assert torch.equal(getattr(r, name), getattr(plain, name)), name
+
+
+def test_rows_are_what_was_drawn_and_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[list[int]] = []
+    real = module.encode_replies
+    monkeypatch.setattr(module, "encode_replies", lambda *a: replies.extend(out := real(*a)) or out)
+    inner = Noted()
+    r = play(Chat, n=25, samples=8, new=40, inner=inner)
+    assert len(r) == 200 and sum(e["turns"] > 1 for e in r.columns["episode"]) > 50
+    said = {tuple(x) for x in replies}
+    for i, (uid, e) in enumerate(zip(r.uid.tolist(), r.columns["episode"])):
+        n, joined, logps = int(r.completion_lens[i]), list[int](), r.rollout_logps
+        row, mask = r.completion_ids[i, :n].tolist(), r.completion_mask[i, :n].tolist()
+        sample = i % 8 + 8 * sum(u == uid for u in r.uid[: i - i % 8 : 8].tolist())
+        for k, (a, b) in enumerate(e["drawn"]):
+            if k:
+                assert tuple(row[len(joined) : a]) in said
+                joined += row[len(joined) : a]
+            drawn = inner.drawn[uid, sample, a]
+            assert drawn[: b - a] == row[a:b] and (len(drawn) == b - a or e["stop"] == "tokens")
+            joined += row[a:b]
+        assert joined == row and mask == [any(a <= t < b for a, b in e["drawn"]) for t in range(n)]
+        assert (
+            logps is not None
+            and bool((logps[i, :n][torch.tensor(mask)] < 0).all())
+            and not bool(logps[i][~r.completion_mask[i]].any())
+        )
+
+
+def test_order_and_company_change_no_token() -> None:
+    one, two, apart = play(Chat), play(Waiting), play(Waiting, max_seconds=19.0)
+    for r in (two, apart):
+        assert torch.equal(one.completion_ids, r.completion_ids) and torch.equal(one.completion_mask, r.completion_mask)
+    other = play(Chat, samples=4)
+    for i in range(8):
+        for k in range(2):
+            a, b = one[2 * i + k].trim(), other[4 * i + k].trim()
+            assert torch.equal(a.completion_ids, b.completion_ids)
+
+
+def test_who_waits_costs_the_others_nothing() -> None:
+    class Slow(Chat):
+        def reset(self, row: dict[str, Any], seed: int) -> str | None:
+            self.late = bool(row["late"])
+            return None
+
+        async def step(self, turn: Turn) -> Step:  # type: ignore[override]
+            await asyncio.sleep(3.0 if self.late and turn.number == 1 else 0.2)
+            return Step("And then?", done=turn.number == 3)
+
+    inner = Noted()
+    sampler = Episodes(inner, environment_kinds(Slow), EpisodeConfig(max_turns=3), tok, 256)
+    rows = sampler.tokenize([q | {"late": i == 17} for i, q in enumerate(toy.train_prompts(32, 3))])
+    begun = time.monotonic()
+    r = sampler.generate(
+        MODEL, collate_prompts(rows, 0), SamplingConfig(max_new_tokens=60), tokenizer=tok, seed=0, eos=ENDS
+    )
+    wall, longest = time.monotonic() - begun, max(e["wait_tools_s"] for e in r.columns["episode"])
+    assert longest >= 3.0 and sum(e["turns"] == 3 for e in r.columns["episode"]) > 20
+    assert wall <= 1.3 * (longest + inner.seconds), (wall, longest, inner.seconds)
+
+
+def broken(kind: str) -> Callable[[], Any]:
+    """A tool that fails in one way."""
+
+    def tool() -> Any:
+        """Fails."""
+        if kind == "hangs":
+            threading.Event().wait(20)
+        if kind == "exits":
+            raise SystemExit(3)
+        if kind == "raises":
+            raise RuntimeError("no luck")
+        return {"bytes": b"\xff", "object": object(), "nan": float("nan"), "none": None}[kind]
+
+    return tool
+
+
+@pytest.mark.parametrize("kind", ["hangs", "exits", "raises", "bytes", "object", "nan", "none"])
+def test_a_broken_tool_is_an_observation(kind: str) -> None:
+    class Says(Sampler):
+        name, exact = "says", True
+
+        def answer(self, model: Any, request: Request) -> Rollout:
+            call = '{"name": "tool", "arguments": {}}'
+            ids = [
+                [*letters(call if n == 0 else "ok", add_special_tokens=False)["input_ids"], 2]
+                for n in request.prompts.start
+            ]
+            answers = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in ids], True, 0)
+            from rlhf_nb.rollout.sampler import as_rollout
+
+            lens = torch.tensor([len(x) for x in ids])
+            return as_rollout(request.prompts, 1, answers, lens, torch.ones(len(ids), dtype=torch.bool), None, letters)
+
+    letters = toy.word_tokenizer((toy.PAD, toy.BOS, toy.EOS, toy.UNK, *map(chr, range(32, 127)), "\n"), r"[\s\S]")
+    sampler = Episodes(
+        Says(), environment_kinds(None, [broken(kind)]), EpisodeConfig(call_seconds=0.4, form="json"), letters
+    )
+    rows = sampler.tokenize([{"prompt": "a"}, {"prompt": "b"}])
+    begun = time.monotonic()
+    r = sampler.generate(
+        None, collate_prompts(rows, 0), SamplingConfig(max_new_tokens=200), tokenizer=letters, seed=0, num_samples=2
+    )
+    assert time.monotonic() - begun < 8 and r.finished.tolist() == [True] * 4 and r.rollout_logps is None
+    for e in r.columns["episode"]:
+        assert (
+            e["turns"] == 2
+            and e["tool_failures"] == int(kind in ("hangs", "exits", "raises"))
+            and e["messages"][-2]["role"] == "tool"
+        )
+
+
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    **{v: (GRPOConfig, GRPOTrainer, {"num_generations": 4, "variant": v, "kl_coef": 0.1}) for v in VARIANTS},
+    **{b: (RLOOConfig, RLOOTrainer, {"baseline": b}) for b in ("rloo", "remax", "batch", "group_batch")},
+    **{f"ppo {c}": (PPOConfig, PPOTrainer, {"critic": c, "entropy_coef": 0.1}) for c in ("separate", "shared")},
+    "raft": (RAFTConfig, RAFTTrainer, {"num_generations": 4}),
+    "online dpo": (OnlineDPOConfig, OnlineDPOTrainer, {"num_generations": 4}),
+    "xpo": (OnlineDPOConfig, OnlineDPOTrainer, {"opponent": "reference", "xpo_alpha": 0.1}),
+    "nash": (OnlineDPOConfig, OnlineDPOTrainer, {"loss": "nash_md", "opponent": "reference"}),
+}
+
+
+def trainer(kind: str, folder: Path, **more: Any) -> Any:
+    """A tiny run in an environment."""
+    config, make, own = METHODS[kind]
+    size = {"steps": 2, "mini_batch_size": 16, "sampling": {"max_new_tokens": 24}, "console": False}
+    own = (
+        size
+        | own
+        | ({} if config in (RAFTConfig, GRPOConfig, RLOOConfig, OnlineDPOConfig) else {"rollout_batch_size": 16})
+    )
+    parts = {"environment": Chat, "rows": toy.train_prompts(16, 0), "eval_rows": []}
+    given = {k: more.pop(k) for k in ("environment", "rows", "tools", "reward") if k in more}
+    c = config.preset("toy", output_dir=str(folder), **own | more)
+    return make(c, more_endings(toy.build_model(0, "tiny")), toy.build_tokenizer(), **parts | given)
+
+
+def more_endings(model: Any) -> Any:
+    """The model, many of whose tokens end a turn: its generation config says so."""
+    model.generation_config.eos_token_id = sorted({*ENDS, tok.eos_token_id})
+    return model
+
+
+@pytest.mark.parametrize("credit", ["episode", "turns"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_observations_teach_nothing(kind: str, credit: str, tmp_path: Path) -> None:
+    t = trainer(kind, tmp_path / "run", episodes={"credit": credit})
+    t.start()
+    method, r = t.method, t.collect(t.next_batch())
+    holes = r.real & ~r.completion_mask
+    assert int(holes.sum()) > 20, "there are no observations to look at"
+    outs: list[Any] = []
+    inner = method.module
+
+    def looked(fill: float) -> Callable[..., Any]:
+        def call(micro: Any, **options: Any) -> Any:
+            out = inner(micro, **options)
+            for name in ("logps", "values", "entropy"):
+                if isinstance(x := getattr(out, name, None), torch.Tensor):
+                    leaf = torch.where(micro.completion_mask, x.detach(), fill).requires_grad_()
+                    outs.append((leaf, micro.completion_mask))
+                    out = out._replace(**{name: leaf}) if hasattr(out, "_replace") else out
+            return out
+
+        return call
+
+    def losses(fill: float, data: Any) -> tuple[list[float], list[torch.Tensor]]:
+        outs.clear()
+        method.module = looked(fill)
+        try:
+            terms = [x for micro in method.micro_batches(data) for x in method.loss(micro).values()]
+        finally:
+            method.module = inner
+        sum(weight * x.total for x, weight in terms).backward()
+        for leaf, mask in outs:
+            assert leaf.grad is None or not bool(leaf.grad[~mask].any()), "an observation has a gradient"
+        return [float(x.total.detach()) for x, _ in terms], [leaf.grad for leaf, _ in outs if leaf.grad is not None]
+
+    clean, grads = losses(0.0, r)
+    assert any(bool(g.any()) for g in grads)
+    wild = r[torch.arange(len(r))]
+    for name in ("old_logps", "ref_logps", "rollout_logps", "values", "returns", "token_rewards", "advantages"):
+        if (x := getattr(wild, name)) is not None:
+            setattr(
+                wild, name, torch.where(holes, torch.full_like(x, 7e7 if name == "advantages" else float("nan")), x)
+            )
+    if method.name in ("online_dpo", "raft", "nash_md"):  # signs of whole answers are read off their advantages
+        wild.advantages = r.advantages
+    dirty, same = losses(float("nan"), wild)
+    assert dirty == clean and all(torch.equal(a, b) for a, b in zip(grads, same))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo separate", "raft", "online dpo"])
+def test_methods_learn_from_episodes(kind: str, tmp_path: Path) -> None:
+    t = trainer(kind, tmp_path / "run", eval={})
+    history = t.fit()
+    event = history[-1]
+    assert event["rollout/turns"] > 1.2 and "rewards/environment" in event and event["completions/max_length"] <= 24
+    again = trainer(kind, tmp_path / "again")
+    again.fit()
+    weights = zip(t.method.model.parameters(), again.method.model.parameters())
+    assert all(torch.equal(a, b) for a, b in weights), "the same run ends elsewhere"
+    sample = (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    assert '"messages"' in sample and '"drawn"' in sample and "environments" not in sample
+
+
+class Increment:
+    """As TRL's documentation has it."""
+
+    def __init__(self) -> None:
+        self.counter = 0
+
+    def reset(self, **row: Any) -> str | None:
+        self.counter = 0
+        return None
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+def test_a_class_for_trl_runs_unchanged(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reward_func(environments: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(environments)
+        return [float(env.counter + i) for i, env in enumerate(environments)]
+
+    short = toy.build_tokenizer()
+    names = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    short.chat_template = names + make_chat_template("Visitor:", "\nPip:")
+    c = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False, steps=1, mini_batch_size=8, num_generations=4,
+        sampling={"max_new_tokens": 8})  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        t = GRPOTrainer(
+            model=toy.build_model(0, "tiny"), args=c, processing_class=short, reward_funcs=reward_func,
+            train_dataset=toy.train_prompts(16, 0), environment_factory=Increment,
+        )  # fmt: skip
+        t.train()
+    assert len(seen) == 8 and all(isinstance(env, Increment) for env in seen) and len({id(env) for env in seen}) == 8
+
+
+def tool_without_hints(x, y):  # type: ignore[no-untyped-def]
+    """Add."""
+    return x + y
+
+
+def good(x: int) -> int:
+    """Double.
+
+    Args:
+        x: a number.
+    """
+    return 2 * x
+
+
+class NoReset:
+    def step(self, turn: Turn) -> Step:
+        return Step()
+
+
+class Mute(Chat):
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        return None
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no reset": ({"environment": NoReset}, "has no reset"),
+    "no hints": ({"tools": [tool_without_hints], "reward": len}, "tool 'tool_without_hints' can't be described"),
+    "two of one name": ({"tools": [good, good], "reward": len}, "two tools are called 'good'"),
+    "unknown in a row": (
+        {"environment": {"chat": Chat}, "rows": [{"prompt": "a", "environment": "chatt"}]}, "Did you mean 'chat'"),
+    "none in a row": ({"environment": {"chat": Chat}, "rows": [{"prompt": "a"}]}, "asks for the environment None"),
+    "no prompt": ({"environment": Mute, "rows": [{"answer": 1}]}, "nothing to answer"),
+    "no room": ({"environment": Chat, "episodes": {"max_tokens": 2}}, "has room for 2"),
+    "an object": ({"environment": Chat()}, "give the class"),
+    "unknown name": ({"environment": None, "episodes": {"environment": "calculater"}}, "Did you mean 'calculator'"),
+    "several": ({"environment": Chat, "sampling": {"sampler": "continuous"}}, "several: leave one of them out"),
+    "a decoder": ({"environment": Chat, "decoder": "speculative"}, "several: leave one of them out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_the_first_step(what: str, tmp_path: Path) -> None:
+    given, words = BAD[what]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((ConfigError, DataError)) as error:
+            trainer("grpo", tmp_path / "run", **given)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_templates_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    def run(template: str, **parts: Any) -> Any:
+        t = toy.build_tokenizer()
+        t.chat_template = template
+        c = GRPOConfig.preset("toy", output_dir=str(tmp_path / "run"), console=False, steps=1, mini_batch_size=8)
+        return GRPOTrainer(c, toy.build_model(0, "tiny"), t, rows=toy.train_prompts(8, 0), **parts)
+
+    plain = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(
+        ConfigError, match="no place for tools, so the model would never see 'good'.*episodes.chatml=true"
+    ):
+        run(plain, tools=[good], reward=len)
+    rewrites = "{% for m in messages %}{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(DataError, match="rewrites an answer once it is replied to: token"):
+        run(rewrites, environment=Chat)
+
+
+def test_the_page_about_environments_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
+    (code,), (config,) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yml"))
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(code, "environments.md", "exec"), {"__name__": "page"})
+    assert "rollout/turns" in (tmp_path / "echo" / "metrics.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(config, encoding="utf-8")
+    assert GRPOConfig.load("run.yaml", ["episodes.max_turns=3"]).episodes.max_turns == 3
+
+
+def test_an_environment_by_its_name_on_a_command_line(tmp_path: Path) -> None:
+    words = [
+        "--toy",
+        "steps=1",
+        "mini_batch_size=8",
+        "num_generations=4",
+        "console=false",
+        "device=cpu",
+    ]
+    words += [f"output_dir={tmp_path / 'run'}", "episodes.options.questions=2"]
+    call("grpo", *words, "episodes.environment=toy")
+    events = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "rollout/turns" in events and "rewards/environment" in events
+    said = call("grpo", *words, "--overwrite", "episodes.environment=toi", code=1)
+    assert "Did you mean 'toy'?" in " ".join(said.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_learns_to_use_a_calculator(seed: int) -> None:
+    path = Path(__file__).resolve().parent.parent / "nbs" / "tutorials" / "a_policy_learns_to_use_a_calculator.ipynb"
+    cells = [
+        "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
+    ]
+    made: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for source in cells[1 : next(i for i, s in enumerate(cells) if "def learner" in s) + 1]:
+            exec(compile(source.partition('if MODEL == "toy":\n    trainer')[0], path.name, "exec"), made)
+        t = made["learner"](seed, *made["guesser"](seed))
+        before = t.evaluate()["eval/environment"]
+        t.fit()
+        after = t.evaluate()["eval/environment"]
+    print(f"seed {seed}: {before:.0%} -> {after:.0%}")
+    assert before < 0.2 and after >= 0.8
