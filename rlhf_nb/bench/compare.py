@@ -18,7 +18,7 @@ from ..config import ModelConfig, PathText, StrictConfig, option
 from ..core import DataError, printable
 from ..data.readers import read_rows
 from ..evaluate.intervals import several_note
-from ..evaluate.ratings import rate, ratings_table, duels_of
+from ..evaluate.ratings import rate, ratings_table, blind_votes
 from rlhf_nb.bench.evals import (
     EvalConfig, Judging, evaluate_suite, judge_settings, named_judge, short_name, versions_of,
 )  # fmt: skip
@@ -189,7 +189,7 @@ def ratings_of_file(path: str) -> Any:
     Args:
         path: rows with model_a, model_b and winner, in any kind of file that data are read from.
     """
-    return ratings_table(rate(duels_of(read_rows(path))))
+    return ratings_table(rate(blind_votes(read_rows(path))))
 
 
 def sides_scores(compared: Compared) -> dict[str, tuple[float, float | None, float | None]]:

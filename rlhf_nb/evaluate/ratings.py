@@ -15,10 +15,10 @@ from torch.autograd import functional
 from ..core import DataError
 
 # %% auto #0
-__all__ = ['Duel', 'duels_of', 'Rating', 'rate', 'ratings_table']
+__all__ = ['BlindVote', 'blind_votes', 'Rating', 'rate', 'ratings_table']
 
 # %% ../../nbs/evaluate/ratings.ipynb #ba7100a4
-class Duel(NamedTuple):
+class BlindVote(NamedTuple):
     """Two models whose answers were compared without their names, and which was better."""
 
     first: str
@@ -29,7 +29,7 @@ class Duel(NamedTuple):
 _FIRST, _SECOND = ("model_a", "a", "left", "1", "first"), ("model_b", "b", "right", "2", "second")
 
 
-def duels_of(rows: Iterable[Mapping[str, Any]]) -> list[Duel]:
+def blind_votes(rows: Iterable[Mapping[str, Any]]) -> list[BlindVote]:
     """Votes of rows with model_a, model_b and winner (model_a, model_b, or tie), as in the Arena.
 
     Args:
@@ -51,7 +51,7 @@ def duels_of(rows: Iterable[Mapping[str, Any]]) -> list[Duel]:
         won = said if said in (a, b) else a if said.lower() in _FIRST else b if said.lower() in _SECOND else None
         if won is None and not said.lower().startswith("tie") and said.lower() not in ("draw", "both", "neither"):
             raise DataError(f"vote {i}: the winner is {said!r}; known are model_a, model_b, tie, {a} and {b}.")
-        out.append(Duel(a, b, won))
+        out.append(BlindVote(a, b, won))
     return out
 
 
@@ -79,7 +79,7 @@ def _log_posterior(theta: Tensor, first: Tensor, second: Tensor, outcome: Tensor
     return seen - (r.square().sum() + nu.square()) / (2 * _PRIOR**2)
 
 
-def rate(votes: Sequence[Duel], level: float = 0.95) -> list[Rating]:
+def rate(votes: Sequence[BlindVote], level: float = 0.95) -> list[Rating]:
     """Ratings of all models from votes, strongest first, with intervals.
 
     Args:
@@ -125,7 +125,7 @@ def rate(votes: Sequence[Duel], level: float = 0.95) -> list[Rating]:
     return sorted(out, key=lambda r: -r.rating)
 
 
-def _unconnected(names: Sequence[str], votes: Sequence[Duel]) -> list[str]:
+def _unconnected(names: Sequence[str], votes: Sequence[BlindVote]) -> list[str]:
     """Models that no chain of votes connects with the first."""
     seen, grows = {names[0]}, True
     while grows:
