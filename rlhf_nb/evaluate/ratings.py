@@ -36,7 +36,7 @@ def blind_votes(rows: Iterable[Mapping[str, Any]]) -> list[BlindVote]:
         rows: one for a vote; `winner` may also be the model's name.
 
     Raises:
-        DataError: a column is missing, a winner is neither of the two, a model stands against itself.
+        DataError: a column is missing, a winner is neither of the two, or a model meets itself.
     """
     out = []
     for i, row in enumerate(rows):
@@ -47,7 +47,7 @@ def blind_votes(rows: Iterable[Mapping[str, Any]]) -> list[BlindVote]:
             )
         a, b, said = str(row["model_a"]), str(row["model_b"]), str(row["winner"]).strip()
         if a == b:
-            raise DataError(f"vote {i}: {a!r} stands against itself, which says nothing.")
+            raise DataError(f"vote {i}: {a!r} was compared with itself, which tells nothing.")
         won = said if said in (a, b) else a if said.lower() in _FIRST else b if said.lower() in _SECOND else None
         if won is None and not said.lower().startswith("tie") and said.lower() not in ("draw", "both", "neither"):
             raise DataError(f"vote {i}: the winner is {said!r}; known are model_a, model_b, tie, {a} and {b}.")
