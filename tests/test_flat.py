@@ -112,7 +112,7 @@ def test_decoding_in_half_precision_as_on_a_gpu(
 ) -> None:
     """There, under autocast, states are fp32, projections and keys in half precision; a CPU keeps keys in the states' format."""
     from rlhf_nb.config import SamplingConfig
-    from rlhf_nb.fast import decode
+    from rlhf_nb.fast import decode, engine
     from rlhf_nb.rollout.sampler import sample_tokens
     from rlhf_nb.types import PromptBatch
 
@@ -125,6 +125,7 @@ def test_decoding_in_half_precision_as_on_a_gpu(
     how: dict[str, Any] = {"eos": [], "pad": 0, "seed": 0, "greedy": True, "fixed_shapes": fixed}
     want = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
     monkeypatch.setattr(decode, "FastDecoder", Halved)
+    monkeypatch.setattr(engine, "FastDecoder", Halved)
     with torch.autocast("cpu", dtype):
         got = sample_tokens(net, texts, SamplingConfig(max_new_tokens=10), **how)
     first = (got[0] != want[0]).int().cumsum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,11 @@ import transformers
 from rlhf_nb.config import SamplingConfig
 from rlhf_nb.core import ConfigError, DataError, ModelError
 from rlhf_nb.data import toy
-from rlhf_nb.fast import decode
-from rlhf_nb.fast.prompts import SharedPrompts
+from rlhf_nb.fast import engine
 from rlhf_nb.fast.slots import Slots
 from rlhf_nb.fast.support import use_fast
 from rlhf_nb.models.load import load_model
+from rlhf_nb.rollout import sampler
 from rlhf_nb.rollout.sampler import as_rollout, draw, eos_ids, sample_tokens
 from rlhf_nb.scoring.scores import completion_logps, logps
 from rlhf_nb.types import PromptBatch
@@ -73,13 +74,6 @@ def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> None:
     torch.testing.assert_close(a[1], b[1], atol=1e-6, rtol=1e-6)
 
 
-@pytest.fixture(params=[False, True], ids=["a row has all", "prompts apart"], autouse=True)
-def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether keys and values of prompts are kept once for their rows, or with each row."""
-    monkeypatch.setattr(decode, "SHARE_BYTES", 0 if request.param else 1 << 60)
-    return bool(request.param)
-
-
 @pytest.fixture(params=[True, False], ids=["fast", "plain"])
 def fast(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fast paths, and none of them."""
@@ -116,29 +110,58 @@ def test_few_slots_give_the_same_samples(name: str, eos: list[int], num_samples:
 
 @pytest.mark.fast_path
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("batch_size", [None, 3, 20])
-def test_prompts_kept_apart_give_the_same_samples(
-    name: str, dtype: torch.dtype, batch_size: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = family(name).to(dtype), prompts(9)
-    lens = batch.prompt_mask.sum(1)
-    assert lens.min() < lens.max()
-    go = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 5, "batch_size": batch_size}
-    joined: list[int] = []
-    add = SharedPrompts.add
+def test_an_answer_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders, slots, cores and single rows, in float32; and without the rule about few rows that would be seen."""
+    model, batch, how = family(name).float(), prompts(16), SamplingConfig(max_new_tokens=20)
+    go: dict[str, Any] = {"eos": ENDS, "pad": PAD, "seed": 3}
+    want = sample_tokens(model, batch, how, **go)
 
-    def counting(self: Any, past: Any, lens: torch.Tensor, *args: Any) -> None:
-        joined.extend(lens.tolist())
-        add(self, past, lens, *args)
+    def differs(order: list[int], **more: Any) -> int:
+        found = sample_tokens(model, batch[torch.tensor(order)], how, **go, **more)
+        pairs = (
+            (found[k][i, : int(found[2][i])], want[k][j, : int(found[2][i])])
+            for k in (0, 1)
+            for i, j in enumerate(order)
+        )
+        return sum(not torch.equal(a, b) for a, b in pairs)
 
-    monkeypatch.setattr(SharedPrompts, "add", counting)
-    found = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
-    assert bool(joined) is apart and (not apart or set(joined) == set(lens.tolist()))
-    monkeypatch.setattr(decode, "SHARE_BYTES", 1 << 60 if apart else 0)
-    other = sample_tokens(model, batch, SamplingConfig(max_new_tokens=20), **go)
-    assert torch.equal(found[0], other[0]) and torch.equal(found[2], other[2])
-    torch.testing.assert_close(found[1], other[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
+    orders = [torch.randperm(16, generator=torch.Generator().manual_seed(k)).tolist() for k in range(6)]
+    assert all(differs(order, batch_size=size) == 0 for order in orders[:3] for size in (1, 3, 5, 16))
+    assert all(differs(order[:n]) == 0 for order in orders[3:] for n in (1, 2, 3, 7))
+    for cores in (2, 3):
+        monkeypatch.setattr(engine, "workers_for", lambda model, cores=cores: cores)
+        assert differs(orders[0]) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "FEWEST_ROWS", 1)
+    assert sum(differs([i]) for i in range(16)) > 0
+
+
+@pytest.mark.fast_path
+def test_no_row_begins_with_what_another_one_wrote() -> None:
+    """A prompt that continues another one's answer, drawn behind it in the same place, has the bits it has alone."""
+    model, go = toy.build_model(0).eval(), {"eos": [], "pad": PAD, "seed": 3, "batch_size": 1}
+    how = SamplingConfig(max_new_tokens=20)
+    first = prompts(1)
+    said = sample_tokens(model, first, how, **go)[0][0, :12].tolist()
+    second = PromptBatch.from_lists([first.token_lists()[0] + said])
+    both = PromptBatch.from_lists([*first.token_lists(), *second.token_lists()])
+    alone, together = sample_tokens(model, second, how, **go), sample_tokens(model, both, how, **go)
+    assert torch.equal(alone[0][0], together[0][1]) and torch.equal(alone[1][0], together[1][1])
+
+
+@pytest.mark.slow
+@pytest.mark.fast_path
+def test_64_toy_answers_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six orders, four numbers of slots, one to three cores: tokens and log-probs, all of them."""
+    model, batch, how = toy.build_model(0).eval(), prompts(64), SamplingConfig(max_new_tokens=28)
+    go: dict[str, Any] = {"eos": ENDS, "pad": PAD, "seed": 5}
+    want = sample_tokens(model, batch, how, **go)
+    for k in range(6):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(k))
+        monkeypatch.setattr(engine, "workers_for", lambda model, k=k: 1 + k % 3)
+        for size in (3, 6, 16, 64):
+            found = sample_tokens(model, batch[order], how, **go, batch_size=size)
+            assert all(torch.equal(a, b[order]) for a, b in zip(found, want, strict=True)), (k, size)
 
 
 @pytest.mark.parametrize("cores", [2, 3, 50])
@@ -149,7 +172,7 @@ def test_rows_shared_among_cores_are_the_same_samples(
     model, batch = family("llama"), prompts(7)
     ask = {"eos": ENDS, "pad": PAD, "seed": 3, "num_samples": 3, "batch_size": batch_size}
     alone = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask)
-    monkeypatch.setattr(decode, "workers_for", lambda model: cores)
+    monkeypatch.setattr(engine, "workers_for", lambda model: cores)
     used: list[int] = []
     shared = sample_tokens(model, batch, SamplingConfig(max_new_tokens=12), **ask, used=used)
     for a, b in zip(alone, shared, strict=True):
@@ -189,24 +212,23 @@ def test_fewer_steps_than_chunks() -> None:
 
 @pytest.mark.fast_path
 def test_every_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when a group enters in several parts; and a mistake there would be seen."""
+    """Also when a group enters in several parts: then its further rows read one token each."""
     read: list[int] = []
-    real = decode.prefill
+    real = engine.RowCache.states
 
-    def counting(decoder: Any, chosen: list[torch.Tensor], *args: Any) -> Any:
-        read.extend(map(len, chosen))
-        return real(decoder, chosen, *args)
+    def counting(cache: Any, rows: Any, blocks: Any, *least: int) -> torch.Tensor:
+        read.extend(len(b) for b in blocks if len(b) > 1)
+        return real(cache, rows, blocks, *least)
 
-    monkeypatch.setattr(decode, "prefill", counting)
-    batch = prompts(9)
+    monkeypatch.setattr(engine.RowCache, "states", counting)
+    batch, model = prompts(9), chatty(8)
     go = {"eos": [EOS], "pad": PAD, "seed": 0, "num_samples": 7}
-    model = chatty(8)
     a = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
-    assert sorted(read) == sorted(batch.prompt_mask.sum(1).tolist())
-    read.clear()  # and that is what keeping a divided group's keys and values is for
-    monkeypatch.setattr(decode.Queue, "kept", property(lambda self: None, lambda self, value: None), raising=False)
+    assert len(read) == len(batch) and sum(read) <= int(batch.prompt_mask.sum())
+    read.clear()  # and that is what looking for beginnings is for
+    monkeypatch.setattr(engine.RowCache, "_source", lambda cache, new: (new.rows[0], 0))
     b = sample_tokens(model, batch, SamplingConfig(max_new_tokens=30), **go, batch_size=10)
-    assert torch.equal(a[0], b[0]) and len(read) > len(batch)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and len(read) > len(batch)
 
 
 @pytest.mark.fast_path
@@ -216,11 +238,9 @@ def test_rows_slide_when_the_cache_ends(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Slots, "slide", lambda slots, room: (times.append(slots.column), real(slots, room)))
     model, batch, how = family("llama"), prompts(40), SamplingConfig(max_new_tokens=12)
     go = {"eos": ENDS, "pad": PAD, "seed": 1}
-    for fixed in (False, True):
-        times.clear()
-        few = sample_tokens(model, batch, how, **go, batch_size=4, fixed_shapes=fixed)
-        assert len(times) >= 3
-        same(few, sample_tokens(model, batch, how, **go))
+    few = sample_tokens(model, batch, how, **go, batch_size=4, fixed_shapes=True)
+    assert len(times) >= 3
+    same(few, sample_tokens(model, batch, how, **go))
 
 
 @pytest.mark.usefixtures("fast")
@@ -231,6 +251,27 @@ def test_one_bad_row_is_still_found() -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(Exception, match="not finite"):
         sample_tokens(model, prompts(12), SamplingConfig(max_new_tokens=8), eos=[EOS], pad=PAD, seed=0, batch_size=5)
+
+
+@pytest.mark.fast_path
+@pytest.mark.parametrize("how", ["auto", "generate"])
+def test_a_run_says_whether_its_answers_are_exact(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_nb import GRPOConfig, GRPOTrainer
+
+    def start(folder: str) -> str:
+        config = GRPOConfig.preset(
+            "toy", output_dir=tmp_path / folder, steps=1, epochs=None, rollout_batch_size=8, mini_batch_size=8,
+            num_generations=4, console=False, sampling={"max_new_tokens": 6, "sampler": how},
+        )  # fmt: skip
+        run = GRPOTrainer(config, toy.build_model(0, "tiny"), tok, reward=toy.gold_reward, rows=toy.train_prompts(4))
+        run.fit()
+        event = json.loads((tmp_path / folder / "metrics.jsonl").read_text().splitlines()[0])
+        return str(event["checked"]["answers"])
+
+    assert start("run") == ("exact" if how == "auto" else "close: answers are drawn by generate")
+    if how == "auto":  # a product of one row has other bits, and the trial sees it
+        monkeypatch.setattr(engine, "FEWEST_ROWS", 1)
+        assert start("other").startswith("close: on this machine an answer alone")
 
 
 @pytest.mark.fast_path
@@ -253,7 +294,7 @@ def test_the_switch_turns_our_decoder_off(monkeypatch: pytest.MonkeyPatch) -> No
     model, batch, how = family("llama"), prompts(6), SamplingConfig(max_new_tokens=9)
     go = {"eos": ENDS, "pad": PAD, "seed": 2}
     wanted = sample_tokens(model, batch, how, **go)
-    monkeypatch.setattr(decode, "decode", lambda *a, **k: pytest.fail("our decoder ran"))
+    monkeypatch.setattr(sampler, "write", lambda *a, **k: pytest.fail("our decoder ran"))
     monkeypatch.setenv("RLHF_NB_FAST", "0")
     same(wanted, sample_tokens(model, batch, how, **go))
     with pytest.raises(ConfigError, match=r"sampler=ours.*switched off"):

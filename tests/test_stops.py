@@ -16,7 +16,7 @@ import pytest
 from rlhf_nb import GRPOTrainer
 from rlhf_nb.core import safe_point
 from rlhf_nb.data import toy
-from rlhf_nb.fast import decode
+from rlhf_nb.fast import decode, engine
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.train.grpo import GRPOConfig
 
@@ -92,9 +92,9 @@ def test_inside_a_reward_function(tmp_path: Path, straight: Path) -> None:
 
 
 def test_inside_a_rollout(tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(decode.decode_step, 40, patiently)
+    slow = Slow(engine.RowCache.states, 120, patiently)  # behind the first of them, which a run is checked with
     made = grpo(tmp_path / "run")
-    monkeypatch.setattr(decode, "decode_step", slow)
+    monkeypatch.setattr(engine.RowCache, "states", lambda *a: slow(*a))
     history = made.fit()
     assert slow.sent and slow.left - slow.sent < SECONDS
     assert history.stopped == "interrupted (SIGINT)" and len(history) < 4
@@ -106,7 +106,7 @@ def test_inside_a_rollout(tmp_path: Path, straight: Path, monkeypatch: pytest.Mo
 def test_the_loop_that_draws_tokens_has_a_safe_point() -> None:
     import inspect
 
-    assert "safe_point()" in inspect.getsource(decode.run)
+    assert "safe_point()" in inspect.getsource(decode.run) and "safe_point()" in inspect.getsource(engine.write_answers)
 
 
 def test_inside_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

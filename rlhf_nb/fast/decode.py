@@ -16,9 +16,7 @@ from .blocks import Blocks
 from .linear import Projection, rotary_table
 from .attention import row_attention
 from .graph import Replay
-from .prompts import SHARE_BYTES, SharedPrompts
 from .slots import Slots
-from .workers import spread, workers_for
 
 # %% auto #0
 __all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'FastDecoder', 'prefill', 'decode_step', 'Queue', 'run', 'decode']
@@ -142,52 +140,36 @@ Choose = Callable[[Tensor, Tensor | None, int | Tensor], tuple[Tensor, Tensor, T
 # [B]
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention of one position per row; the query heads that share a key head sit side by side as G "queries".
 
     q [B·K, G, D]; k, v [B·K, t, D] (views of the cache); mask [B·K, 1, t], added. Returns [B·K, G, D].
     """
-    if (
-        q.device.type == "cpu" and q.dtype == torch.float32
-    ):  # two batched products are faster than the fused kernel here
-        scores = torch.bmm(q, k.transpose(1, 2))
-        return torch.bmm((scores if mask is None else scores.add_(mask)).softmax(-1), v)
-    bias = None if mask is None else mask[None]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias, scale=scale)[0]
+    if q.device.type == "cpu" and q.dtype == torch.float32:  # the fused kernel is slower here
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).add_(mask).softmax(-1), v)
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None], scale=scale)[0]
 
 
-def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: int | Tensor) -> None:
+def decode_step(decoder: FastDecoder, slots: Slots, choose: Choose, column: Tensor) -> None:
     """One token for every slot in use: feed the last ones, attend over the cache, choose, record.
 
     Args:
-        column: where the keys and values of the tokens being fed go. With a Python number the cache is sliced to what
-            is
-            filled. With a 0-dim tensor every shape is fixed and the unfilled columns are hidden by the mask: the form a
-            CUDA
-            graph can replay.
+        column: where the keys and values of the tokens being fed go, a 0-dim tensor: the form a CUDA graph can replay.
     """
-    n, heads, kv_heads, shared = slots.count, decoder.heads, decoder.kv_heads, slots.shared
-    cache, mask, read = slots.cache[:, :, :n], slots.mask, slice(None)
-    if not isinstance(column, Tensor):
-        read = slice(slots.first, column + 1)
-    elif mask is not None:
-        mask[:n].index_fill_(-1, column.view(1), 0.0)
-    past = cache[:, :, :, :, read].flatten(2, 3).flatten(0, 1).unbind(0)  # keys, values of layer after layer
-    mask = None if mask is None else mask[:n, :, :, read].flatten(0, 1)
+    n, heads, kv_heads, cache = slots.count, decoder.heads, decoder.kv_heads, slots.cache[:, :, : slots.count]
+    slots.mask[:n].index_fill_(-1, column.view(1), 0.0)
+    past = cache.flatten(2, 3).flatten(0, 1).unbind(0)  # keys, values of layer after layer
+    mask = slots.mask[:n].flatten(0, 1)
 
     def attend(index: int, qkv: Tensor, scale: float) -> Tensor:
         kv = qkv[:, heads:].view(n, 2, kv_heads, -1).transpose(0, 1)
-        if isinstance(column, Tensor):
-            cache[index].index_copy_(3, column.view(1), kv.unsqueeze(3).to(cache.dtype))
-        else:
-            cache[index, :, :, :, column] = kv
+        cache[index].index_copy_(3, column.view(1), kv.unsqueeze(3).to(cache.dtype))
         q = qkv[:, :heads]
-        if shared is not None or cache.dtype == torch.float32:  # rounding in half precision is left to the kernel
+        if cache.dtype == torch.float32:  # rounding in half precision is left to the kernel
             q, scale = q * scale, 1.0
         q = q.reshape(n * kv_heads, heads // kv_heads, -1).to(cache.dtype)
         k, v = past[2 * index : 2 * index + 2]
-        out = _one_query(q, k, v, mask, scale) if shared is None else shared.attend(index, q, k, v, mask)
-        return out.view(n, -1)
+        return _one_query(q, k, v, mask, scale).view(n, -1)
 
     hidden = decoder.hidden_states(slots.tokens[:n], slots.positions[:n], attend)
     slots.put(*choose(decoder.logits(hidden), slots.numbers(), slots.place[:n] // slots.ids.shape[1]))
@@ -219,18 +201,12 @@ class Queue:
         here, counts = torch.unique_consecutive(self.of[self.row : self.row + n], return_counts=True)
         prompts, repeats = [self.prompts[i] for i in here], counts.to(device)
         lens = torch.tensor([len(p) for p in prompts])
-        past: list[Tensor] = []
         logits: list[Tensor] = []
         known = [] if self.kept is None else [self.kept]
         for kv, line in itertools.chain(known, prefill(decoder, prompts[len(known) :], self.max_tokens)):
             begun = sum(len(x) for x in logits)
             logits.append(line)
-            if slots.shared is None:
-                slots.begin(kv, repeats[begun : begun + len(line)], first + int(counts[:begun].sum()))
-            else:
-                past.append(kv)
-        if slots.shared is not None:
-            slots.shared.add(past, lens, repeats, first)
+            slots.begin(kv, repeats[begun : begun + len(line)], first + int(counts[:begun].sum()))
         new, slots.count, self.row = slice(first, first + n), first + n, self.row + n
         divided = self.waiting > 0 and self.of[self.row] == here[-1]
         self.kept = (kv[:, :, -1:, :, -len(prompts[-1]) :].clone(), line[-1:]) if divided else None
@@ -264,8 +240,8 @@ def run(
         How many rows got a token, at each step and each time that rows came in.
     """
     size, steps, used = len(slots.tokens), len(slots.ids) - 1, [queue.admit(decoder, slots, choose)]
-    flows, device = queue.waiting > 0, slots.tokens.device
-    replay = Replay(lambda column: decode_step(decoder, slots, choose, column), device) if slots.fixed else None
+    device = slots.tokens.device
+    replay = Replay(lambda column: decode_step(decoder, slots, choose, column), device)
     every, bucket = (8, BUCKET) if device.type == "cuda" else (1, 1)  # looking at results stalls a GPU
     i, end = 1, steps  # the next step, and the one at which all rows that are in have had theirs
     while i < end or queue.waiting:
@@ -275,25 +251,19 @@ def run(
             if queue.waiting and (i == end or (free >= enter * size and lost >= 8 * size) or not alive):
                 slots.compact(alive)
                 used.append(queue.admit(decoder, slots, choose))
-                slots.narrow()
                 end = i + steps - 1
                 continue
             if alive == 0:
                 break
             keep = min(slots.count, -(-alive // bucket) * bucket)
-            if slots.count - keep > leave * slots.count and not (slots.fixed and queue.waiting):  # a graph has one size
+            if slots.count - keep > leave * slots.count and not queue.waiting:  # a graph has one size
                 slots.compact(keep)
-                if flows:
-                    slots.narrow()
         if slots.column + 1 == slots.cache.shape[4]:
-            slots.slide(0 if slots.shared is not None else len(queue.prompts[-1]))
+            slots.slide(len(queue.prompts[-1]))
         safe_point()
         slots.column += 1
         used.append(slots.count)
-        if replay is not None:
-            replay(slots.column, slots.count, steps if queue.waiting else end - i)
-        else:
-            decode_step(decoder, slots, choose, slots.column)
+        replay(slots.column, slots.count, steps if queue.waiting else end - i)
         i += 1
         if over is not None and i % LOOK == 0:
             slots.stop(over)
@@ -303,11 +273,11 @@ def run(
 def decode(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose,
     uniforms: Tensor | None, *,
-    ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30, fixed: bool | None = None,
+    ends: bool = True, batch_size: int | None = None, cache_bytes: int = 2 << 30,
     used: list[int] | None = None,
     over: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Completions of prompts, several to each.
+    """Completions of prompts, several to each, with the fixed shapes of a graph (CPUs: `fast.engine`).
 
     Args:
         model: a bare causal language model that `support.can_run` has nothing to say about, in evaluation mode.
@@ -318,7 +288,6 @@ def decode(
         uniforms: float64[C + 1, B], handed to `choose`; None: it needs none.
         ends: whether `choose` ever says that a completion ends.
         batch_size: most rows at work at the same time; cache_bytes: most bytes of keys and values.
-        fixed: decode with fixed shapes (None: on CUDA, as a recorded graph).
         used: a list that is told how many rows each step worked on.
         over: told a completion's tokens every few steps, it may end it.
 
@@ -328,7 +297,6 @@ def decode(
     """
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
-    fixed = not on_cpu if fixed is None else fixed
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     decoder = FastDecoder(model, dtype, len(prompts[-1]) + new_tokens)
     one_column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * decoder.cached.itemsize
@@ -336,41 +304,15 @@ def decode(
     size = min(rows, batch_size or rows, max(1, cache_bytes // (one_column * decoder.length)))
     if size < rows:
         size = min(size, max(1, cache_bytes // (one_column * (decoder.length + spare))))
-    parts = workers_for(model) if on_cpu and not fixed else 1
-    parts = parts if len(prompts) >= parts else 1  # the rows of a prompt stay together
-    again = sum((n - 1) * len(p) for p, n in zip(prompts, repeats)) * size / rows  # keys that are read more than once
-    shares = on_cpu and not fixed and decoder.cached in (torch.float32, torch.float64)
-    shares = shares and again * one_column / len(decoder.layers) >= SHARE_BYTES
-    starts = [0, *itertools.accumulate(repeats)]
-    every = [torch.arange(a, b) for a, b in itertools.pairwise(starts)]
-    own_rows = [torch.cat(every[k::parts]) for k in range(parts)]  # prompts of all lengths for each core
-
-    def one(k: int) -> tuple[Tensor, Tensor, list[int]]:
-        own, count = prompts[k::parts], len(own_rows[k])
-        shortest, longest = (0, 0) if shares else (len(own[0]), len(own[-1]))
-        most = min(-(-size // parts), count)
-        width = longest if on_cpu else -(-longest // 32) * 32
-        total = width + new_tokens + (spare if most < count else 0)
-        total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
-        shape = (len(decoder.layers), 2, most, decoder.kv_heads, total, decoder.head_dim)
-        cache = torch.zeros(shape, dtype=decoder.cached, device=device)
-        slots = Slots(
-            cache, count, new_tokens, width, fixed or most < count or shortest != width, fixed,
-            SharedPrompts(cache) if shares else None, None if uniforms is None else uniforms[:,
-                own_rows[k]].contiguous(),
-        )  # fmt: skip
-        steps = run(
-            decoder,
-            slots,
-            choose,
-            Queue(own, repeats[k::parts], 1024 if on_cpu else 16384),
-            ends or over is not None,
-            over=over,
-        )
-        return slots.ids[:-1].t(), slots.logps[:-1].t(), steps
-
-    found = spread(one, range(parts), parts)
-    order = torch.cat(own_rows).argsort().to(device)
+    width = len(prompts[-1]) if on_cpu else -(-len(prompts[-1]) // 32) * 32
+    total = width + new_tokens + (spare if size < rows else 0)
+    total = total if on_cpu else -(-total // 8) * 8  # a mask of another width is copied by each layer of each step
+    cache = torch.zeros(
+        len(decoder.layers), 2, size, decoder.kv_heads, total, decoder.head_dim, dtype=decoder.cached, device=device
+    )
+    slots = Slots(cache, rows, new_tokens, width, uniforms)
+    queue = Queue(prompts, repeats, 1024 if on_cpu else 16384)
+    steps = run(decoder, slots, choose, queue, ends or over is not None, over=over)
     if used is not None:
-        used += [n for _, _, steps in found for n in steps]
-    return torch.cat([ids for ids, _, _ in found])[order], torch.cat([logps for _, logps, _ in found])[order]
+        used += steps
+    return slots.ids[:-1].t(), slots.logps[:-1].t()

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .prompts import SharedPrompts
-
 # %% auto #0
 __all__ = ['Slots']
 
@@ -18,28 +16,22 @@ class Slots:
     """The rows being decoded; slots 0 … count − 1 are in use.
 
     All slots write the same cache column, so every row, whenever it began, ends there; a row of p tokens starts p
-    columns before.
-    `mask` hides what lies left of a row. Where rows have their prompts in common (`shared`), only what follows them is
-    in the cache.
+    columns before. `mask` hides what lies left of a row, and right of the column written last: shapes never change.
 
     Args:
         cache: [layers, 2, slots, K, T, D]; what a mask hides must be finite, too.
         rows: how many rows will be decoded in all, B.
         new_tokens: most tokens of each, C.
         width: columns that the first prompts may fill.
-        masked: rows start in different columns.
-        fixed: columns right of the last one are hidden by the mask, and no shape depends on how many there are.
-        shared: prompts that are kept apart from the rows.
         uniforms: float64[C + 1, B], for the choice of each token; None: greedy.
     """
 
     def __init__(
-        self, cache: Tensor, rows: int, new_tokens: int, width: int, masked: bool = True, fixed: bool = False,
-        shared: SharedPrompts | None = None, uniforms: Tensor | None = None,
+        self, cache: Tensor, rows: int, new_tokens: int, width: int, uniforms: Tensor | None = None,
     ) -> None:  # fmt: skip
         size, heads, columns, device = cache.shape[2], cache.shape[3], cache.shape[4], cache.device
-        self.cache, self.fixed, self.shared, self.uniforms = cache, fixed, shared, uniforms
-        self.mask = torch.empty(size, heads, 1, columns, dtype=cache.dtype, device=device) if masked else None
+        self.cache, self.uniforms = cache, uniforms
+        self.mask = torch.empty(size, heads, 1, columns, dtype=cache.dtype, device=device)
         self.ids = torch.full(
             (new_tokens + 1, rows), -1, device=device
         )  # by row; the last line is for what nobody wants
@@ -48,11 +40,7 @@ class Slots:
         # in the row
         self.place, self.tokens, self.positions = torch.zeros(3, size, dtype=torch.int64, device=device).unbind(0)
         self.done = torch.zeros(size, dtype=torch.bool, device=device)  # EOS was produced, or the last token allowed
-        self.count, self.column, self.first = (
-            0,
-            width - 1,
-            0,
-        )  # slots in use; the last column that holds something; the first that is read
+        self.count, self.column = 0, width - 1  # slots in use; the last column that holds something
 
     def put(self, tokens: Tensor, logps: Tensor, ended: Tensor, first: int = 0) -> None:
         "Record the tokens of slots `first` … count − 1 and make them the next input."
@@ -79,14 +67,9 @@ class Slots:
             if over(self.ids[:written, row].tolist()):
                 self.done[slot] = True
 
-    def held(self, first: int = 0) -> Tensor:
-        "How many columns the rows of slots `first` … count − 1 fill, int64."
-        part = slice(first, self.count)
-        return self.positions[part] - (0 if self.shared is None else self.shared.lens[self.shared.of[part]])
-
     def longest(self) -> int:
-        "The same of the longest row that goes on."
-        return int(self.held().masked_fill(self.done[: self.count], 0).max()) if self.count else 0
+        "How many columns the longest row fills that goes on."
+        return int(self.positions[: self.count].masked_fill(self.done[: self.count], 0).max()) if self.count else 0
 
     def begin(self, past: Tensor, repeats: Tensor, slot: int) -> None:
         """Keys and values of prompts for the rows that begin with them, up to the column written last.
@@ -101,14 +84,10 @@ class Slots:
             there.copy_(layer.index_select(1, each))
 
     def hide(self, first: int = 0) -> None:
-        """Set the mask of slots `first` … count − 1: nothing left of a row, and with fixed shapes nothing right of the
-        last column."""
-        if self.mask is None:
-            return
+        "Set the mask of slots `first` … count − 1."
         columns = torch.arange(self.cache.shape[4], device=self.mask.device)
-        hidden = columns < self.column + 1 - self.held(first)[:, None]
-        if self.fixed:
-            hidden = hidden | (columns > self.column)
+        held = self.positions[first : self.count, None]
+        hidden = (columns < self.column + 1 - held) | (columns > self.column)
         bias = torch.zeros(hidden.shape, dtype=self.mask.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         self.mask[first : self.count] = bias[:, None, None]
 
@@ -124,19 +103,11 @@ class Slots:
         movers = (~done[keep:]).nonzero().squeeze(-1) + keep
         holes = done[:keep].nonzero().squeeze(-1)[: len(movers)]
         if len(movers):
-            live = self.cache[:, :, :, :, self.first : self.column + 1]
+            live = self.cache[..., : self.column + 1, :]
             live[:, :, holes] = live[:, :, movers]
-            continues = None if self.shared is None else self.shared.of
-            for x in (self.place, self.tokens, self.positions, self.done, self.mask, continues):
-                if x is not None:
-                    x[holes] = x[movers]
+            for x in (self.place, self.tokens, self.positions, self.done, self.mask):
+                x[holes] = x[movers]
         self.count = keep
-        if self.shared is not None and keep:
-            self.shared.regroup(keep)
-
-    def narrow(self) -> None:
-        "Read only the columns that some row needs, after rows came or left."
-        self.first = self.column + 1 - self.longest()
 
     def slide(self, room: int) -> None:
         """Move all rows to the left, over columns that nobody needs any more, so that columns at the right become free.
@@ -148,5 +119,5 @@ class Slots:
         by = self.column + 1 - keep
         for layer in self.cache:  # layer by layer: what is copied must lie somewhere else for a moment
             layer[:, : self.count, :, :keep] = layer[:, : self.count, :, by : by + keep].clone()
-        self.column, self.first = self.column - by, max(self.first - by, 0)
+        self.column -= by
         self.hide()

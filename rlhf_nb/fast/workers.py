@@ -22,7 +22,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['HUGE', 'workers_for', 'workers_of_size', 'spread', 'apart', 'replica_of', 'balance', 'Replicas', 'draws_numbers']
+__all__ = ['HUGE', 'workers_for', 'workers_of_size', 'alone', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
+           'draws_numbers']
 
 # %% ../../nbs/fast/workers.ipynb #7bb3b47c
 _SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
@@ -73,7 +74,7 @@ def _threads(n: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Inside, operations of this thread are not cut into slices."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -102,7 +103,7 @@ def spread(run: Callable[[_Item], _Result], items: Sequence[_Item], workers: int
     results: list[Any] = [None] * len(items)
 
     def work() -> None:
-        with _alone(), torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
+        with alone(), torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
             with torch.autocast("cpu", dtype=kind, enabled=autocast):
                 for i in turn:  # `next` of a range is atomic: each item is taken once
                     results[i] = run(items[i])

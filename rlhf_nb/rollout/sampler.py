@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..config import SamplingConfig
 from ..core import ConfigError, DataError, ModelError
 from ..fast import decode as fast
+from ..fast.engine import write
 from ..fast.support import can_run, changed, changed_here, unwrapped
 from .choosing import Chooser
 from .numbers import uniforms
@@ -316,10 +317,10 @@ def sample_tokens(
     Args:
         eos: tokens that end a completion (may be empty); pad: what stands after the end.
         batch_size: most sequences decoded at the same time; cache_bytes: most bytes of their keys and values.
-        fixed_shapes: decode with fixed shapes (None: on CUDA, as a recorded graph).
+        fixed_shapes: decode with fixed shapes, as a GPU does with a recorded graph (None: not on a CPU).
         used: a list that is told how many rows each step worked on; kept tokens / their sum is the share of slots in
             use.
-        over: told a completion's tokens every few steps, it may end it (only where `fast.decode` writes).
+        over: told a completion's tokens every few steps, it may end it (not where `generate` writes).
         Others as in `sample`.
 
     Returns:
@@ -341,10 +342,11 @@ def sample_tokens(
                 f"sampler=ours was asked for, but {reason}: use sampler=auto, which lets transformers' generate do it."
             )
         if reason is None:
-            found = fast.decode(
-                bare, asked.prompts, asked.repeats, new, choose, u, ends=bool(eos), batch_size=batch_size,
-                cache_bytes=cache_bytes, fixed=fixed_shapes, used=used, over=over,
-            )  # fmt: skip
+            how: dict[str, Any] = {"batch_size": batch_size, "cache_bytes": cache_bytes, "used": used, "over": over}
+            if device.type == "cpu" and not fixed_shapes:  # there, an answer is the same in any company
+                found = write(bare, asked.prompts, asked.repeats, new, choose, u, **how)
+            else:
+                found = fast.decode(bare, asked.prompts, asked.repeats, new, choose, u, ends=bool(eos), **how)
         else:
             if reason not in _told and sampling.sampler != "generate":
                 _told.add(reason)

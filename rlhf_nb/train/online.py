@@ -21,6 +21,8 @@ from ..data.sources import collate_prompts, tokenize_prompts
 from ..data.shapes import DataNote
 from ..data.worlds import toy_presets, world_of
 from ..evaluate.policy import OWN_NUMBERS, PolicyEval, evaluate, in_turns, shown_as
+from ..fast.engine import company_matters
+from ..fast.support import unwrapped
 from ..losses.group import truncated_weights
 from ..losses.kl import AdaptiveKL, FixedKL, kl_report
 from ..models.adapters import Reference
@@ -33,7 +35,7 @@ from ..models.load import disable_dropout, using_adapter
 from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
-from ..rollout.sampler import earlier
+from ..rollout.sampler import earlier, eval_mode
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..run.engine import Engine
@@ -470,7 +472,10 @@ class OnlineMethod(TextMethod):
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
-    """What `scoring.check` says of a few tokens that a method's sampler draws."""
+    """What `scoring.check` says of a few tokens that a method's sampler draws.
+
+    And `answers`: "exact" where each has the same bits in any company, found by a trial; else "close", and why.
+    """
     sampling = method.config.sampling
     few = min(8, sampling.max_new_tokens)
     short = sampling.model_copy(update={"max_new_tokens": few, "min_new_tokens": min(few, sampling.min_new_tokens)})
@@ -479,7 +484,13 @@ def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
         sampler = method.sampler if method.episodes is None else method.episodes.inner
         r = sampler.generate(method.model, prompts, short, step=0, **how)
         ours = r.rollout_logps if isinstance(sampler, OurSampler) else None
-        return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models()))
+        if isinstance(sampler, OurSampler) and sampling.sampler != "generate":
+            with eval_mode(method.model):
+                why = company_matters(unwrapped(method.model), list(map(torch.tensor, prompts.token_lists())))
+        else:
+            why = f"answers are drawn by {sampler.name if sampling.sampler != 'generate' else 'generate'}"
+        answers = {"answers": "exact" if why is None else f"close: {why}"}
+        return asdict(self_check(method.model, r, sampling.temperature, ours, others=method.models())) | answers
 
 
 def evaluate_held_out(method: OnlineMethod, held_out: Sequence[Row]) -> PolicyEval:
