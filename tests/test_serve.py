@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +282,11 @@ def test_adapters_share_a_base_and_users_stay_with_their_model(folder: str, tmp_
 def test_best_of_takes_what_the_reward_likes(folder: str) -> None:
     found = Running(models={"toy": folder}, rewards={"toy": "gold"}, max_n=8, max_concurrent=8)
     prompt = toy.PROMPT.format(question=QUESTIONS[0])
-    best = found.client().completions.create(
-        model="toy", prompt=prompt, max_tokens=12, temperature=1, seed=4, best_of=8, n=8
-    )
-    scores = toy.gold_reward([prompt] * 8, [c.text for c in best.choices])
-    assert scores == sorted(scores, reverse=True)
+    ask = partial(found.client().completions.create, model="toy", prompt=prompt, max_tokens=12, temperature=1, seed=4)
+    every, best = ([c.text for c in ask(**how).choices] for how in ({"n": 8}, {"n": 3, "best_of": 8}))
+    scores = toy.gold_reward([prompt] * 8, every)
+    assert sorted(scores, reverse=True)[:3] == toy.gold_reward([prompt] * 3, best)
+    assert best == sorted(every, key=dict(zip(every, scores)).__getitem__, reverse=True)[:3]
     found.stop()
 
 

@@ -169,6 +169,7 @@ def test_rows_beyond_the_window_are_told(tmp_path: Path) -> None:
         short_sft(tmp_path, learnt, rows=rows)
     rotary = toy.build_model(0)
     rotary.config.max_position_embeddings = 64
+    rows[0]["completion"] = toy.sft_rows(1)[0]["completion"] * 12  # more than the window, less than data.max_length
     with pytest.warns(UserWarning, match="beyond it, it was never trained"):
         short_sft(tmp_path, rotary, rows=rows)
 

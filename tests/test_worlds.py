@@ -12,7 +12,8 @@ from rlhf_nb.data.worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = {w.name for w in WORLDS}
-OWN = {"data/worlds.py", *(f"data/{name}.py" for name in NAMES)}
+# Two of the environments that come with the package are talks in a world.
+OWN = {"data/worlds.py", "rollout/environments.py", *(f"data/{name}.py" for name in NAMES)}
 PRESET = "toy"  # also the name of presets and of the setting that asks for them: a key, or what `preset`, `preset_values` and `load` are given
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean
+from ..untrusted import json_value
 
 # %% auto #0
 __all__ = ['CallForm', 'CHATML', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
@@ -69,8 +70,8 @@ def _as_call(found: Any) -> Call | None:
     name, given = (found.get("name"), found.get("arguments", found.get("parameters"))) if found else (None, None)
     if isinstance(given, str):  # arguments as JSON within JSON
         try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
+            given = json_value(given)
+        except ValueError:
             return None
     return Call(name, given) if isinstance(name, str) and isinstance(given, dict) else None
 

@@ -71,8 +71,11 @@ def kept_length(row: Row) -> int:
 def _check_cut(parts: Sequence[Sequence[Row]], config: TextConfig, tokenizer: Any) -> None:
     """Refuse to begin with rows of which more than `data.max_cut` lose tokens; of many, 4,096 tell."""
     data, stride, run = config.data, max(1, sum(map(len, parts)) // 4096), RunDir(config.output_dir)
-    if checkpoints_in(run.checkpoints) and "max_cut" not in run.config().get("data", {}):
-        return  # begun by a version that did not ask
+    try:
+        if checkpoints_in(run.checkpoints) and "max_cut" not in run.config().get("data", {}):
+            return  # begun by a version that did not ask
+    except (OSError, ValueError):
+        return  # whose settings can't be read
     rows = [part[i] for part in parts for i in range(0, len(part), stride)]
     sizes = sorted(sum(row_lengths(row)) for row in rows)
     cut = sum(sum(row_lengths(row)) > kept_length(row) for row in rows)
