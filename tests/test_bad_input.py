@@ -98,7 +98,9 @@ def test_wrong_config_file(tmp_path: Path) -> None:
     fails("sft", "--config", str(tmp_path / "bad.yaml"), says=("bad.yaml", "line"))
     fails("run", "--config", "hh_smal", says=("Did you mean 'hh_small'?",))
     fails("config", "show", "stf", says=("Did you mean 'sft'?",))
-    fails("ppo", says=("not set: model.name_or_path, data.path, reward",))
+    result = runner.invoke(app, ["ppo"])
+    assert result.exit_code == 1 and "not set: model.name_or_path, data.path, reward" in result.stderr
+    assert result.stderr.splitlines()[-1].strip() == "rlhf-nb ppo --toy"
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -117,7 +117,7 @@ def test_scripts_see_how_a_turn_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     words = ["cycle", str(config.feedback), "--models", config.models, f"start={config.start}", "least_pairs=20"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == code and done.output.lstrip().splitlines()[-2].startswith(event), done.output
-    monkeypatch.setattr(cycle, "run_cycle", lambda *args: cycle.Turn("rolled back", "v1", "users complain"))
+    monkeypatch.setattr(cycle, "run_cycle", lambda *args: cycle.CycleTurn("rolled back", "v1", "users complain"))
     assert CliRunner().invoke(app, words).exit_code == 3
     assert CliRunner().invoke(app, [*words, "canari=1"]).exit_code == 1
 

@@ -440,7 +440,9 @@ class OnlineMethod(TextMethod):
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
         found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler)
-        found |= reward_metrics(r, self.rewards, self.engine) | episode_metrics(r.columns.get("episode", []))
+        found |= reward_metrics(r, self.rewards, self.engine) | (
+            episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
+        )
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
 
     def correction(self, r: Rollout) -> Tensor | None:
@@ -657,7 +659,8 @@ class OnlineTrainer(TextTrainer[_O]):
     ) -> None:
         if "policy" in options:
             raise ConfigError("the policy is called model here, as in all trainers: write model=..., not policy=...")
-        kinds = with_environment(config.episodes, environment, tools)
+        replies = environment is not None or tools is not None or config.episodes != EpisodeConfig()
+        kinds = with_environment(config.episodes, environment, tools) if replies else None
         pays = kinds is not None and any(kind.pays for kind in kinds.values())
         if reward is None and (config.reward is not None or config.rewards or not pays):
             reward, gold = load_reward(config)

@@ -68,18 +68,21 @@ def kept_length(row: Row) -> int:
     return sum(row_lengths({k: v for k, v in row.items() if k.endswith("_ids")}))
 
 # %% ../../nbs/train/trainer.ipynb #8d95d98f
+def _begun_without_asking(run: RunDir) -> bool:
+    """Whether a run goes on that an older version began, or one whose settings can't be read."""
+    try:
+        return bool(checkpoints_in(run.checkpoints)) and "max_cut" not in run.config().get("data", {})
+    except (OSError, ValueError):
+        return True
+
+
 def _check_cut(parts: Sequence[Sequence[Row]], config: TextConfig, tokenizer: Any) -> None:
     """Refuse to begin with rows of which more than `data.max_cut` lose tokens; of many, 4,096 tell."""
-    data, stride, run = config.data, max(1, sum(map(len, parts)) // 4096), RunDir(config.output_dir)
-    try:
-        if checkpoints_in(run.checkpoints) and "max_cut" not in run.config().get("data", {}):
-            return  # begun by a version that did not ask
-    except (OSError, ValueError):
-        return  # whose settings can't be read
+    data, stride = config.data, max(1, sum(map(len, parts)) // 4096)
     rows = [part[i] for part in parts for i in range(0, len(part), stride)]
     sizes = sorted(sum(row_lengths(row)) for row in rows)
     cut = sum(sum(row_lengths(row)) > kept_length(row) for row in rows)
-    if cut > data.max_cut * len(rows):
+    if cut > data.max_cut * len(rows) and not _begun_without_asking(RunDir(config.output_dir)):
         raise DataError(
             f"{cut} of {len(rows)} rows lose tokens to data.max_length={data.max_length} or data.max_prompt_length="
             f"{data.max_prompt_length or 'null'}{cut_example(rows, tokenizer)}, and data.max_cut allows "
