@@ -69,6 +69,7 @@ def test_a_good_pipeline_passes_and_is_not_judged_twice(tmp_path: Path) -> None:
     assert len(RLHFPipeline(good).run(resume=True)["gates"]) == 3
 
 
+@pytest.mark.slow  # 13 CPU seconds; the notebook of gates is fast
 def test_the_next_candidate_is_tried_and_the_end_may_be_the_model_before(tmp_path: Path) -> None:
     gates = {
         "on_failure": "go_back", "rules": {"ppo": [{"metric": "kl", "at_most": -100.0}]},  # an estimate of KL may be below zero, never so far

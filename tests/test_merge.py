@@ -71,6 +71,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux resets the peak of a process's memory"
 )
+@pytest.mark.slow  # 12 CPU seconds
 def test_memory_is_less_than_a_shard(tmp_path: Path) -> None:
     """Models of 47 MB in shards of 16 MB, tensors of 2 MB: the peak is at most 1.2 times the largest shard, for every method."""
     from transformers import LlamaConfig

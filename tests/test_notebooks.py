@@ -29,16 +29,16 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(NBS).with_suffix("").parts)
 
 
-# A quarter of a minute of CPU and more, run in the slow suites; what they call is tested by the file beside them.
+# Twenty CPU seconds and more, run in the slow suites; what they call is tested by the file beside them.
 LONG = {
-    "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
-    "tutorials.feedback_to_next_version": "test_cycle.py",
+    "bench.attack": "test_evals.py",
     "course.lesson_02": "test_course.py",
+    "course.lesson_03": "test_course.py",
     "course.lesson_04": "test_course.py",
     "course.lesson_07": "test_course.py",
     "course.lesson_08": "test_course.py",
     "course.lesson_10": "test_course.py",
-    "bench.attack": "test_evals.py",
+    "data.foreign": "test_untrusted.py",
     "feedback.annotators": "test_feedback.py",
     "models.merge": "test_merge.py",
     "pipeline.cycle": "test_cycle.py",
@@ -46,6 +46,13 @@ LONG = {
     "pipeline.stages": "test_gates.py",
     "pipeline.sweep": "test_settings_sweep.py",
     "scale.launch": "test_control.py",
+    "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
+    "tutorials.ai_feedback": "test_rlaif.py",
+    "tutorials.feedback_to_next_version": "test_cycle.py",
+    "tutorials.gsm8k_with_a_verifier": "test_verify.py",
+    "tutorials.label_train_align": "test_gates.py",
+    "tutorials.multi_gpu_from_a_cell": "test_promote.py",
+    "tutorials.reward_hacking_live": "test_health.py",
 }
 
 FORKS = """

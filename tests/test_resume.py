@@ -20,7 +20,10 @@ def test_two_straight_runs_agree_and_differ_from_another_seed(tmp_path: Path) ->
     assert a != b
 
 
-@pytest.mark.parametrize("case", ["sft", "reward", "process", "ppo", "dpo", "kto", "grpo", "rloo", "online", "nash"])
+OTHERS = ("reward", "process", "dpo", "kto", "rloo", "online", "nash")  # 15 CPU seconds each
+
+
+@pytest.mark.parametrize("case", ["sft", "ppo", "grpo", *(pytest.param(c, marks=pytest.mark.slow) for c in OTHERS)])
 def test_methods_survive_two_kills(case: str, tmp_path: Path) -> None:
     assert campaign(case, tmp_path, kills=2, seed=1, most_steps=4) >= 1
 
