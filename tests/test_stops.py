@@ -133,7 +133,7 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 from rlhf_nb.core import safe_point
 from rlhf_nb.data import toy
-from rlhf_nb.fast import decode
+from rlhf_nb.fast import engine
 from test_stops import grpo, patiently
 folder, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
 calls, left = 0, 0.0
@@ -153,7 +153,7 @@ reward = toy.gold_reward
 if kind == "reward":
     reward = slow(reward, 3, lambda: time.sleep(60))
 elif kind == "rollout":
-    decode.decode_step = slow(decode.decode_step, 40, patiently)
+    engine.RowCache.states = slow(engine.RowCache.states, 120, patiently)  # behind the first, which a run is checked with
 made = grpo(folder / "run", reward)
 history = made.fit(resume=kind == "again")
 (folder / f"told-{rank}.json").write_text(json.dumps([history.stopped, left]))

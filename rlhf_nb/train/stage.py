@@ -156,6 +156,8 @@ def _run_locked(config: JobConfig, resume: bool, overwrite: bool, remember: Stri
 def unrewarded(kind: str, config: Any) -> bool:
     """Whether a method learns from answers of its own and nothing says what they are worth."""
     asks = kind != "run" and get(kind).online and config.has("reward")
+    if asks and config.has("episodes") and config.episodes.environment is not None:
+        return False  # it pays
     return asks and config.reward is None and not config.rewards and getattr(config, "replay", None) is None
 
 
