@@ -141,6 +141,29 @@ def test_tools(family: dict[str, Any]) -> None:
     assert sft(family, CALLED, tools=[TOOL]) == by_hand(family, CALLED, tools=True)
 
 
+@pytest.mark.parametrize("written", ["json", "lines", "python"])
+def test_hermes_calls_in_text_are_calls(family: dict[str, Any], written: str) -> None:
+    """Tools, calls and results between Hermes' tags are learnt as the template writes them; as text where it knows no calls."""
+    called = {"name": CALL["function"]["name"], "arguments": CALL["function"]["arguments"]}
+    tools = {"json": json.dumps([TOOL]), "lines": f"\n{json.dumps(TOOL)}\n", "python": repr([TOOL])}[written]
+    told = f"You may call what stands within <tools> </tools> tags: <tools>{tools}</tools>"
+    call = f"<tool_call>\n{repr(called) if written == 'python' else json.dumps(called)}\n</tool_call>"
+    system = {"role": "system", "content": told}
+    talk = [
+        system,
+        user(Q[0]),
+        says(call),
+        {"role": "tool", "content": "<tool_response>\nlow\n</tool_response>"},
+        says(A[0]),
+    ]
+    if family["calls"] is not None:
+        assert sft(family, talk) == by_hand(family, CALLED, tools=True)
+        broken = [{**m, "content": m["content"].replace("}", "")} for m in talk[1:3]]
+        assert broken[1]["content"] in sft(family, broken)[0][1], "what can't be read stays"
+    elif "tool_calls" not in family["template"]:
+        assert call in sft(family, talk[1:3])[0][1]
+
+
 @pytest.mark.parametrize("where", ["apart", "inside"])
 def test_thoughts(family: dict[str, Any], where: str) -> None:
     """Thoughts in a key of their own, or between tags in the answer: learnt as the model would write them, or refused with two settings that work."""

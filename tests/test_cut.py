@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -80,3 +81,23 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Any) -> None:
     (tmp_path / "config.yaml").write_text("".join(line for line in said.splitlines(True) if "max_cut" not in line))
     trainer = make("sft", 90, 5, tmp_path, max_length=60)
     assert len(trainer.source.rows) == 8
+
+
+@pytest.mark.parametrize("name", ("sft", "dpo"))
+def test_a_stream_stops_when_more_is_cut_than_luck_explains(name: str, tmp_path: Any) -> None:
+    """All rows cut: before the first update. A twelfth of them, with a tenth allowed: luck, and the run goes on."""
+    trainer, config, kind = TRAINERS[name]
+    file = tmp_path / "rows.jsonl"
+
+    def train(given: list[dict[str, Any]], out: str) -> Any:
+        file.write_text("".join(json.dumps(row) + "\n" for row in given))
+        cfg = config(
+            output_dir=str(tmp_path / out), steps=6, epochs=None, device="cpu", console=False, mini_batch_size=4,
+            data={"path": str(file), "streaming": True, "max_length": 60, "shuffle_buffer": 4},
+        )  # fmt: skip
+        return trainer(cfg, toy.build_model(size="tiny"), toy.build_tokenizer()).fit()
+
+    long, short = rows(kind, 90, 5, 24), rows(kind, 9, 5, 24)
+    with pytest.raises(DataError, match=r"rows lose tokens to data.max_length=60.*data.max_cut=1"):
+        train(long, "all")
+    assert len(train([long[i] if i % 12 == 5 else short[i] for i in range(24)], "few")) == 6

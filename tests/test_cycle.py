@@ -200,3 +200,8 @@ def test_a_turn_with_ppo_goes_on_after_kills_and_gives_the_same_model(tmp_path: 
     weights = [v.folder / "current" / "model.safetensors" for v in (one, two)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [(e["type"], e["reason"]) for e in one.history()] == [(e["type"], e["reason"]) for e in two.history()]
+
+
+def test_the_older_name_of_a_turn_is_known_for_one_version() -> None:
+    with pytest.warns(FutureWarning, match="CycleTurn"):
+        assert cycle.Turn is cycle.CycleTurn

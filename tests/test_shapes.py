@@ -274,14 +274,17 @@ def test_a_picture_inside_a_message_is_refused_with_its_place() -> None:
 def test_a_thousand_pairs_of_hh_where_there_is_a_hub_and_the_toy_where_there_is_none(monkeypatch: Any) -> None:
     asked = []
 
-    def hub(name: str, split: str, *_: Any) -> Any:
-        asked.append((name, split))
+    def hub(name: str, split: str, subset: Any, streaming: bool, revision: str) -> Any:
+        asked.append((name, split, revision))
         return lambda: iter(FILES["hh"])
 
     monkeypatch.setattr("rlhf_nb.data.rows.open_rows", hub)
     data = DPOConfig.load(None, ["data=hh-1k", "model=toy"]).data
     assert len(load_rows(data.replace(eval_size=None), "preference")[0]) == len(ANIMALS)
-    assert asked == [("Anthropic/hh-rlhf", "train[:1000]")]
+    assert [each[:2] for each in asked] == [("Anthropic/hh-rlhf", "train[:1000]")] and len(asked[0][2]) == 40
+    asked.clear()
+    load_rows(data.replace(eval_size=None, revision="mine"), "preference")
+    assert asked[0][2] == "mine"
     monkeypatch.undo()
     with pytest.warns(DataWarning, match="hh-1k is 1000 rows of the hub's Anthropic/hh-rlhf, which can't be had.*toy"):
         found = load_rows(data.replace(dedup=False), "preference")[0]

@@ -3,6 +3,7 @@
 # %% ../../nbs/data/formats.ipynb #ac1327da
 from __future__ import annotations
 
+import ast
 import math
 import re
 import warnings
@@ -18,7 +19,7 @@ from rlhf_nb.data.shapes import (
     PLAIN, SPEAKERS, SYSTEM, NothingToCompare, Reading, Shape, gather, instructions, note_shape, read_as, recognise,
     shapes_of,
 )  # fmt: skip
-from ..untrusted import json_value, mend
+from ..untrusted import MAX_LINE, json_value, mend
 
 Message = dict[str, Any]  # {"role": "user", "content": "Hello"}
 Text = str | list[Message]  # a prompt or a completion: plain text, or messages
@@ -31,8 +32,8 @@ class DataWarning(UserWarning):
 # %% auto #0
 __all__ = ['Message', 'Text', 'Row', 'COLUMNS', 'OPTIONAL', 'SFT_FORMATS', 'PROMPTED', 'USUAL', 'ROLES', 'HUMAN', 'ASSISTANT',
            'DataWarning', 'format_table', 'detect_format', 'renamed', 'rename_columns', 'check_messages',
-           'without_none', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh', 'parse_hh',
-           'format_hh', 'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
+           'without_none', 'hermes_as_calls', 'thoughts_of', 'with_thoughts', 'check_text', 'prompt_text', 'is_hh',
+           'parse_hh', 'format_hh', 'extract_prompt', 'to_format', 'format_of', 'whole_rows', 'to_rows']
 
 # %% ../../nbs/data/formats.ipynb #e9212480
 COLUMNS: dict[str, tuple[str, ...]] = {  # most specific first
@@ -268,6 +269,55 @@ def without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+_TAGGED = {tag: re.compile(rf"\s*<{tag}>(.*?)</{tag}>", re.DOTALL) for tag in ("tools", "tool_call", "tool_response")}
+
+
+def _values(text: str) -> list[Any]:
+    """The objects in a text: JSON, one or a line each, or as Python writes them.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return [json_value(text)]
+    except ValueError:
+        try:
+            return [json_value(line) for line in text.strip().splitlines()]
+        except ValueError:
+            return [ast.literal_eval(text.strip()[:MAX_LINE])]
+
+
+def hermes_as_calls(messages: list[Message], tools: Any = None) -> tuple[list[Message], Any]:
+    """A dialogue whose texts hold tools, calls and results between Hermes' tags, with all three as chat templates take
+    them; the system message that only told of tools goes.
+
+    Args:
+        messages: checked.
+        tools: JSON schemas beside them; None: there are none.
+
+    Returns:
+        (messages, tools); as they were where no text names tools or calls one, or what it says can't be read.
+    """
+    out, first = list[Message](), messages[0]
+    try:
+        told = [t for t in _TAGGED["tools"].findall(first["content"]) if "{" in t] if first["role"] == "system" else []
+        listed = [x for t in told for v in _values(t) for x in (v if isinstance(v, list) else [v])]
+        if not listed and not any(m["role"] == "assistant" and "<tool_call>" in m["content"] for m in messages):
+            return messages, tools
+        for m in messages[bool(listed) :]:
+            calls = [v for text in _TAGGED["tool_call"].findall(m["content"]) for v in _values(text)]
+            if m["role"] == "assistant" and calls:
+                each = [{"name": c["name"], "arguments": c["arguments"]} for c in calls]
+                words = _TAGGED["tool_call"].sub("", m["content"]).strip()
+                m = {**m, "content": words, "tool_calls": [{"type": "function", "function": c} for c in each]}
+            elif m["role"] == "tool":
+                m = {**m, "content": _TAGGED["tool_response"].sub(lambda found: found[1].strip(), m["content"])}
+            out.append(m)
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):
+        return messages, tools
+    return out, listed or tools
 
 
 _THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)

@@ -103,7 +103,9 @@ def in_kind(rows: Iterable[Row], kind: RowKind, reading: Reading = PLAIN) -> Ite
     return to_rows(rows, kind, reading)
 
 
-HUB_PARTS = {"hh-1k": ("Anthropic/hh-rlhf", 1000)}  # names for some rows of a dataset of the hub
+HUB_PARTS = {  # names for some rows of a dataset of the hub, as it was at a commit
+    "hh-1k": ("Anthropic/hh-rlhf", 1000, "09be8c5bbc57cb3887f3a9732ad6aa7ec602a1fa"),
+}
 
 
 def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None = None) -> OpenRows:
@@ -120,9 +122,9 @@ def raw_rows(data: DataConfig, split: str | None = None, streaming: bool | None 
     """
     streaming, place, cut = data.streaming if streaming is None else streaming, place_of(data), split or data.split
     if place in HUB_PARTS and not Path(place).exists():
-        name, many = HUB_PARTS[place]
+        name, many, commit = HUB_PARTS[place]
         try:
-            opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision)
+            opened = open_rows(name, f"{cut}[:{many}]", data.subset, False, data.revision or commit)
         except DataError as e:
             warnings.warn(
                 f"data={place} is {many} rows of the hub's {name}, which can't be had ({str(e).splitlines()[0]:.200}); "

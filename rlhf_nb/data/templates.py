@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from ..core import DataError
 from .foreign import RefusedProgram, render_chats
-from .formats import ASSISTANT, HUMAN, Message, Text, thoughts_of, with_thoughts
+from .formats import ASSISTANT, HUMAN, Message, Text, hermes_as_calls, thoughts_of, with_thoughts
 from .shapes import DataNote
 
 # %% auto #0
@@ -372,7 +372,8 @@ def encode_dialogues(
 ) -> list[list[Encoded]]:
     """Dialogues as token ids with the mask of the assistant's tokens.
 
-    An answer that ends a dialogue ends in exactly one EOS; other answers end as the template ends them.
+    An answer that ends a dialogue ends in exactly one EOS; other answers end as the template ends them. Calls of tools
+    in Hermes' notation are written as the template writes calls, if it knows them.
 
     Args:
         tok: a tokenizer with a chat template.
@@ -386,10 +387,19 @@ def encode_dialogues(
     Raises:
         DataError: see `dialogue_pieces`.
     """
-    cut = dialogue_pieces(tok, dialogues, ask, tools)
+    given, gone = list[Any](tools or [None] * len(dialogues)), [0] * len(dialogues)
+    if "tool_calls" in str(getattr(tok, "chat_template", "")):
+        each = [hermes_as_calls(d, t) for d, t in zip(dialogues, given)]
+        gone = [len(d) - len(now) for d, (now, _) in zip(dialogues, each)]
+        dialogues, given = [d for d, _ in each], [t for _, t in each]
+    cut = dialogue_pieces(tok, dialogues, ask, given)
     lists = list(chain.from_iterable(cut))
     ids = iter(_encode(tok, [p.text for ps in lists for p in ps], [j > 0 for ps in lists for j in range(len(ps))]))
-    return [[_encoded(pieces, ids, len(d) - 1, tok) for pieces in rows] for d, rows in zip(dialogues, cut)]
+    out = [[_encoded(pieces, ids, len(d) - 1, tok) for pieces in rows] for d, rows in zip(dialogues, cut)]
+    return [
+        [r._replace(starts={i + n: at for i, at in r.starts.items()}) if n else r for r in rows]
+        for rows, n in zip(out, gone)
+    ]
 
 
 def encode_conversation(tok: Any, messages: list[Message], assistant_only: bool = True) -> tuple[list[int], list[bool]]:

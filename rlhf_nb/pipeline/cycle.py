@@ -84,6 +84,14 @@ class CycleTurn(NamedTuple):
     version: str | None
     reason: str
 
+
+def __getattr__(name: str) -> Any:
+    """The older name of `CycleTurn`, for one version."""
+    if name == "Turn":
+        warnings.warn(f"{__name__}.Turn is CycleTurn: a turn is also what a model says", FutureWarning, stacklevel=2)
+        return CycleTurn
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 # %% ../../nbs/pipeline/cycle.ipynb #f9340008
 def deal(rows: Sequence[dict[str, Any]], share: float, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows to learn from, and rows of other prompts for the judge.

@@ -76,19 +76,35 @@ def _begun_without_asking(run: RunDir) -> bool:
         return True
 
 
-def _check_cut(parts: Sequence[Sequence[Row]], config: TextConfig, tokenizer: Any) -> None:
-    """Refuse to begin with rows of which more than `data.max_cut` lose tokens; of many, 4,096 tell."""
+def _check_cut(parts: Sequence[Sequence[Row]], config: TextConfig, tokenizer: Any, luck: float = 0.0) -> None:
+    """Refuse to begin with rows of which more than `data.max_cut` lose tokens, and `luck` standard errors; of many,
+    4,096 tell."""
     data, stride = config.data, max(1, sum(map(len, parts)) // 4096)
     rows = [part[i] for part in parts for i in range(0, len(part), stride)]
     sizes = sorted(sum(row_lengths(row)) for row in rows)
     cut = sum(sum(row_lengths(row)) > kept_length(row) for row in rows)
-    if cut > data.max_cut * len(rows) and not _begun_without_asking(RunDir(config.output_dir)):
+    allowed = data.max_cut * len(rows) + luck * math.sqrt(len(rows) * data.max_cut * (1 - data.max_cut))
+    if cut > allowed and not _begun_without_asking(RunDir(config.output_dir)):
         raise DataError(
             f"{cut} of {len(rows)} rows lose tokens to data.max_length={data.max_length} or data.max_prompt_length="
             f"{data.max_prompt_length or 'null'}{cut_example(rows, tokenizer)}, and data.max_cut allows "
             f"{data.max_cut:.0%}. 99 % of the rows have up to {sizes[int(0.99 * (len(sizes) - 1))]} tokens: raise the "
             "limits, or set data.max_cut=1 to learn from what is left of them."
         )
+
+
+def _checked(tokenize: Callable[[list[Row]], list[Row]], config: TextConfig, tok: Any) -> Callable[..., list[Row]]:
+    """Tokens of a stream's rows; the run ends as soon as of the first 1,024 more lose tokens than luck explains."""
+    seen: list[Row] = []
+
+    def tokens(rows: list[Row]) -> list[Row]:
+        out = tokenize(rows)
+        if len(seen) < 1024:
+            seen.extend(out)
+            _check_cut([seen], config, tok, luck=3.0)
+        return out
+
+    return tokens
 
 
 class TrlNumbers(dict[str, Any]):
@@ -178,7 +194,8 @@ class TextTrainer(Trainer, _OfConfig[_T]):
             warnings.warn(left_out, stacklevel=3)
         sources: list[Any]
         if given.way == "streamed":
-            tokenize, places = partial(method.tokenize, warn=False), zip(parts_of(config.data), seeds_of(config))
+            tokenize = _checked(partial(method.tokenize, warn=False), config, tokenizer)
+            places = zip(parts_of(config.data), seeds_of(config))
             sources = [stream_rows(data, given.held, self.kind, seed, tokenize) for data, seed in places]
         else:
             if given.way == "cached":
