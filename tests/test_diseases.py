@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_nb import DPOConfig, GRPOConfig, KTOConfig, PPOConfig, SFTConfig
 from rlhf_nb.core import decide_precision
-from rlhf_nb.pipeline.doctor import check_judgements, check_loading, check_prices, doctor
+from rlhf_nb.data import toy
+from rlhf_nb.models.load import save_model
+from rlhf_nb.pipeline.doctor import (
+    check_distance,
+    check_judgements,
+    check_loading,
+    check_prices,
+    distance,
+    doctor,
+    load_start,
+)
 
 CPU = decide_precision("cpu")
 
@@ -97,3 +112,54 @@ def test_the_doctor_asks_all_of_them(tmp_path: Path) -> None:
         assert not [
             f for f in doctor(healthy.replace(output_dir=str(tmp_path / "h"))) if f.level in ("error", "warning")
         ]
+
+
+def chain(next_of: list[int]) -> LlamaForCausalLM:
+    """A policy made by hand: behind a word comes `next_of` of it, nine times in ten."""
+    n = len(next_of)
+    config = LlamaConfig(
+        vocab_size=n, hidden_size=n, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.model.layers[0].parameters():
+            weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(n))
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[torch.tensor(next_of), torch.arange(n)] = math.log(9 * (n - 1)) / math.sqrt(n)
+    return model.eval()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_of_another_model(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy's own draws are at distance 0 and nothing is said; those of a policy with other habits are far."""
+    tok, rng = toy.build_tokenizer(), random.Random(seed)
+    words = range(5, 25)
+    habits = [[*range(len(tok))] for _ in "ab"]
+    for habit in habits:
+        for a, b in zip(words, rng.sample(words, len(words))):
+            habit[a] = b
+
+    def drawn(habit: list[int], n: int) -> list[dict[str, Any]]:
+        out = []
+        for _ in range(n):
+            ids = [rng.choice(words)]
+            while len(ids) < 12:
+                ids.append(habit[ids[-1]] if rng.random() < 0.9 else rng.randrange(len(tok)))
+            out.append({"prompt_ids": ids[:1], "chosen_ids": ids[1:]})
+        return out
+
+    policy = chain(habits[0])
+    own, other = (distance(policy, drawn(habit, 200)) for habit in habits)
+    assert abs(own) < 0.35 and other > 2, (own, other)
+    save_model(policy, tok, tmp_path / "policy")
+    config = DPOConfig(model={"name_or_path": str(tmp_path / "policy")}, device="cpu", data={"path": "x"})  # type: ignore[arg-type]
+    start = load_start(config.model)
+    for habit, hit in zip(habits, (False, True)):
+        rows = drawn(habit, 32)
+        monkeypatch.setattr("rlhf_nb.pipeline.doctor._as_in_training", lambda *_, r=rows: (r, None, 0))
+        found = check_distance(config, start, [])
+        assert [f.level for f in found] == ["warning"] * hit, found
+        assert not hit or re.search(r"another model's: \d\.\d nats a token", found[0].what)
+    assert check_distance(SFTConfig(model={"name_or_path": str(tmp_path / "policy")}), start, []) == []  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from rlhf_nb.serve.settings import ServeConfig
 from rlhf_nb.serve.start import _routers
 
 KEYS = {name: new_key(name) for name in ("ann", "eve")}
-FIELDS = ("prompt", "messages", "answers", "user", "no such thing")
+FIELDS = ("prompt", "messages", "answers", "input", "tools", "response_format", "user", "no such thing")
 
 
 def repeated(entry: str, size: int) -> str:
@@ -105,7 +105,7 @@ def status(said: bytes) -> int:
 
 
 def test_all_routes_are_known(whole: Running) -> None:
-    assert posts(whole) == ["/v1/chat/completions", "/v1/completions", "/v1/feedback"]
+    assert posts(whole) == ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/feedback", "/v1/score"]
 
 
 def test_a_hostile_body_delays_nobody_on_any_route(whole: Running) -> None:

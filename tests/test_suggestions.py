@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 import suggestions
+import torch
 import typer
 from command import call
 from suggestions import ROOT, Suggestion
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_nb.bench.suites import load_suite
 from rlhf_nb.cli.main import app
 from rlhf_nb.cli.settings import known_methods, load_config
 from rlhf_nb.data import toy
+from rlhf_nb.data.templates import make_chat_template, train_bpe
 from rlhf_nb.models.heads import RewardModel
 from rlhf_nb.models.load import save_model
+from rlhf_nb.models.places import COMPLETE
 from rlhf_nb.pipeline.stage_sweep import read_sweep
 
 LINES = suggestions.all_lines()
@@ -37,6 +41,9 @@ FILLED = {  # what a message fills in
     "{EXAMPLES[name]}": "demo", "{line}": "demo",  # both are collected where they are made
 }  # fmt: skip
 FILLED_IN = {  # where the same word means something else
+    "compare A B --suite NAME": "compare tiny other --suite sums", "eval/SUITE/A runs/eval/SUITE/B": "eval/old runs/eval/new",
+    "--votes FILE": "--votes votes.jsonl", "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
+    "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve traffic=FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
     "{name} --config run/config.yaml": "ppo --config runs/ppo", "{name} --toy {…}": "ppo --toy seed=1",
     "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",
@@ -55,7 +62,8 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "grpo": {"FILE": "prompts.jsonl"}, "rlaif": {"FILE": "prompts.jsonl"}, "label-steps": {"FILE": "questions.jsonl", "OUT": "steps.jsonl"},
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FOLDER": "jobs/owls",
     "FILE": "jobs/owls/config.yaml", "FORK": "jobs/owls"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
-    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."},
+    "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
+    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"},
 }  # fmt: skip
 CONFIGS = {
     "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig", "label-steps": "bench.label_steps:LabelStepsConfig",
@@ -68,7 +76,21 @@ CONFIGS = {
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the lines speak of, in the toy world."""
     here = tmp_path_factory.mktemp("world")
-    tok = toy.build_tokenizer()
+    texts = [f"{r['prompt']} {r['chosen']}" for r in toy.preference_rows(64, 0)]
+    tok = train_bpe(texts, 384)
+    tok.chat_template = make_chat_template()
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    shape |= {"max_position_embeddings": 1024, "eos_token_id": tok.eos_token_id, "bos_token_id": tok.bos_token_id}
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), **shape))
+
     for i, name in enumerate(
         (
             "tiny",
@@ -80,8 +102,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "cache/rlhf_nb/smollm2-135m-instruct",
         )
     ):
-        save_model(toy.build_model(i, "tiny"), tok, here / name)
-    RewardModel.from_policy(toy.build_model(1, "tiny"), seed=1).save(here / "runs/reward/model", tok)
+        save_model(made(i), tok, here / name)
+    (here / "cache/rlhf_nb/smollm2-135m-instruct" / COMPLETE).touch()
+    RewardModel.from_policy(made(1), seed=1).save(here / "runs/reward/model", tok)
     rows = {
         "pairs": toy.preference_rows(64, 0), "held": toy.preference_rows(16, 1), "sft": toy.sft_rows(32, 0), "prompts": toy.train_prompts(32),
         "train": toy.sft_rows(16, 0), "questions": [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)],
@@ -92,7 +115,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run", "jobs/owls/config", "sums"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / f"{name}.yaml").write_text("model: {name_or_path: tiny}\ndata: {path: toy}\nsteps: 1\nepochs: null\n")
-    (here / "run_all.yaml").write_text("data: toy\n")
+    (here / "run_all.yaml").write_text("data: toy\nbase: {}\n")
     (here / "sweep.yaml").write_text("method: sft\ntoy: true\nover: {optimizer.lr: [0.001, 0.01]}\n")
     (here / "recipe.yaml").write_text(
         "merge_method: linear\nmodels:\n- {model: tiny, parameters: {weight: 1}}\n- {model: other, parameters: {weight: 1}}\n"

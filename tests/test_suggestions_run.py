@@ -32,6 +32,7 @@ from rlhf_nb.cli.main import app
 from rlhf_nb.cli.settings import known_methods, load_config
 from rlhf_nb.data import toy
 from rlhf_nb.feedback.store import Feedback, FeedbackStore
+from rlhf_nb.feedback.versions import Versions, promote_version
 from rlhf_nb.serve import door
 from rlhf_nb.train.registry import get
 
@@ -41,7 +42,21 @@ TOKEN = "hf_" + "t" * 30
 SMALL = ["steps=1", "epochs=null", "console=false", "token_budget=2048", "data.eval_size=null", "data.max_cut=1"]
 DRAWN = ["mini_batch_size=8", "rollout_batch_size=8", "sampling.max_new_tokens=8"]
 REFUSED: dict[str, str] = {  # the beginning of a line, and what it must say here
-}
+    "run --config run_all.yaml --gates strict": "didn't pass its gate", "lm-eval": "lm-eval is not installed. Type: pip install lm-eval", "get owner/name": "HF_HUB_OFFLINE forbids",
+    "feedback feedback.jsonl --export pairs.jsonl --scrub": "pip install presidio-analyzer",
+    "plan grpo model.name_or_path=Qwen/": "no hub name that can be reached", "data owner/name": "HF_HUB_OFFLINE",
+    "push runs/grpo owner/name": "token", "push runs/demo/ppo owner/name": "token", "push runs/ppo": "token",
+}  # fmt: skip
+PARTS = {  # of a sentence that speaks of some settings
+    "rlaif judge.endpoint.url=http://localhost:8000/v1 judge.endpoint.model=NAME then=dpo", "rlaif then=...",
+}  # fmt: skip
+MADE = {
+    "merge": ["runs/soup"],
+    "eval": ["runs/eval"],
+    "cycle": ["models/canary"],
+    "label-steps": ["steps.jsonl", "runs/legs_steps.jsonl"],
+}  # what a command makes, and was there
+ELSEWHERE = {"demo --real": "tests/test_recipes.py"}  # what is run there
 ALERTS = {"monitor": 3, "cycle": 3}  # commands whose exit code also says what was found
 
 
@@ -66,6 +81,7 @@ def lived_in(world: Path) -> Path:
         patch.setenv("COLUMNS", "200")
         for name in ("runs/ppo", "runs/demo"):
             shutil.rmtree(name)
+        call("reward", "model.name_or_path=runs/sft/model", "data.path=pairs.jsonl", "model.lora.r=2", "steps=1", "epochs=null", "console=false", "baseline_pairs=0", "--overwrite")  # fmt: skip
         call("ppo", "--toy", "model.name_or_path=tiny", "reward=runs/reward/model", "steps=41", "save_every=20", "log_every=4", *few)  # fmt: skip
         call("grpo", "--toy", "model.name_or_path=tiny", "reward=gold", "steps=4", "num_generations=4", *few)
         call("dpo", "--toy", "model.name_or_path=tiny", "steps=1", "epochs=null", "console=false", "model.lora.r=2")
@@ -76,19 +92,22 @@ def lived_in(world: Path) -> Path:
         call("process", "--config", "legs_process", "model.name_or_path=runs/legs_sft/model", "data.path=runs/legs_steps.jsonl", "steps=1", "epochs=null", "console=false")  # fmt: skip
         for place in ("runs/eval/old", "runs/eval/sums/smollm2", "runs/eval/sums/runs-grpo-model", "runs/eval/new"):
             call("eval", "tiny" if "old" in place or "smol" in place else "other", "--suite", "sums", "--limit", 4, f"output_dir={place}", "max_new_tokens=4")  # fmt: skip
-        for name in ("runs/a/model", "runs/soup", "runs/b/model", "models/canary"):
+        for name in ("runs/a/model", "runs/soup", "runs/b/model", "models/canary", "RUN/model"):
             shutil.copytree("other", name)
         store = FeedbackStore("feedback.jsonl")
-        ask(store, 30)
+        ask(store, 250)
         store.add("u-17", Feedback("rating", "up", "p", ("a",), ("v1",), consent=True))
         shutil.copyfile("feedback.jsonl", "labels.jsonl")
-        call("cycle", "feedback.jsonl", "start=tiny", "--history")
+        for name, place in (("v1", "tiny"), ("v2", "other")):
+            shutil.copytree(place, f"models/{name}")
+            promote_version(Versions("models"), name, "for the tests")
     jsonl(world / "traffic.jsonl", traffic(3) + traffic(3, "8d1f0c2a77b1", seed=1))
     jsonl(world / "to_rate.jsonl", [{"step": s, "rating": 3 + s % 2} for s in range(0, 41, 4) for _ in range(3)])
     jsonl(world / "votes.jsonl", [{"model_a": "a", "model_b": "b", "winner": w} for w in ("model_a", "model_b", "tie") * 6])  # fmt: skip
     jsonl(world / "alpaca.json", [{"instruction": "Say owl.", "input": "", "output": "Owl."}] * 16)
     jsonl(world / "orca_dpo.jsonl.gz", [{"system": "", "question": f"Owl {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(16)])  # fmt: skip
     jsonl(world / "pairs.jsonl.gz", toy.preference_rows(64, 0))
+    (world / "online.yaml").write_text((world / "run.yaml").read_text() + "reward: runs/reward/model\n")
     (world / "capitals.yaml").write_text(fenced("evaluate.md", "name: capitals"))
     (world / "sums.yaml").write_text(fenced("rewards.md", "- {file: rewards.py, fn: brief"))
     with (world / "rewards.py").open("a") as file:
@@ -101,17 +120,27 @@ def commands() -> dict[str, Suggestion]:
     """Lines to run, by what is typed once the placeholders are filled."""
     found: dict[str, Suggestion] = {}
     for line in suggestions.all_lines():
-        words = filled(line)
-        if not mention(words) and "--help" not in words:
-            found.setdefault(shlex.join(words), line)
+        if not mention(words_of(line)) and "--help" not in line.text and line.text not in ELSEWHERE:
+            found.setdefault(shlex.join(filled(line)), line)
     return found
 
 
 def filled(line: Suggestion) -> list[str]:
     """The words of a line; "..." stands for a model and data."""
-    words = words_of(line)
-    if words[0] == "launch" and len(words) > 1 and "data.path" not in line.text and "--config" not in words:
-        words += ["model.name_or_path=tiny", "data.path=pairs.jsonl"]
+    words, more = words_of(line), " ..." in line.text or " …" in line.text
+    kind = words[1] if words[0] in ("launch", "sweep", "doctor", "plan") and len(words) > 1 else words[0]
+    online = kind in known_methods() and get(known_methods()[kind]).online
+    if "run.yaml" in words and online:
+        words[words.index("run.yaml")] = "online.yaml"
+    if "--resume" in words and "--config" not in words:
+        words[1:1] = ["--config", "runs/ppo"]
+    if words[0] in (kind, "launch") and kind in known_methods() and not {"--config", "--toy"} & {*words}:
+        said = [w.partition("=")[0] for w in words]
+        file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
+        fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
+        whole = more or words[0] == "launch" or set(fill) - {"reward"} <= {*said}
+        assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
+        words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words
 
 
@@ -129,6 +158,8 @@ LITTLE = {  # what makes a command's work small
 def small(words: list[str]) -> list[str]:
     """The same line with the least work."""
     name = words[1] if words[0] in ("launch", "sweep", "plan", "doctor") else words[0]
+    if "--resume" in words and words[0] in known_methods():
+        return words
     if words[0] == "run":
         config = load_config(
             "run", words[words.index("--config") + 1] if "--config" in words else None, [], "--toy" in words
@@ -159,7 +190,9 @@ class Answered:
 
     def run(self, **_: Any) -> None:
         async def once() -> int:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://t") as client:
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(self.app), base_url="http://127.0.0.1"
+            ) as client:
                 return (await client.get("/health")).status_code
 
         assert asyncio.run(once()) == 200
@@ -176,6 +209,8 @@ def test_each_line_runs(typed: str, lived_in: Path, tmp_path: Path, monkeypatch:
     words = small(filled(LINES[typed]))
     if words[0] == "monitor" and "--once" not in words:
         words.append("--once")
+    for place in map(Path, MADE.get(words[0], ())):
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
     signal.signal(signal.SIGVTALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("more than a minute of CPU")))
     signal.setitimer(signal.ITIMER_VIRTUAL, 60)
     try:

@@ -515,7 +515,14 @@ class _Letters:
             self.stood.append(found[0])
             return f"\ue000{len(self.stood) - 1}\ue001"
 
-        return [{**m, "content": re.sub(f"{self.words}|\ue000", hide, str(m["content"]))} for m in messages]
+        def walk(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {k: v if k == "role" else walk(v) for k, v in value.items()}
+            if isinstance(value, list):
+                return [walk(v) for v in value]
+            return re.sub(f"{self.words}|\ue000", hide, value) if isinstance(value, str) else value
+
+        return [walk(m) for m in messages]
 
     def read(self, text: str, inside: bool) -> list[int]:
         """Token ids of a text that the template made of them; `inside`: it continues another.
@@ -540,7 +547,7 @@ class _Letters:
         return ids
 
 
-def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
+def encode_chat(tok: Any, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
     """A dialogue that waits for an answer as token ids, just as the template renders it; what stands in a message stays
     text.
 
@@ -552,12 +559,14 @@ def encode_chat(tok: Any, messages: list[Message]) -> list[int]:
     Args:
         tok: a tokenizer with a chat template.
         messages: the dialogue; the last one is not the assistant's.
+        tools: JSON schemas that it may call.
 
     Raises:
         DataError: the template refuses the dialogue, or the tokenizer can't write a message as text.
     """
     letters = _Letters(tok)
-    return letters.read(_render(tok, [letters.hidden(messages)], True, [None])[0], False)
+    given = letters.hidden(tools) if tools else None
+    return letters.read(_render(tok, [letters.hidden(messages)], True, [given])[0], False)
 
 
 class Reply(NamedTuple):

@@ -157,28 +157,45 @@ class _Writing:
         return sum(fits) / len(fits)
 
 
+_TABLES: dict[tuple[int, ...], tuple[Any, Any]] = {}  # tokens as llguidance reads them, with the tokenizer of each
+
+
 class Constrained(Decoder):
     """The policy's answers with every token struck out that leaves a form.
 
     Args:
         form: what answers must look like.
+        begun: tokens of the form that stand at the end of each prompt, where an answer is written in parts; None: it is
+            written in one go, and a cut is warned of.
     """
 
     exact = False
 
-    def __init__(self, form: AnswerForm) -> None:
-        self.form, self.grammar = form, form.compiled()
+    def __init__(self, form: AnswerForm, begun: Sequence[int] | None = None) -> None:
+        self.form, self.grammar, self.begun = form, form.compiled(), begun
         self.name = f"constrained by a {form.said.replace('_', ' ')}"
         self._known: tuple[Any, ...] = (None, None)
 
-    def _matcher(self, tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
-        """At the beginning of the form, for a tokenizer; it takes a second, so the last one is kept."""
+    def matcher(self, tokenizer: Any, size: int, ends: Sequence[int]) -> Any:
+        """What follows the form from its beginning, for a tokenizer; it takes a second, so the last one is kept.
+
+        Args:
+            tokenizer: of the model; size: tokens that it knows; ends: those that end an answer.
+
+        Raises:
+            ConfigError: the tokenizer or the form can't be used.
+        """
         key = (id(tokenizer), size, *ends)
         if self._known[0] != key:
             from llguidance.hf import from_tokenizer
 
             try:
-                table = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
+                if key not in _TABLES:
+                    made = from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
+                    while len(_TABLES) >= 4:
+                        _TABLES.pop(next(iter(_TABLES)))
+                    _TABLES[key] = (made, tokenizer)
+                table = _TABLES[key][0]
             except ValueError as e:
                 raise ConfigError(
                     f"{self.name}: llguidance can't read this tokenizer ({_reason(str(e)).partition(': ')[0]}). "
@@ -202,10 +219,12 @@ class Constrained(Decoder):
             raise ConfigError(f"{self.name}: the form says where an answer ends, and {what} that. Leave it out.")
         check_request(bare, request.prompts, sampling, request.num_samples)
         weight = bare.get_input_embeddings().weight  # type: ignore[operator]
-        writing = _Writing(self._matcher(request.tokenizer, len(weight), ends), rows * request.num_samples, set(ends))
+        first = self.matcher(request.tokenizer, len(weight), ends).deep_copy()
+        first.consume_tokens(list(self.begun or ()))
+        writing = _Writing(first, rows * request.num_samples, set(ends))
         r, kl = drawn_by([bare], lambda own, _: writing.masked(own), request, writing.heard)
         whole, n = writing.whole(), int(r.completion_lens.sum())
-        if cut := round((1 - whole) * len(r)):
+        if (cut := round((1 - whole) * len(r))) and self.begun is None:
             log.warning(
                 f"{cut} of {len(r)} answers were cut at max_new_tokens={sampling.max_new_tokens} before they were "
                 "whole: raise it."

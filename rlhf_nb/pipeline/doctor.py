@@ -27,11 +27,15 @@ from ..core import DataError, Precision, RlhfError, decide_precision, printable,
 from ..data.formats import DataWarning, prompt_text
 from ..data.templates import as_chat, speaks_chat
 from rlhf_nb.data.sources import (
-    LengthReport, deduplicate, length_report,
+    LengthReport, deduplicate, length_report, row_lengths,
 )  # fmt: skip
 from ..data.worlds import RowKind, made_rows, model_world
-from ..models.load import base_of_adapter, ensure_pad, find_model, named, pretrained, quantization_of
+from rlhf_nb.models.load import (
+    base_of_adapter, ensure_pad, find_model, load_causal_lm, named, pretrained, quantization_of,
+)  # fmt: skip
 from ..fast.support import fast_families
+from ..scoring.scores import completion_logps
+from ..types import Completions
 from ..run.lock import STALE, holder_of
 from ..run.log import RunDir, read_metrics
 from ..scale.topology import Budget, Split, job_of, predict_memory, decoder_shape
@@ -48,8 +52,8 @@ from ..models.policy import dropout_left_out
 __all__ = ['Severity', 'LEVELS', 'BEARABLE', 'Finding', 'findings_table', 'check_special_tokens', 'plain_rows', 'check_data',
            'check_model', 'check_sampling', 'check_precision', 'check_threads', 'check_speed', 'estimate_memory',
            'free_bytes', 'check_memory', 'check_cost', 'for_this_machine', 'completed', 'cost_here', 'usual_lengths',
-           'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'StageStart', 'load_start', 'some_rows',
-           'examine', 'check_run_folder', 'doctor']
+           'check_saving', 'check_loading', 'check_prices', 'check_judgements', 'distance', 'check_distance',
+           'StageStart', 'load_start', 'some_rows', 'examine', 'check_run_folder', 'doctor']
 
 # %% ../../nbs/pipeline/doctor.ipynb #3a0aab75
 Severity = Literal["error", "warning", "note", "ok"]
@@ -599,6 +603,51 @@ def _tellers(rows: list[Row], kind: RowKind) -> dict[str, list[bool]]:
             out[f"the column {name}"] = [(apart[str(r.get(name))] > 0.5) == bool(r["label"]) for r in rows]
     return out
 
+# %% ../../nbs/pipeline/doctor.ipynb #d15ea5e3
+_FAR = 1.0  # nats a token
+_WORK = 1e12  # operations that a look may cost
+
+
+def distance(model: Any, rows: list[Row], side: str = "chosen") -> float:
+    """How much less likely answers are than the model's own draws: the mean of −log π − entropy, in nats a token; 0 for
+    its own.
+
+    Args:
+        model: the policy.
+        rows: tokenized pairs; side: chosen or rejected.
+    """
+    answers = Completions.from_lists([r["prompt_ids"] for r in rows], [r[f"{side}_ids"] for r in rows])
+    answers = answers.to(next(model.parameters()).device)
+    with torch.no_grad():
+        s = completion_logps(model, answers, entropy=True, targets="all")
+    assert s.entropy is not None
+    return float((-s.logps - s.entropy).sum() / answers.completion_lens.sum())  # both are 0 behind an answer's end
+
+
+def check_distance(config: Any, start: StageStart, rows: list[Row]) -> list[Finding]:
+    """Whether the better answers of DPO are far from what the policy would say.
+
+    Args:
+        config: of a method; of others than DPO nothing is said.
+        start: what it starts from.
+        rows: normal pairs; as many as can be looked at in seconds, at most 32.
+    """
+    if of(config).name != "dpo" or model_world(config.model.name_or_path):
+        return []  # the untrained model of a world has no answers of its own
+    tokens, *_ = _as_in_training(rows[:32], start.tokenizer, config, "preference")
+    precision = decide_precision(config.device, config.precision, parameters=decoder_shape(start.model_config).total)
+    a_token = 2 * decoder_shape(start.model_config).total
+    while precision.device.type == "cpu" and sum(map(sum, map(row_lengths, tokens))) * a_token > _WORK:
+        tokens = tokens[: len(tokens) // 2]
+    if len(tokens) < 4:
+        return []
+    far = distance(load_causal_lm(config.model, precision, tokenizer=start.tokenizer, trainable=False), tokens)
+    if far <= _FAR:
+        return []
+    what = f"the chosen answers are another model's: {far:.1f} nats a token less likely than this policy's own"
+    why = "so far from what it says, DPO mostly learns to make both answers less likely"
+    return [Finding("warning", what, why, "sft on the chosen answers first, or label its own answers: rlaif")]
+
 # %% ../../nbs/pipeline/doctor.ipynb #9e84bfe5
 _ROWS = 2000  # looked at
 
@@ -703,7 +752,7 @@ def examine(config: Any, start: StageStart | None = None) -> list[Finding]:
             ensure_pad(start.tokenizer)
             with _found(out, "the data can't be tokenized"):
                 out += check_data(rows, start.tokenizer, config, method.rows, window)
-                out += check_judgements(rows, method.rows)
+                out += check_judgements(rows, method.rows) + check_distance(config, start, rows)
     with _found(out, "training can't start"):
         found, precision = check_precision(config, 0 if start is None else decoder_shape(start.model_config).total)
         out += found + (check_threads() if precision.device.type == "cpu" else [])

@@ -205,7 +205,7 @@ def kubernetes_manifest(
     if not output_dir.startswith(mount.rstrip("/") + "/"):
         raise ConfigError(
             f"output_dir is {output_dir!r}, outside the volume at {mount!r}: other pods, and the next start, would not "
-            "see it."
+            f"see it. Add output_dir={mount.rstrip('/')}/{output_dir.strip('/')}."
         )
     if not image or not claim:
         raise ConfigError("an image with the package and the claim of a shared volume are needed: image=..., claim=...")

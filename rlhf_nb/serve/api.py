@@ -11,9 +11,11 @@ from typing import Any
 from ..feedback.traffic import TrafficLog
 from .desk import Answer, Desk, Exchange
 from .door import gone, unless_gone
+from ..rollout.tools import call_form
 from .gate import Gate, read_keys
 from .meters import Meters
 from .protocol import Asked, ChatAsked, Form, Refused, TextAsked, usage
+from .reading import reading_routes
 from .settings import package_of_serving
 from .site import Site
 from .upstream import hand_on
@@ -120,7 +122,11 @@ async def answer(desk: Desk, request: Any, kind: type[Asked]) -> Any:
     exchange, prompts, draws = await desk.open(asked, who)
     model, chat = exchange.answers[0].model, isinstance(asked, ChatAsked)
     top = getattr(asked, "top", None)
-    form = Form(exchange.id, asked.model, model.version, chat, model.tokenizer if top is not None else None)
+    calls = call_form(model.tokenizer.chat_template) if isinstance(asked, ChatAsked) and asked.schemas else None
+    named = model.tokenizer if top is not None else None
+    form = Form(
+        exchange.id, asked.model, model.version, chat, named, calls, getattr(asked, "parallel_tool_calls", True)
+    )
     if asked.stream:
         include = asked.stream_options is not None and asked.stream_options.include_usage
         body = stream(exchange, form, include, prompts)
@@ -222,3 +228,5 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         ("/metrics", metrics, "GET"),
     ):  # fmt: skip
         app.router.add_route(path, desk.intake.guarded(call), methods=[method])
+    for path, reads in reading_routes(desk):
+        app.router.add_route(path, desk.intake.guarded(reads), methods=["POST"])

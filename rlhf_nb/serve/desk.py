@@ -6,21 +6,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..core import RlhfError
+from ..core import ConfigError, RlhfError
+from ..decode.constrained import Constrained, read_form
 from ..feedback.traffic import Served, TrafficLog
 from ..rollout.backends import answers_to_tensors
 from ..rollout.sampler import as_rollout
+from .forms import write_in_form
 from .batcher import Ask, AnswerPiece, Token
 from .gate import Gate, Ticket
 from .intake import Intake, log
 from .meters import Meters
-from .protocol import Asked, ChatAsked, Refused, TextAsked
+from .protocol import MOST_SCHEMA, Asked, ChatAsked, Refused, TextAsked
 from .site import Model, Site
 from ..types import PromptBatch
 
@@ -84,6 +86,13 @@ class Exchange:
         for answer in self.answers:
             self.desk.site.batcher.put(answer.model.name, answer.ask)
 
+    def later(self, task: Callable[[], None]) -> None:
+        """Have a task done by the thread that owns the models, after what it does now."""
+        try:
+            self.loop.call_soon_threadsafe(self.desk.site.batcher.do, task)
+        except RuntimeError:
+            pass  # the server has ended
+
     def _come(self, index: int, piece: AnswerPiece) -> None:
         """A piece has come."""
         answer = self.answers[index]
@@ -142,12 +151,14 @@ class Desk:
                 f"{draws * len(given)} answers in one request, and this server gives {self.config.max_n} at most: "
                 "ask for fewer.",
             )
-        guess = [model.least(p) for p in given]
+        tools = asked.schemas if isinstance(asked, ChatAsked) else []
+        form = None if asked.form is None else await self.form_of(who, model, asked.form)
+        guess = [model.least(p) + model.least(str(tools) if tools else "") for p in given]
         most = self._room(asked, model, max(guess))  # before anything is read into tokens
         ticket = self.gate.admit(who, draws * len(given))
         try:
             self.gate.charge(who, sum(guess) + draws * most * len(given))
-            prompts = await self._encode(who, model, given)
+            prompts = await self._encode(who, model, given, tools)
             most = self._room(asked, model, max(map(len, prompts)))
             self.gate.fine(who, sum(map(len, prompts)) - sum(guess))
         except BaseException:
@@ -156,14 +167,39 @@ class Desk:
         id = f"{'chatcmpl' if isinstance(asked, ChatAsked) else 'cmpl'}-{secrets.token_hex(12)}"
         exchange = Exchange(self, id, ticket, who, asked.user or "", given[0] if len(given) == 1 else given)
         self._ask(exchange, asked, model, prompts, draws, most)
+        if form is not None:
+            for answer in exchange.answers:
+                write_in_form(exchange.later, answer.model, answer.ask, form)
+            return exchange, prompts, draws
         for shadow in self.site.shadows(model.name):
-            await self._shadow(exchange, asked, shadow, given)
+            await self._shadow(exchange, asked, shadow, given, tools)
         exchange.begin()
         return exchange, prompts, draws
 
-    async def _encode(self, who: str, model: Model, given: Sequence[Any]) -> list[list[int]]:
+    async def form_of(self, who: str, model: Model, schema: dict[str, Any]) -> Constrained:
+        """What keeps to the form of an answer that a client asks for; made in a turn of its own.
+
+        Raises:
+            Refused: it can't be kept.
+        """
+
+        def made() -> Constrained:
+            form = read_form(json_schema=schema)
+            if len(form.text) > MOST_SCHEMA:
+                raise Refused(400, f"the schema has {len(form.text):,} letters, and at most {MOST_SCHEMA:,} are read.")
+            decoder = Constrained(form)
+            with model.lock:
+                decoder.matcher(model.tokenizer, model.vocab, model.eos)
+            return decoder
+
+        try:
+            return await self.intake.turns.do(who, len(str(schema)) + 1000, made)
+        except ConfigError as e:
+            raise Refused(400, str(e)) from None
+
+    async def _encode(self, who: str, model: Model, given: Sequence[Any], tools: list[Any]) -> list[list[int]]:
         """Tokens of prompts, each in a turn of its client."""
-        return [await self.intake.turns.do(who, model.least(p), model.encode, p) for p in given]
+        return [await self.intake.turns.do(who, model.least(p), model.encode, p, tools or None) for p in given]
 
     def _room(self, asked: Any, model: Model, prompt: int) -> int:
         """Most tokens of an answer."""
@@ -202,10 +238,10 @@ class Desk:
                     stop=asked.stops(), top=asked.top or 0, deadline=deadline, shadow=shadow, owner=exchange.who,
                 )  # fmt: skip
 
-    async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Sequence[Any]) -> None:
+    async def _shadow(self, exchange: Exchange, asked: Any, model: Model, given: Any, tools: list[Any]) -> None:
         """Let another model answer unseen; a shadow that can't is left out."""
         try:
-            prompts = await self._encode(exchange.who, model, given)
+            prompts = await self._encode(exchange.who, model, given, tools)
             most = self._room(asked, model, max(map(len, prompts)))
         except Refused:
             return

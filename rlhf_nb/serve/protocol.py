@@ -3,6 +3,9 @@
 # %% ../../nbs/serve/protocol.ipynb #5e881004
 from __future__ import annotations
 
+import json
+import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,14 +13,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import SamplingConfig, explain
-from ..data.formats import Message
+from ..data.formats import Message, check_messages
+from ..rollout.tools import CallForm, parse_calls
 from .batcher import AnswerPiece, Token
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'Refused', 'too_many',
-           'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage', 'chat_logprobs',
-           'text_logprobs', 'Form']
+__all__ = ['HARMLESS', 'NEUTRAL', 'MOST_BRACKETS', 'MOST_COMMAS', 'MOST_KEYS', 'MOST_PROMPTS', 'MOST_TOOLS', 'MOST_SCHEMA',
+           'Refused', 'too_many', 'StreamOptions', 'Asked', 'ChatAsked', 'TextAsked', 'read_request', 'usage',
+           'chat_logprobs', 'text_logprobs', 'Form']
 
 # %% ../../nbs/serve/protocol.ipynb #5e881006
 class Refused(Exception):
@@ -70,11 +74,11 @@ HARMLESS = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what can't be done here, and the values with which nothing is to be done
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "functions": ([],),
+    "function_call": ("none", "auto"), "tools": ([],), "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
     "modalities": (["text"],), "suffix": ("",), "echo": (False,), "audio": (),
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
@@ -82,6 +86,8 @@ MOST_BRACKETS = 1 << 15  # [ and { of a request, those in texts included
 MOST_COMMAS = 1 << 17
 MOST_KEYS = 64  # of one object
 MOST_PROMPTS = 128
+MOST_TOOLS = 128
+MOST_SCHEMA = 1 << 16  # letters
 _Stop = Annotated[str, Field(min_length=1, max_length=100)]
 _Text = Annotated[str, Field(max_length=1 << 24)]
 _Ids = Annotated[list[int], Field(max_length=MOST_COMMAS + 1, fail_fast=True)]
@@ -119,12 +125,19 @@ class Asked(BaseModel):
         """Nothing is ignored that would have changed an answer."""
         if not isinstance(data, Mapping):
             return data
+        own = cls.model_fields
         for key, neutral in NEUTRAL.items():
-            if key in data and data[key] is not None and data[key] not in neutral:
+            if key not in own and data.get(key) is not None and data[key] not in neutral:
                 raise ValueError(
                     f"{key} is not supported by this server, and ignoring it would change the answer: leave it out."
                 )
-        return {k: v for k, v in data.items() if v is not None and k not in HARMLESS and k not in NEUTRAL}
+        kept = {k: v for k, v in data.items() if v is not None and (k in own or k not in {*HARMLESS, *NEUTRAL})}
+        return {k: v for k, v in kept.items() if k != "parallel_tool_calls" or k in own}
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The schema of the answer; None: any text will do."""
+        return None
 
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer."""
@@ -152,12 +165,84 @@ class _Part(BaseModel):
     text: _Text
 
 
+class _Called(BaseModel):
+    """What a call of a tool says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    name: str = Field(max_length=256)
+    arguments: _Text
+
+
+class _Call(BaseModel):
+    """A call of a tool in an earlier answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    id: str | None = Field(None, max_length=256)
+    type: Literal["function"] = "function"
+    function: _Called
+
+
+class _Described(BaseModel):
+    """What a tool does; parameters are a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    name: str = Field(max_length=256, pattern=r"^[\w.-]+$")
+    description: str | None = Field(None, max_length=1 << 16)
+    parameters: dict[str, Any] = {}
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    type: Literal["function"]
+    function: _Described
+
+
+class _Named(BaseModel):
+    """A JSON schema with a name, as OpenAI's clients send it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+    name: str = Field("answer", max_length=256)
+    description: str | None = Field(None, max_length=1 << 16)
+    schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    strict: bool | None = None
+
+
+class _Form(BaseModel):
+    """What an answer must look like."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Named | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> _Form:
+        """A schema where there must be one, and only there."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError(
+                'a schema belongs to the type "json_schema": {"type": "json_schema", "json_schema": {...}}.'
+            )
+        return self
+
+    @property
+    def schema(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """The schema of the whole answer; None: any text will do."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
 class _Said(BaseModel):
     """A message."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | Annotated[list[_Part], Field(max_length=100, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Text | Annotated[list[_Part], Field(max_length=100, fail_fast=True)] = ""
+    tool_calls: Annotated[list[_Call], Field(max_length=MOST_TOOLS, fail_fast=True)] = []
+    tool_call_id: str | None = Field(None, max_length=256)
+    name: str | None = Field(None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
@@ -165,10 +250,24 @@ class _Said(BaseModel):
         """What an earlier answer had and left empty may come back."""
         return {k: v for k, v in data.items() if v is not None and v != []} if isinstance(data, Mapping) else data
 
+    @model_validator(mode="after")
+    def _says_something(self) -> _Said:
+        """Words, or calls of the assistant."""
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant calls tools.")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message needs content.")
+        return self
+
     def message(self) -> Message:
         """As templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        said: Message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.role == "tool":
+            said |= {k: v for k in ("tool_call_id", "name") if (v := getattr(self, k)) is not None}
+        if self.tool_calls:
+            said["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
+        return check_messages([said])[0]
 
 
 class ChatAsked(Asked):
@@ -178,6 +277,10 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[_Tool] = Field([], max_length=MOST_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: _Form | None = None
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> ChatAsked:
@@ -188,7 +291,23 @@ class ChatAsked(Asked):
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true.")
+        if self.form is not None:
+            asked = {"tools": self.schemas, "stop": self.stop, "logprobs": self.logprobs}
+            if more := ", ".join(k for k, v in asked.items() if v):
+                raise ValueError(
+                    f"response_format says what the whole answer is, and {more} would change that: leave one out."
+                )
         return self
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as templates take them."""
+        return [] if self.tool_choice == "none" else [t.model_dump(exclude_none=True) for t in self.tools]
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The schema of the answer; None: any text will do."""
+        return None if self.response_format is None else self.response_format.schema
 
     @property
     def wants(self) -> int | None:
@@ -332,10 +451,16 @@ class Form:
         id: of the request; model: its name, as it was asked for; version: of the model.
         chat: whether it is a chat.
         tokenizer: decodes tokens of log-probs; None: they were not asked for.
+        calls: the form in which the model calls tools; None: it may call none.
+        parallel: whether an answer may call several.
     """
 
-    def __init__(self, id: str, model: str, version: str, chat: bool, tokenizer: Any = None) -> None:
+    def __init__(
+        self, id: str, model: str, version: str, chat: bool, tokenizer: Any = None, calls: CallForm | None = None,
+        parallel: bool = True,
+    ) -> None:  # fmt: skip
         self.chat, self.tokenizer, self.offsets = chat, tokenizer, dict[int, int]()
+        self.calls, self.parallel, self.held = calls, parallel, dict[int, str]()
         self.head = {"id": id, "created": int(time.time()), "model": model, "system_fingerprint": version}
 
     def _logprobs(self, tokens: Sequence[Token], offset: int = 0) -> Any:
@@ -347,7 +472,10 @@ class Form:
         """All answers, each its text, tokens and how it ended."""
         choices: list[dict[str, Any]] = []
         for i, (text, tokens, finish) in enumerate(answers):
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            said: dict[str, Any] = {"text": text}
+            if self.chat:
+                delta, finish = self.spoken(text, finish)
+                said = {"message": {"role": "assistant", "content": None, "refusal": None, **delta}}
             choices.append({"index": i, **said, "finish_reason": finish, "logprobs": self._logprobs(tokens)})
         return {
             **self.head,
@@ -355,6 +483,21 @@ class Form:
             "choices": choices,
             "usage": used,
         }
+
+    def spoken(self, text: str, finish: str) -> tuple[dict[str, Any], str]:
+        """What an answer says: its words, or its calls and the words before them; and how it ended."""
+        found = parse_calls(text, self.calls)[0] if self.calls else []
+        if not found:
+            return {"content": text}, finish
+        calls = [
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+             "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)}}
+            for c in found[: None if self.parallel else 1]
+        ]  # fmt: skip
+        before = (
+            re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0].strip().removesuffix("[").removesuffix("```json").strip()
+        )
+        return {"content": before or None, "tool_calls": calls}, "tool_calls" if finish == "stop" else finish
 
     def begin(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's answer."""
@@ -364,6 +507,14 @@ class Form:
 
     def chunk(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
         """What is new in an answer."""
+        if self.calls:  # whether it calls is known at its end
+            self.held[index] = self.held.get(index, "") + piece.text
+            if not piece.finish:
+                return self._chunk([])
+            delta, finish = self.spoken(self.held.pop(index), piece.finish)
+            delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(delta.get("tool_calls", ()))]
+            delta = {k: v for k, v in delta.items() if v}
+            return self._chunk([{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}])
         offset = self.offsets.get(index, 0)
         self.offsets[index] = offset + len(piece.text)
         said = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}

@@ -9,7 +9,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +64,8 @@ class Model:
     defaults: dict[str, float] = field(default_factory=dict)
     rewards: Any = None
     parent: str | None = None
+    net: Any = None  # computes, in the batcher's thread
+    on: Callable[[], Any] = nullcontext  # switches its adapter on
     created: int = field(default_factory=lambda: int(time.time()))
     lock: Any = field(default_factory=threading.Lock)  # a tokenizer is used by one thread at a time
 
@@ -72,8 +75,9 @@ class Model:
             return -(-len(prompt) // LETTERS)
         return sum(-(-len(str(m["content"])) // LETTERS) if isinstance(m, dict) else 1 for m in prompt)
 
-    def encode(self, prompt: str | list[int] | list[Message]) -> list[int]:
-        """Tokens of a prompt; messages go through the chat template, and nothing in them is read as a command.
+    def encode(self, prompt: str | list[int] | list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Tokens of a prompt; messages go through the chat template with the tools that there are, and nothing in them
+        is read as a command.
 
         Raises:
             Refused: the model can't be asked so.
@@ -89,7 +93,7 @@ class Model:
         try:
             with self.lock:
                 if chat:
-                    return encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+                    return encode_chat(self.tokenizer, prompt, tools)  # type: ignore[arg-type]
                 return encode_prompts(self.tokenizer, [prompt])[0]  # type: ignore[list-item]
         except DataError as e:
             raise Refused(400, str(e)) from None
@@ -270,6 +274,7 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
             most, length = config.max_concurrent, models[each].length
             copies = max(left, _SMALL) if precision.device.type == "cpu" else _SMALL
             lanes[each] = Lane(net, copy.deepcopy(tokenizer), most, length, adapter, ahead, copies=copies, cache=cache)
+            models[each].net, models[each].on = net, lanes[each].on
             left -= lanes[each].copies
     return models, lanes
 
