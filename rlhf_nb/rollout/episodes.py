@@ -532,7 +532,9 @@ class Episodes(Sampler):
             e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
         if what not in self._told:
             self._told.add(what)
-            log.warning("environment %r didn't %s (%s: %s); %s", e.seat.kind.name, what, type(why).__name__, why, counts)
+            log.warning(
+                "environment %r didn't %s (%s: %s); %s", e.seat.kind.name, what, type(why).__name__, why, counts
+            )
 
     def _open(self, heard: list[tuple[_Episode, Any]], request: Request, ready: list[_Episode]) -> None:
         """What `reset` said, at the end of the prompt."""
