@@ -146,6 +146,26 @@ def nash_md(**over: Any) -> Any:
     return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
 
 
+def episodes(**over: Any) -> Any:
+    """Several turns, whose rewards an environment pays by turns, and a tool's replies are random in time."""
+    from resume_harness import Talk
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    plain = {
+        "rollout_batch_size": 16,
+        "num_inner_epochs": 2,
+        "samples_per_step": 16,
+        "sampling": {"max_new_tokens": 24},
+    }
+    plain |= {"num_generations": 4, "kl_coef": 0.05, "episodes": {"credit": "turns", "max_turns": 3}}
+    model, tokenizer = toy_model()
+    model.generation_config.eos_token_id = [i for i in range(len(tokenizer)) if i % 12 == 2]  # turns end soon
+    config = GRPOConfig.preset("toy", **common(**(plain | over)))
+    return GRPOTrainer(config, model, tokenizer, rows=toy.train_prompts(64), environment=Talk)
+
+
 def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     """What every kind of method measures on held-out rows before it learns anything; one row stands there twice.
 
@@ -192,7 +212,9 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     return out
 
 
-CASES = {f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
+CASES = {
+    f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md, episodes)
+}
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
 
