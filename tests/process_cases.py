@@ -126,6 +126,15 @@ def grpo(lora: bool = False, **over: Any) -> Any:
     return _group("grpo", "GRPO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
 
 
+def grpo_dead(**over: Any) -> Any:
+    """Most groups are dead, and ranks have different numbers of rows to compute, none among them."""
+
+    def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(len(p) % 3 == 0 and len(c) % 2 == 0) for p, c in zip(map(str, prompts), completions)]
+
+    return _group("grpo", "GRPO", False, short, **{"num_generations": 4, "kl_coef": 0.0, **over})
+
+
 def rloo(lora: bool = False, **over: Any) -> Any:
     return _group("rloo", "RLOO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
 
@@ -213,7 +222,8 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
 
 
 CASES = {
-    f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md, episodes)
+    f.__name__: f
+    for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, grpo_dead, rloo, online_dpo, xpo, nash_md, episodes)
 }
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
