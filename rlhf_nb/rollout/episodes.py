@@ -174,7 +174,7 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
     try:
         schemas = Tools([*(_functions(made, ours) if made is not None else ()), *functions]).schemas
     except ConfigError as e:
-        if ours or not callable(getattr(made, "step", None)):
+        if made is None or ours or not callable(getattr(made, "step", None)):
             raise
         takes = f"reset{inspect.signature(made.reset)} and step{inspect.signature(made.step)}"
         raise ConfigError(
