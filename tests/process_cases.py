@@ -127,6 +127,15 @@ def grpo(lora: bool = False, **over: Any) -> Any:
     return _group("grpo", "GRPO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
 
 
+def grpo_dead(**over: Any) -> Any:
+    """Most groups are dead, and ranks have different numbers of rows to compute, none among them."""
+
+    def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(len(p) % 3 == 0 and len(c) % 2 == 0) for p, c in zip(map(str, prompts), completions)]
+
+    return _group("grpo", "GRPO", False, short, **{"num_generations": 4, "kl_coef": 0.0, **over})
+
+
 def rloo(lora: bool = False, **over: Any) -> Any:
     return _group("rloo", "RLOO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
 
@@ -145,6 +154,26 @@ def nash_md(**over: Any) -> Any:
     from rlhf_nb.train.rlaif import toy_judge
 
     return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
+
+
+def episodes(**over: Any) -> Any:
+    """Several turns, whose rewards an environment pays by turns, and a tool's replies are random in time."""
+    from resume_harness import Talk
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    plain = {
+        "rollout_batch_size": 16,
+        "num_inner_epochs": 2,
+        "samples_per_step": 16,
+        "sampling": {"max_new_tokens": 24},
+    }
+    plain |= {"num_generations": 4, "kl_coef": 0.05, "episodes": {"credit": "turns", "max_turns": 3}}
+    model, tokenizer = toy_model()
+    model.generation_config.eos_token_id = [i for i in range(len(tokenizer)) if i % 12 == 2]  # turns end soon
+    config = GRPOConfig.preset("toy", **common(**(plain | over)))
+    return GRPOTrainer(config, model, tokenizer, rows=toy.train_prompts(64), environment=Talk)
 
 
 def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
@@ -193,7 +222,10 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     return out
 
 
-CASES = {f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
+CASES = {
+    f.__name__: f
+    for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, grpo_dead, rloo, online_dpo, xpo, nash_md, episodes)
+}
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
 
