@@ -1,6 +1,7 @@
 """Small runs of every method, to be compared between one process, several, and the ways of sharing a model among them.
 
-`python tests/process_cases.py CASE FOLDER JSON` runs one rank of one case (or of several, `a,b`); `run_ranks` starts all of them.
+`python tests/process_cases.py CASE FOLDER JSON` runs one rank of one case (or of several, `a,b`, or of a function of a test module, `test_loop:two_ranks`);
+`run_ranks` starts all of them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forked
 import patience
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,8 +109,6 @@ def ppo(lora: bool = False, **over: Any) -> Any:
 
 def _group(module: str, name: str, lora: bool, reward: Any = None, **settings: Any) -> Any:
     """A method that compares answers to the same prompt."""
-    from importlib import import_module
-
     from rlhf_nb.data import toy
 
     found = import_module(f"rlhf_nb.train.{module}")
@@ -292,7 +293,7 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", cpu: 
     for rank in range(world):
         own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
         with open(folder / f"out-{rank}.txt", "w") as out:
-            ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
+            ranks.append(forked.Forked(command, env=own, stdout=out, stderr=subprocess.STDOUT))
     outs = [folder / f"out-{rank}.txt" for rank in range(world)]
     try:
         codes = patience.wait(ranks, cpu)
@@ -311,6 +312,10 @@ def main(cases: str, root: Path, over: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
+    if ":" in cases:  # a test's own function
+        module, _, function = cases.partition(":")
+        getattr(import_module(module), function)(str(root))
+        return
     resume = over.pop("resume", False)
     if cases == "hang":
         torch.distributed.init_process_group("gloo")

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 from patience import Watch
 from torch import nn
@@ -353,29 +353,6 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     return done | {"metrics": rows(run_dir / "metrics.jsonl"), "samples": rows(run_dir / "samples.jsonl")}
 
 
-_CONTEXT: Any = None
-
-
-def _context() -> Any:
-    """Children are forked from a server that has imported torch once."""
-    global _CONTEXT
-    if _CONTEXT is None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        _CONTEXT = multiprocessing.get_context("forkserver")
-        _CONTEXT.set_forkserver_preload(
-            [
-                "rlhf_nb.train.ppo",
-                "rlhf_nb.train.reward",
-                "rlhf_nb.train.sft",
-                "rlhf_nb.train.kto",
-                "rlhf_nb.train.rloo",
-                "rlhf_nb.train.online_dpo",
-                "resume_harness",
-            ]
-        )
-    return _CONTEXT
-
-
 def leave_off(trainer: Any, steps: int = 2) -> None:
     """Some steps and a checkpoint, then the run is as if its process were gone: a second trainer may resume it."""
     trainer.start()
@@ -387,7 +364,7 @@ def leave_off(trainer: Any, steps: int = 2) -> None:
 
 
 def spawn(case: str, run_dir: Path) -> Any:
-    process = _context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
+    process = forked.context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
     process.start()
     return process
 
