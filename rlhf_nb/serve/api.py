@@ -191,9 +191,7 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
         return json_of(
             {
                 "object": "list",
-                "data": [
-                    {"object": "model", "owned_by": "rlhf_nb", "parent": None, **each} for each in known
-                ],
+                "data": [{"object": "model", "owned_by": "rlhf_nb", "parent": None, **each} for each in known],
             }
         )
 

@@ -208,9 +208,7 @@ class ServedEngine(RowEngine):
     def fits(self, asks: Sequence[Ask]) -> bool:
         """Whether there is memory for further answers, however long they become."""
         every = [*(row.ask for row in self.rows), *asks]
-        return (
-            len(every) <= self.most_rows and len(every) * self.columns(max(ask.need for ask in every)) <= self.places
-        )
+        return len(every) <= self.most_rows and len(every) * self.columns(max(ask.need for ask in every)) <= self.places
 
     def begin(self, asks: Sequence[Ask]) -> None:
         """Begin answers, or go on with them: read their texts, choose their next tokens."""
@@ -394,7 +392,9 @@ class Batcher:
 
     def _owners(self, asks: Sequence[Ask]) -> tuple[Counter[str], int]:
         """Places that each owner has, asks about to begin included, and how many each may have while others wait."""
-        rows = Counter([*(r.ask.owner for engine in self.engines.values() for r in engine.rows), *(a.owner for a in asks)])
+        rows = Counter(
+            [*(r.ask.owner for engine in self.engines.values() for r in engine.rows), *(a.owner for a in asks)]
+        )
         return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue if not a.shadow)})))
 
     def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:
