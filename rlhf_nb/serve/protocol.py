@@ -495,7 +495,11 @@ class Form:
             for c in found[: None if self.parallel else 1]
         ]  # fmt: skip
         before = (
-            re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0].strip().removesuffix("[").removesuffix("```json").strip()
+            re.split(r"<tool_call>|<\|python_tag\|>|\{", text, maxsplit=1)[0]
+            .strip()
+            .removesuffix("[")
+            .removesuffix("```json")
+            .strip()
         )
         return {"content": before or None, "tool_calls": calls}, "tool_calls" if finish == "stop" else finish
 
