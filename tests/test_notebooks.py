@@ -49,6 +49,7 @@ LONG = {
     "tutorials.a_policy_learns_to_use_a_calculator": "test_episodes.py",
     "tutorials.ai_feedback": "test_rlaif.py",
     "tutorials.feedback_to_next_version": "test_cycle.py",
+    "tutorials.formulas_with_knobs": "test_losses_numbers.py",
     "tutorials.gsm8k_with_a_verifier": "test_verify.py",
     "tutorials.label_train_align": "test_gates.py",
     "tutorials.multi_gpu_from_a_cell": "test_promote.py",
