@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError
@@ -29,8 +29,8 @@ from .judge import JudgeTemplate, TemplateJudge, fill_template
 from ..untrusted import Unreadable, json_value
 
 # %% auto #0
-__all__ = ['check_address', 'check_key_name', 'EndpointConfig', 'read_key', 'ask_server', 'read_choice', 'read_reply',
-           'AnswerCache', 'EndpointJudge']
+__all__ = ['Address', 'KeyName', 'check_address', 'check_key_name', 'EndpointConfig', 'read_key', 'ask_server', 'read_choice',
+           'read_reply', 'AnswerCache', 'EndpointJudge']
 
 # %% ../../nbs/judges/endpoint.ipynb #5caf608e
 def check_address(url: str, example: str = "http://localhost:8080/score") -> str:
@@ -45,15 +45,20 @@ def check_address(url: str, example: str = "http://localhost:8080/score") -> str
     return url
 
 
-def check_key_name(name: str | None) -> str | None:
-    """The name of an environment variable, as it is; never a key. (The message must not repeat what was given.)
+def check_key_name(name: str) -> str:
+    """The name of an environment variable, as it is; never a key: configs are saved and logged. (The message must not
+    repeat what was given.)
 
     Raises:
         ValueError: it is none.
     """
-    if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
         raise ValueError("give the NAME of an environment variable (capitals, digits, _), never the key itself.")
     return name
+
+
+Address = Annotated[str, AfterValidator(lambda url: check_address(url))]
+KeyName = Annotated[str, AfterValidator(check_key_name)]
 
 
 class EndpointConfig(StrictConfig):
@@ -61,7 +66,7 @@ class EndpointConfig(StrictConfig):
 
     url: str = Field(description="base address of a server with OpenAI's interface, http://localhost:8000/v1")
     model: str = Field(min_length=1, description="name of the model there")
-    key_env: str | None = option(None, "NAME of the environment variable with the key; null: no key")
+    key_env: KeyName | None = option(None, "NAME of the environment variable with the key; null: no key")
     logprobs: bool = option(True, "ask for probabilities; a server without them is read as text")
     top_logprobs: int = option(20, "likeliest tokens to ask for", ge=1)
     temperature: float = option(0.0, "of the reply", ge=0)
@@ -81,12 +86,6 @@ class EndpointConfig(StrictConfig):
     def _address(cls, url: str) -> str:
         """Refuse what no request could be sent to."""
         return check_address(url, "http://localhost:8000/v1").rstrip("/")
-
-    @field_validator("key_env")
-    @classmethod
-    def _name_only(cls, name: str | None) -> str | None:
-        """A name, never the key: configs are saved and logged."""
-        return check_key_name(name)
 
     @property
     def address(self) -> str:

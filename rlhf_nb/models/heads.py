@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -356,40 +357,18 @@ class ValueModel(ScalarModel):
         return self(c, token_budget)  # type: ignore[no-any-return]
 
 # %% ../../nbs/models/heads.ipynb #c355eb5f
-_NOTE = """This directory holds a {role} model: a plain decoder (config.json, model.safetensors; AutoModel loads it) and
-its head in reward_head.safetensors ({kind}, pooling: {pooling}{layers}).
-Score = head(pooled hidden states) - reward_bias, with reward_bias in config.json.
-Plain AutoModelForSequenceClassification can't represent it; load it with rlhf_nb.models.heads.{cls}.load(directory).
-"""
-_PLAIN = """
-With transformers and safetensors alone, for the token ids of a prompt and its answer:
-
-```python
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModel
-
-body = AutoModel.from_pretrained(FOLDER).eval()
-weight = load_file(f"{{FOLDER}}/reward_head.safetensors")["layers.1.weight"][0]
-with torch.no_grad():
-    out = body(input_ids=torch.tensor([prompt_ids + answer_ids]), output_hidden_states=True)
-    states = [{states}]
-    states = torch.cat(states, -1)[0].float()
-    score = torch.cat([{pooled}]) @ weight - body.config.reward_bias
-```
-"""
 _READS = {"last": "states[-1]", "mean": "states.mean(0)", "both": "states[-1], states[len(prompt_ids) :].mean(0)"}
 
 
-def _plain_way(model: RewardModel) -> str:
-    """How a linear head is read without this package."""
+def _plain_way(model: RewardModel) -> dict[str, str]:
+    """How a linear head is read without this package: the lines of `reward_model.md` that depend on the model."""
     body, layers = body_of(model.decoder), layers_of(model.decoder) or [0]
     parts = body_parts(body)
     norm = next((f"body.{k}" for k, m in body.named_children() if parts is not None and m is parts.norm), "")
     last = "out.last_hidden_state"
     deepest = 0 if parts is None else len(parts.layers)
     states = [last if k in (0, deepest) else f"{norm}(out.hidden_states[{k}])" for k in layers]
-    return _PLAIN.format(states=", ".join(states), pooled=_READS[model.pooling])
+    return {"states": ", ".join(states), "pooled": _READS[model.pooling]}
 
 
 def _like_a_classifier(model: ScalarModel) -> bool:
@@ -496,9 +475,11 @@ def _save_head(model: ScalarModel, folder: Path) -> None:
     pooling = getattr(model, "pooling", "one value before every token")
     layers = f", layers: {', '.join(map(str, k))}" if (k := layers_of(model.decoder)) else ""
     about = {"role": model.role, "kind": model.head.kind, "pooling": pooling, "layers": layers}
-    note = _NOTE.format(**about, cls=type(model).__name__)
+    text = (resources.files("rlhf_nb") / "models" / "reward_model.md").read_text(encoding="utf-8")
+    note, plain = text.split("<!-- a linear head without an adapter, besides: -->\n")
+    note = note.format(**about, cls=type(model).__name__)
     if isinstance(model, RewardModel) and model.head.kind == "linear" and model.adapter is None:
-        note += _plain_way(model)
+        note += plain.format(**_plain_way(model))
     (folder / "REWARD_MODEL.md").write_text(note, encoding="utf-8")
 
 # %% ../../nbs/models/heads.ipynb #d5e927af

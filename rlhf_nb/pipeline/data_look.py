@@ -7,13 +7,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 from ..config import DataConfig, ModelConfig, StrictConfig, option
 from ..core import DataError, printable
 from ..data.convert import to_unpaired
-from ..data.formats import format_of, to_format, whole_rows
+from ..data.formats import COLUMNS, format_of, to_format, whole_rows
 from ..data.shapes import SYSTEM, NothingToCompare, Reading, gather, recognise
 from rlhf_nb.data.sources import (
     LengthReport, length_report, row_key,
@@ -151,7 +151,7 @@ def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
     except DataError:
         shape = None
     used = {n: role for role, terms in ((shape.columns(row) or {}) if shape else {}).items() for t in terms for n in t}
-    made = set(look.rows[0]) if look.rows else set[str]()
+    made = {"margin", "tools", *chain(*COLUMNS.values())} & set(look.rows[0] if look.rows else ())
     out = []
     for name in names:
         values = [r.get(name) for r in look.raw if r.get(name) not in (None, "")]
@@ -160,27 +160,8 @@ def roles(look: FileLook, reading: Reading) -> list[tuple[str, str, str]]:
         )
         holds = "/".join(k for k, _ in kinds.most_common(2)) or "nothing"
         holds += "" if len(values) == len(look.raw) else f", in {len(values) / len(look.raw):.0%} of rows"
-        own = {
-            "prompt",
-            "completion",
-            "chosen",
-            "rejected",
-            "label",
-            "margin",
-            "messages",
-            "text",
-            "tools",
-            "completions",
-            "labels",
-        }
         beside = "for reward functions" if look.kind == "prompt" else "not used"
-        role = used.get(name) or (
-            "the first message"
-            if name in SYSTEM
-            else name
-            if name in own & made or name in own and name in made
-            else beside
-        )
+        role = used.get(name) or ("the first message" if name in SYSTEM else name if name in made else beside)
         out.append((name, holds, role))
     return out
 

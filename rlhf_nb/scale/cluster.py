@@ -3,11 +3,12 @@
 # %% ../../nbs/scale/cluster.ipynb #943497ff
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import yaml
 
@@ -74,49 +75,11 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
     ]  # go on; where nothing was saved yet, begin
 
 # %% ../../nbs/scale/cluster.ipynb #41789bac
-_SLURM = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1          # one launcher a node; it starts one process a GPU
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --cpus-per-task={cpus}
-#SBATCH --time={time}
-#SBATCH --output=%x-%j.log           # in the folder the job was submitted from
-#SBATCH --open-mode=append           # a restarted job goes on writing there
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@{grace}        # to this script, so many seconds before the time limit
-{options}set -euo pipefail
-{setup}
-RUN={run}                            # on a file system that all nodes share
-mkdir -p "$RUN"
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export RLHF_NB_STRATEGY={strategy} OMP_NUM_THREADS={threads}
-{environment}
-STOPPED=0
-stop() {{  # the run saves a checkpoint at its next step boundary, and ends
-  STOPPED=1
-  echo '{{"request": "stop"}}' >> "$RUN/control.jsonl"
-}}
-trap stop USR1
-
-# single quotes: each node fills in its own number
-srun --kill-on-bad-exit=1 bash -c 'exec python -m torch.distributed.run \\
-  --nnodes "$SLURM_NNODES" --nproc-per-node {gpus} --node-rank "$SLURM_NODEID" \\
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\
-  -m rlhf_nb "$@"' launcher {words} &
-JOB=$!
-CODE=0
-wait "$JOB" || CODE=$?
-while kill -0 "$JOB" 2>/dev/null; do CODE=0; wait "$JOB" || CODE=$?; done  # a trapped signal ends a wait early
-
-if [ "$STOPPED" = 1 ]; then
-  echo "time limit near: the run has saved; it goes on when the job starts again"
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$CODE"
-"""
+@cache
+def _template(kind: str) -> str:
+    """What a scheduler is given, with {places} to fill; kind: slurm or kubernetes."""
+    text = files("rlhf_nb").joinpath("scale", "cluster.yaml").read_text(encoding="utf-8")
+    return str(yaml.safe_load(text)[kind])
 
 # %% ../../nbs/scale/cluster.ipynb #ee0d83ff
 def slurm_script(
@@ -152,7 +115,7 @@ def slurm_script(
         raise ConfigError(f"grace is {grace} s and cpus_per_gpu {cpus_per_gpu}: need at least 60 s and one core.")
     options = [f"#SBATCH --{key}={value}" for key, value in (("partition", partition), ("account", account)) if value]
     exports = [f"export {_variable(k)}={shlex.quote(v)}" for k, v in (environment or {}).items()]
-    return _SLURM.format(
+    return _template("slurm").format(
         name=name, nodes=nodes, gpus=gpus_per_node, cpus=cpus_per_gpu * gpus_per_node, time=time, grace=grace,
         strategy=strategy, options="".join(f"{line}\n" for line in options), setup="\n".join(setup),
         run=shlex.quote(output_dir), threads=cpus_per_gpu, environment="\n".join(exports), words=shlex.join(words),
@@ -213,50 +176,17 @@ def kubernetes_manifest(
     variables = {"RLHF_NB_STRATEGY": strategy, "OMP_NUM_THREADS": str(cpus_per_gpu)}
     variables |= {_variable(k): str(v) for k, v in (environment or {}).items()}
     size = {"cpu": str(cpus_per_gpu * gpus_per_node), "memory": memory, "nvidia.com/gpu": str(gpus_per_node)}
-    container = {
-        "name": "node", "image": image, "command": ["torchrun", "-m", "rlhf_nb", *words],
-        "env": [{"name": k, "value": v} for k, v in variables.items()], "resources": {"requests": size, "limits": size},
-        "volumeMounts": [{"name": "shared", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+    places = {
+        "name": name, "namespace": namespace, "nodes": nodes, "gpus": gpus_per_node, "restarts": restarts,
+        "claim": claim, "shm": shm, "image": image, "command": ["torchrun", "-m", "rlhf_nb", *words],
+        "env": [{"name": k, "value": v} for k, v in variables.items()], "size": size, "mount": mount,
     }  # fmt: skip
-    runtime = _runtime(container, claim, shm, nodes, gpus_per_node, restarts)
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
-    job = {"runtimeRef": reference, "trainer": {"numNodes": nodes}}
-    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "metadata": {"name": name, "namespace": namespace}}
-    parts = [head | {"kind": "TrainingRuntime", "spec": runtime}, head | {"kind": "TrainJob", "spec": job}]
-    return yaml.dump_all(parts, Dumper=_Plain, sort_keys=False, width=10**6)
+    filled = _template("kubernetes").format_map({k: json.dumps(v) for k, v in places.items()})  # JSON is YAML
+    return yaml.safe_dump_all(yaml.safe_load_all(filled), sort_keys=False, width=10**6)
 
 # %% ../../nbs/scale/cluster.ipynb #30c5b730
-class _Plain(yaml.SafeDumper):
-    """Writes what occurs twice twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Never refer to an earlier place."""
-        return True
-
-
 def _quantities(**given: str) -> None:
     """Refuse amounts of memory that Kubernetes wouldn't read."""
     for key, value in given.items():
         if not re.fullmatch(r"\d+(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?", value):
             raise ConfigError(f"{key} is {value!r}: write an amount as Kubernetes does, such as 512Gi.")
-
-# %% ../../nbs/scale/cluster.ipynb #c90f3093
-def _runtime(container: dict[str, Any], claim: str, shm: str, nodes: int, gpus: int, restarts: int) -> dict[str, Any]:
-    """What a node looks like."""
-    volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
-    ]
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 300,
-        "volumes": volumes,
-        "containers": [container],
-    }
-    labels = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    job = {"backoffLimit": 0, "template": {"spec": pod}}
-    node = {"name": "node", "template": {"metadata": labels, "spec": job}}
-    return {
-        "mlPolicy": {"numNodes": nodes, "torch": {"numProcPerNode": gpus}},
-        "template": {"spec": {"failurePolicy": {"maxRestarts": restarts}, "replicatedJobs": [node]}},
-    }

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from ..config import PathText, StrictConfig, option
 from ..core import ConfigError, RewardError, decide_precision, did_you_mean, suggest
 from .method import TextConfig
-from ..judges.endpoint import ask_server, check_address, check_key_name, read_key
+from ..judges.endpoint import Address, KeyName, ask_server, read_key
 from ..models.heads import RewardModel
 from ..rewards.answers import ExactMatch, MultipleChoice, Number
 from ..rewards.base import Ensemble, RewardModelFn, Rewards
@@ -101,7 +101,9 @@ class RewardEntry(StrictConfig):
     model: PathText | list[PathText] | None = option(
         None, "folder of a reward model; several, or member-*: an ensemble"
     )
-    url: str | None = option(None, "a server that is sent prompts, completions and columns, and answers with scores")
+    url: Address | None = option(
+        None, "a server that is sent prompts, completions and columns, and answers with scores"
+    )
     classifier: PathText | None = option(None, "folder or hub name of a sequence classifier")
     process: PathText | None = option(None, "folder or hub name of a process reward model")
     weight: float = option(1.0, "of its score in the sum; 0: only logged")
@@ -111,7 +113,7 @@ class RewardEntry(StrictConfig):
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a verifier")
     mode: Literal["mean", "min", "mean_minus_std"] | None = option(None, "of an ensemble; null: mean_minus_std")
     columns: list[str] | None = option(None, "of the data that are sent to the url; null: all")
-    key_env: str | None = option(None, "NAME of the environment variable with the url's key; null: no key")
+    key_env: KeyName | None = option(None, "NAME of the environment variable with the url's key; null: no key")
     batch: int = option(64, "most rows in one request", ge=1)
     label: str | int | None = option(None, "of a classifier: its name, or its place")
     output: Literal["logit", "probability"] = option("logit", "of a classifier; both rise with the label")
@@ -160,18 +162,6 @@ class RewardEntry(StrictConfig):
     def _whole_path(cls, file: str | None) -> str | None:
         """Absolute: what is written into the run's folder is read from other places, and on other ranks."""
         return None if file is None else str(Path(file).expanduser().absolute())
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str | None) -> str | None:
-        """Refuse what no request could be sent to."""
-        return None if url is None else check_address(url)
-
-    @field_validator("key_env")
-    @classmethod
-    def _name_only(cls, name: str | None) -> str | None:
-        """A name, never the key."""
-        return check_key_name(name)
 
     @model_validator(mode="after")
     def _one_kind(self) -> RewardEntry:
