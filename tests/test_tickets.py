@@ -17,6 +17,7 @@ from resume_harness import campaign
 from rlhf_nb import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from rlhf_nb.core import ConfigError, RewardError, derive_seed
 from rlhf_nb.data import toy
+from rlhf_nb.losses.group import truncated_weights
 from rlhf_nb.run.log import read_metrics
 from rlhf_nb.run.strategy import trained_tensors
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
@@ -268,3 +269,37 @@ def raft(run_dir: Path) -> Any:
 def test_ten_kills(kind: str, tmp_path: Path) -> None:
     """kill -9 at random moments, every other one while a checkpoint is being written: the bits of a straight run."""
     assert campaign(f"tickets-{kind}", tmp_path, kills=10, seed=3, most_steps=4) >= 1
+
+
+def test_masked_and_whole_answer_weights() -> None:
+    """By hand: ratios 2, 0.25 and 1 of three tokens, and their products."""
+    ratio = torch.tensor([[2.0, 0.25, 1.0], [2.0, 1.0, 3.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    how: Any = (ratio.log(), torch.zeros(2, 3), mask)
+    assert truncated_weights(*how, 1.5).tolist() == [[1.5, 0.25, 1.0], [1.5, 1.0, 1.0]]
+    assert truncated_weights(*how, 2.5, 0.5).tolist() == [[2.0, 0.0, 1.0], [2.0, 1.0, 1.0]]
+    assert truncated_weights(*how, 2.5, None, "sequence").tolist() == [[0.5] * 3, [2.0] * 3]
+    assert truncated_weights(*how, 1.5, 0.4, "sequence").tolist() == [[0.5] * 3, [0.0] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_as_good_as_without(seed: int, tmp_path: Path) -> None:
+    """The last ten steps' scores with a lag of 1, 2 and 4 against those without, in standard deviations of answers."""
+    found = {}
+    for lag in (0, 1, 2, 4):
+        settings = {"rollout_batch_size": 64, "mini_batch_size": 64, "num_generations": 8, "console": False}
+        config = GRPOConfig.preset(
+            "toy",
+            output_dir=str(tmp_path / str(lag)),
+            steps=80,
+            epochs=None,
+            seed=seed,
+            rollouts={"lag": lag},
+            **settings,
+        )
+        model = toy.build_model(0), toy.build_tokenizer()
+        found[lag] = GRPOTrainer(config, *model, reward=toy.gold_reward, rows=toy.train_prompts(256)).fit()
+    spread = sum(found[0].series("objective/scores_std")[-10:]) / 10
+    scores = {lag: sum(h.series("reward")[-10:]) / 10 for lag, h in found.items()}
+    assert all(abs(scores[lag] - scores[0]) < 0.1 * spread for lag in (1, 2, 4)), (scores, spread)
