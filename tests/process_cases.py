@@ -1,6 +1,7 @@
 """Small runs of every method, to be compared between one process, several, and the ways of sharing a model among them.
 
-`python tests/process_cases.py CASE FOLDER JSON` runs one rank of one case (or of several, `a,b`); `run_ranks` starts all of them.
+`python tests/process_cases.py CASE FOLDER JSON` runs one rank of one case (or of several, `a,b`, or of a function of a test module, `test_loop:two_ranks`);
+`run_ranks` starts all of them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forked
 import patience
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,8 +109,6 @@ def ppo(lora: bool = False, **over: Any) -> Any:
 
 def _group(module: str, name: str, lora: bool, reward: Any = None, **settings: Any) -> Any:
     """A method that compares answers to the same prompt."""
-    from importlib import import_module
-
     from rlhf_nb.data import toy
 
     found = import_module(f"rlhf_nb.train.{module}")
@@ -124,6 +125,15 @@ def _group(module: str, name: str, lora: bool, reward: Any = None, **settings: A
 
 def grpo(lora: bool = False, **over: Any) -> Any:
     return _group("grpo", "GRPO", lora, **{"num_generations": 4, "kl_coef": 0.05, **over})
+
+
+def grpo_dead(**over: Any) -> Any:
+    """Most groups are dead, and ranks have different numbers of rows to compute, none among them."""
+
+    def short(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(len(p) % 3 == 0 and len(c) % 2 == 0) for p, c in zip(map(str, prompts), completions)]
+
+    return _group("grpo", "GRPO", False, short, **{"num_generations": 4, "kl_coef": 0.0, **over})
 
 
 def rloo(lora: bool = False, **over: Any) -> Any:
@@ -144,6 +154,26 @@ def nash_md(**over: Any) -> Any:
     from rlhf_nb.train.rlaif import toy_judge
 
     return _group("online_dpo", "OnlineDPO", False, toy_judge(0), **{"loss": "nash_md", **over})
+
+
+def episodes(**over: Any) -> Any:
+    """Several turns, whose rewards an environment pays by turns, and a tool's replies are random in time."""
+    from resume_harness import Talk
+
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    plain = {
+        "rollout_batch_size": 16,
+        "num_inner_epochs": 2,
+        "samples_per_step": 16,
+        "sampling": {"max_new_tokens": 24},
+    }
+    plain |= {"num_generations": 4, "kl_coef": 0.05, "episodes": {"credit": "turns", "max_turns": 3}}
+    model, tokenizer = toy_model()
+    model.generation_config.eos_token_id = [i for i in range(len(tokenizer)) if i % 12 == 2]  # turns end soon
+    config = GRPOConfig.preset("toy", **common(**(plain | over)))
+    return GRPOTrainer(config, model, tokenizer, rows=toy.train_prompts(64), environment=Talk)
 
 
 def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
@@ -192,7 +222,10 @@ def evaluations(root: Path, held: int = 7) -> dict[str, dict[str, float]]:
     return out
 
 
-CASES = {f.__name__: f for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, rloo, online_dpo, xpo, nash_md)}
+CASES = {
+    f.__name__: f
+    for f in (sft, reward, process, dpo, tr_dpo, kto, ppo, grpo, grpo_dead, rloo, online_dpo, xpo, nash_md, episodes)
+}
 LORA = ("sft", "reward", "process", "dpo", "kto", "ppo", "grpo", "rloo", "online_dpo")  # `sft_lora` and so on
 
 
@@ -260,7 +293,7 @@ def run_ranks(case: str, folder: Path, world: int = 1, strategy: str = "", cpu: 
     for rank in range(world):
         own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
         with open(folder / f"out-{rank}.txt", "w") as out:
-            ranks.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
+            ranks.append(forked.Forked(command, env=own, stdout=out, stderr=subprocess.STDOUT))
     outs = [folder / f"out-{rank}.txt" for rank in range(world)]
     try:
         codes = patience.wait(ranks, cpu)
@@ -279,6 +312,10 @@ def main(cases: str, root: Path, over: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 
+    if ":" in cases:  # a test's own function
+        module, _, function = cases.partition(":")
+        getattr(import_module(module), function)(str(root))
+        return
     resume = over.pop("resume", False)
     if cases == "hang":
         torch.distributed.init_process_group("gloo")

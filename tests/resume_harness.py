@@ -10,10 +10,10 @@ event except what belongs to the clock or the machine (`time`, `perf/...`), and 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 from patience import Watch
 from torch import nn
@@ -50,6 +51,7 @@ CASES: dict[str, str] = {
     "tickets-ppo": "test_tickets:ppo",
     "tickets-grpo": "test_tickets:grpo",
     "tickets-raft": "test_tickets:raft",
+    "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }
 
 
@@ -233,6 +235,50 @@ def rloo(run_dir: Path) -> Trainer:
     return RLOOTrainer(config, *_toy_model(), reward=toy.gold_reward, rows=rows, eval_rows=held, run_dir=run_dir)
 
 
+def episodes(run_dir: Path) -> Trainer:
+    """Several turns with an environment that is async, pays by turns, and takes tools; rewards at turns."""
+    from rlhf_nb.data import toy
+    from rlhf_nb.train.grpo import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig.preset(
+        "toy",
+        **_toy(
+            **_GROUPS | {"sampling": {"max_new_tokens": 24}}, episodes={"credit": "turns", "max_turns": 3}, kl_coef=0.05
+        ),
+    )
+    model, tokenizer = _toy_model()
+    model.generation_config.eos_token_id = [i for i in range(len(tokenizer)) if i % 12 == 2]  # turns end soon
+    return GRPOTrainer(
+        config,
+        model,
+        tokenizer,
+        rows=toy.train_prompts(64),
+        eval_rows=toy.test_prompts(4),
+        environment=Talk,
+        run_dir=run_dir,
+    )
+
+
+class Talk:
+    """Replies late, in words that the seed draws."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> str | None:
+        self.random = random.Random(seed)
+        return None
+
+    async def step(self, turn: Any) -> Any:
+        from rlhf_nb.rollout.episodes import Step
+
+        await asyncio.sleep(random.random() / 500)  # by the clock, not by the seed
+        words = self.random.choice(("Where do owls live?", "What do bees eat?", "Tell me about frogs."))
+        return Step(
+            words, self.random.random() + len(turn.text) / 99, self.random.random() < 0.3, {"words": len(turn.text)}
+        )
+
+    def close(self) -> None:
+        pass
+
+
 def process(run_dir: Path) -> Trainer:
     from rlhf_nb.data import legs
     from rlhf_nb.train.process import ProcessConfig, ProcessTrainer
@@ -310,29 +356,6 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     return done | {"metrics": rows(run_dir / "metrics.jsonl"), "samples": rows(run_dir / "samples.jsonl")}
 
 
-_CONTEXT: Any = None
-
-
-def _context() -> Any:
-    """Children are forked from a server that has imported torch once."""
-    global _CONTEXT
-    if _CONTEXT is None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        _CONTEXT = multiprocessing.get_context("forkserver")
-        _CONTEXT.set_forkserver_preload(
-            [
-                "rlhf_nb.train.ppo",
-                "rlhf_nb.train.reward",
-                "rlhf_nb.train.sft",
-                "rlhf_nb.train.kto",
-                "rlhf_nb.train.rloo",
-                "rlhf_nb.train.online_dpo",
-                "resume_harness",
-            ]
-        )
-    return _CONTEXT
-
-
 def leave_off(trainer: Any, steps: int = 2) -> None:
     """Some steps and a checkpoint, then the run is as if its process were gone: a second trainer may resume it."""
     trainer.start()
@@ -344,7 +367,7 @@ def leave_off(trainer: Any, steps: int = 2) -> None:
 
 
 def spawn(case: str, run_dir: Path) -> Any:
-    process = _context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
+    process = forked.context().Process(target=worker, args=(case, str(run_dir), str(Path(__file__).parent)))
     process.start()
     return process
 

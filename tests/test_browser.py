@@ -364,6 +364,13 @@ browser
 """
 
 
+def formulas() -> str:
+    """The cells of the tutorial that makes explorers, then one of them."""
+    path = Path(__file__).resolve().parent.parent / "nbs" / "tutorials" / "formulas_with_knobs.ipynb"
+    cells = [c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code" and "%pip" not in c.source]
+    return "\n".join([*cells, "Explorers('optimum')"])
+
+
 def test_samples_of_a_finished_run(lab: Lab) -> None:
     """The same views on a run of last week: choose by keyboard, colour by another measure."""
     from rlhf_nb.data import toy
@@ -383,7 +390,7 @@ def test_samples_of_a_finished_run(lab: Lab) -> None:
     lab.open(
         SAMPLES,
         "Tokens(browser.rows[-1], toy.build_tokenizer())",
-        "from rlhf_nb.widgets.explorers import Explorers\nExplorers('optimum')",
+        formulas(),
     )
     lab.run(0)
     lab.page.wait_for_selector(".widget-select select", timeout=60_000)

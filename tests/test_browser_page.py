@@ -49,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         "models": {"toy": str(place / "toy")}, "page": True, "feedback": str(place / "said.jsonl"), "default_tokens": 24, "max_context": 512,
     }  # fmt: skip
     running = Running(routers=_routers(ServeConfig(**settings)), **settings)
-    lane = running.site.batcher.lanes["toy"]
+    lane = running.site.batcher.engines["toy"]
     step = lane.step
 
     def slowly() -> None:  # as a model that is worth talking to

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_cases import run_ranks
 from resume_harness import Numbers, Regression, outcome, regression_config, run_to_end, spawn
 
 from rlhf_nb.config import TrainConfig
@@ -397,26 +395,8 @@ def two_ranks(run_dir: str) -> None:
 
 
 def test_two_ranks_obey_alike(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    here = Path(__file__).parent
-    code = f"import sys; sys.path.insert(0, {str(here)!r}); from test_control import two_ranks; two_ranks(sys.argv[1])"
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.environ.get("PYTHONPATH", str(here.parent)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    runs = [("one", {}), *(("two", {"RANK": str(r), "LOCAL_RANK": str(r), **ranks}) for r in range(2))]
-    started = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / name)], env={**env, **extra}, stderr=subprocess.PIPE, text=True)
-        for name, extra in runs
-    ]  # fmt: skip
-    for p in started:
-        _, err = p.communicate(timeout=200)
-        assert p.returncode == 0, err[-2000:]
+    run_ranks("test_control:two_ranks", tmp_path / "one")
+    run_ranks("test_control:two_ranks", tmp_path / "two", 2)
     one, two = (torch.load(tmp_path / f / "weights.pt", weights_only=True) for f in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
     for f in ("one", "two"):

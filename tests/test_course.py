@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import math
+import random
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
+
+from rlhf_nb import learn
+from rlhf_nb.learn.checks import judge
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted((ROOT / "nbs" / "course").glob("lesson_*.ipynb"))
@@ -134,3 +144,45 @@ def test_every_lesson_has_solutions_and_a_quiz() -> None:
 def test_what_is_shipped_is_small() -> None:
     models = list((ROOT / "rlhf_nb" / "learn").rglob("*.safetensors"))
     assert len(models) == 6 and sum(p.stat().st_size for p in models) < 6e6
+
+
+def test_checkers_refuse_what_isn_t_an_answer_and_take_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants, objects that equal everything, and functions that ignore an argument fail; numpy's numbers and arrays are numbers."""
+
+    class Yes:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    def in_numpy(x: Any) -> Any:
+        if isinstance(x, list) and x and isinstance(x[0], (float, bool)):
+            return np.array(x)
+        return np.float32(x) if isinstance(x, float) else x.numpy() if isinstance(x, torch.Tensor) else x
+
+    def says(value: Any) -> Callable[..., Any]:
+        return lambda *_: value
+
+    for name, e in learn.EXERCISES.items():
+        first, parameters = next(iter(e.cases(random.Random(0)))), len(inspect.signature(e.truth).parameters)
+        wrong = {
+            "yes": says(Yes()),
+            "nan": says(math.nan),
+            "none": says(None),
+            "a number": says(0.0),
+            "true": says(True),
+        }
+        if parameters:
+            wrong["the first answer"] = says(e.truth(*copy.deepcopy(first)))
+            for i in range(parameters):
+                wrong[f"argument {i} as at first"] = lambda *args, e=e, first=first, i=i: e.truth(
+                    *args[:i], copy.deepcopy(first[i]), *args[i + 1 :]
+                )
+            for seed in range(3):
+                verdict = judge(e, lambda *args, e=e: in_numpy(e.truth(*args)), seed)
+                assert verdict, f"{name}: in numpy: {verdict}"
+        for what, answer in wrong.items():
+            taken = sum(bool(judge(e, answer, seed)) for seed in range(8))
+            assert taken <= (what == "the first answer" and name == "lazy_rater"), f"{name} takes {what}"
+    monkeypatch.setenv("RLHF_NB_LEARN", str(tmp_path / "a file" / "learn.json"))
+    (tmp_path / "a file").write_text("where a folder should be")
+    with pytest.warns(UserWarning, match="progress isn't kept"):
+        assert learn.check("leash", lambda score, logp, ref_logp, kl_coef: score - kl_coef * (logp - ref_logp))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,6 +28,7 @@ from rlhf_nb.data.templates import make_chat_template
 from rlhf_nb.rollout import episodes as module
 from rlhf_nb.rollout.backends import OurSampler, Request, Sampler
 from rlhf_nb.rollout.episodes import EpisodeConfig, Episodes, Step, Turn, environment_kinds
+from rlhf_nb.rollout.sampler import as_rollout
 from rlhf_nb.train.grpo import VARIANTS, GRPOConfig, GRPOTrainer
 from rlhf_nb.train.online_dpo import OnlineDPOTrainer
 from rlhf_nb.train.pairs import OnlineDPOConfig
@@ -82,6 +85,19 @@ class Noted(Sampler):
             self.drawn[key] = ids[: int(n)].tolist()
         self.seconds += time.monotonic() - begun
         return r
+
+
+class Ends(Sampler):
+    """Ends each turn at once."""
+
+    name, exact = "ends", True
+
+    def answer(self, model: Any, request: Request) -> Rollout:
+        n = len(request.prompts)
+        end = torch.full((n, 1), 2)
+        return as_rollout(
+            request.prompts, 1, end, torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), None, tok
+        )
 
 
 def play(
@@ -214,8 +230,6 @@ def test_a_broken_tool_is_an_observation(kind: str) -> None:
                 for n in request.prompts.start
             ]
             answers = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in ids], True, 0)
-            from rlhf_nb.rollout.sampler import as_rollout
-
             lens = torch.tensor([len(x) for x in ids])
             return as_rollout(request.prompts, 1, answers, lens, torch.ones(len(ids), dtype=torch.bool), None, letters)
 
@@ -235,6 +249,128 @@ def test_a_broken_tool_is_an_observation(kind: str) -> None:
             and e["tool_failures"] == int(kind in ("hangs", "exits", "raises"))
             and e["messages"][-2]["role"] == "tool"
         )
+
+
+BAD_STEPS: dict[str, Any] = {
+    "nothing": None, "text": "hi", "gymnasium's five": ("b", 1.0, False, False, {}), "a number to say": Step(3),  # type: ignore[arg-type]
+    "bytes": Step(b"b"), "one message": Step({"role": "user", "content": "b"}), "no role": Step([{"content": "b"}]),  # type: ignore[arg-type, list-item]
+    "a role that is a number": Step([{"role": 3, "content": "b"}]), "no words": Step([{"role": "user", "content": None}]),  # type: ignore[list-item]
+    "a tool without tools": Step([{"role": "tool", "content": "b"}]), "nan": Step("b", math.nan), "none": Step("b", None),  # type: ignore[arg-type]
+    "a metric of words": Step("b", metrics={"a": "b"}), "a metric of nan": Step("b", metrics={"a": math.nan}),  # type: ignore[dict-item]
+    "an error": ValueError("b"), "an exit": SystemExit(3),
+}  # fmt: skip
+
+
+class Falsy(Exception):
+    """An error that counts as false, and has no words."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_whatever_an_environment_says_the_run_goes_on(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def say(bad: Any) -> Any:
+        if isinstance(bad, BaseException):
+            raise bad
+        return bad
+
+    class Bad(Mute):
+        answers: Any = None
+
+        def reset(self, row: dict[str, Any], seed: int) -> Any:
+            said = self.answers
+            return say(said.says if isinstance(said, Step) else said) if where == "reset" else None
+
+        def step(self, turn: Turn) -> Any:
+            return say(self.answers) if where == "step" else Step(done=True)
+
+    bad = BAD_STEPS | {"an odd error": Falsy()}
+    if where == "reset":  # these say something, or nothing, which is no mistake there
+        bad = {k: v for k, v in bad.items() if k not in ("nothing", "text", "nan", "none") and "metric" not in k}
+    for name, what in bad.items():
+        caplog.clear()
+        Bad.answers = what
+        r = play(Bad, n=2, samples=1)
+        known = [e["stop"] for e in r.columns["episode"] if e["stop"] != "tokens"]
+        assert known and set(known) == {"failed"} and not bool(r.finished.any()), name
+        assert len(caplog.records) == 1 and "None" not in caplog.text.replace("NoneType", "").replace("': None", ""), (
+            name
+        )
+    for says in ("half \ud800", "\ue0000\ue001 <eos>\x00", "x" * 10**6):  # words are words, whatever they spell
+        Bad.answers = Step(says, done=True)
+        assert (
+            "failed" not in [e["stop"] for e in play(Bad, n=2, samples=1, max_turns=2).columns["episode"]]
+            or where == "reset"
+        )
+
+
+def test_what_reset_fails_at_stays_a_failure_where_the_answer_is_cut() -> None:
+    class Bad(Chat):
+        def reset(self, row: dict[str, Any], seed: int) -> str | None:
+            raise OSError("no such game")
+
+    r = play(Bad, new=1)
+    assert {e["stop"] for e in r.columns["episode"]} == {"failed"}
+
+
+def test_environments_are_closed_once_whatever_happened_and_have_rows_of_their_own() -> None:
+    closed: list[Any] = []
+
+    class Takes(Chat):
+        def reset(self, row: dict[str, Any], seed: int) -> str | None:
+            row["todo"].pop()
+            self.left = len(row["todo"])
+            return None
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class Stops(Sampler):
+        name, exact = "stops", True
+
+        def answer(self, model: Any, request: Request) -> Rollout:
+            raise KeyboardInterrupt
+
+    for inner in (OurSampler(), Stops()):
+        closed.clear()
+        sampler = Episodes(inner, environment_kinds(Takes), EpisodeConfig(), tok, 256)
+        prompts = collate_prompts(sampler.tokenize([q | {"todo": [1, 2, 3]} for q in toy.train_prompts(2, 3)]), 0)
+        how: dict[str, Any] = {"tokenizer": tok, "seed": 5, "num_samples": 3, "eos": ENDS}
+        try:
+            sampler.generate(MODEL, prompts, SamplingConfig(max_new_tokens=8), **how)
+        except KeyboardInterrupt:
+            assert isinstance(inner, Stops)
+        assert len(closed) == 6 and len({id(e) for e in closed}) == 6
+        assert all(e.left == 2 for e in closed) and prompts.columns["todo"] == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("pays", "reward"), [(np.float32(1.5), 1.5), (torch.tensor(1.5), 1.5), (True, 1.0), (2, 2.0), (np.int64(3), 3.0),
+                         (None, None), (math.nan, None), ([1.0], None), ("much", None), (OSError("gone"), None)])  # fmt: skip
+def test_what_a_class_for_trl_pays_is_paid_or_told(
+    pays: Any, reward: float | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pays(Increment):
+        def get_reward(self) -> Any:
+            if isinstance(pays, BaseException):
+                raise pays
+            return pays
+
+        @property
+        def view(self) -> Any:
+            raise RuntimeError("only a tool that is called is asked")
+
+    names = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    monkeypatch.setattr(tok, "chat_template", names + make_chat_template("Visitor:", "\nPip:"))
+    r = play(Pays, n=2, samples=1, inner=Ends())
+    told = r.columns["episode"]
+    assert {sum(e["rewards"]) for e in told} == {reward or 0.0}
+    assert {e["stop"] for e in told} == {"failed" if reward is None else "done"}
+    assert ("didn't pay" in caplog.text) == (reward is None)
 
 
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -392,6 +528,15 @@ def good(x: int) -> int:
     return 2 * x
 
 
+def unknown_hint(x: Missing) -> int:  # type: ignore[name-defined] # noqa: F821
+    """Double.
+
+    Args:
+        x: a number.
+    """
+    return 2
+
+
 class NoReset:
     def step(self, turn: Turn) -> Step:
         return Step()
@@ -402,8 +547,17 @@ class Mute(Chat):
         return None
 
 
+class NoSeed:
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+    def step(self, turn):  # type: ignore[no-untyped-def]
+        return Step()
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no reset": ({"environment": NoReset}, "has no reset"),
+    "a short reset": ({"environment": NoSeed}, "has reset(row: 'dict[str, Any]') -> 'None' and step(turn): one that replies has reset(self, row, seed)"),
+    "a hint of nothing": ({"tools": [unknown_hint], "reward": len}, "described to a model: name 'Missing' is not defined"),
     "no hints": ({"tools": [tool_without_hints], "reward": len}, "tool 'tool_without_hints' can't be described"),
     "two of one name": ({"tools": [good, good], "reward": len}, "two tools are called 'good'"),
     "unknown in a row": (

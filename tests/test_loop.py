@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_cases import run_ranks
 from resume_harness import Numbers, Points, Regression, outcome, regression_config, run_to_end, spawn
 from torch import nn
 
@@ -450,30 +449,8 @@ def two_ranks(run_dir: str) -> None:
 
 
 def test_two_ranks_are_one(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_loop import two_ranks; two_ranks(sys.argv[1])"
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-
-    def start(folder: str, **extra: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / folder)],
-            env={**env, **extra},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    processes = [start("one"), *(start("two", RANK=str(r), LOCAL_RANK=str(r), **ranks) for r in range(2))]
-    for p in processes:
-        _, err = p.communicate(timeout=300)
-        assert p.returncode == 0, err[-2000:]
+    run_ranks("test_loop:two_ranks", tmp_path / "one")
+    run_ranks("test_loop:two_ranks", tmp_path / "two", 2)
     one, two = (torch.load(tmp_path / f / "weights.pt", weights_only=True) for f in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
     logs = [[e for e in read_metrics(tmp_path / f) if e["type"] == "step"] for f in ("one", "two")]

@@ -158,8 +158,8 @@ def test_the_board_of_serving_asks_for_metrics_that_are_emitted() -> None:
     from rlhf_nb.feedback.follow import as_prometheus
     from rlhf_nb.feedback.monitor import MEASURES, Alert, Findings, Report
 
-    lane = SimpleNamespace(steps=1, tokens=1)
-    emitter = meters.Meters(SimpleNamespace(lanes={"pip": lane}, running=1, waiting=0, most=16, alive=True))
+    lane = SimpleNamespace(passes=1, tokens=1)
+    emitter = meters.Meters(SimpleNamespace(engines={"pip": lane}, running=1, waiting=0, most=16, alive=True))
     emitter.ended("pip", "stop", 3, 4, 0.1, 0.2, 0.9)
     emitter.refused.labels("429").inc()
     report = Report(

@@ -77,7 +77,7 @@ def test_an_old_run_goes_on(resumed: Path, method: str) -> None:
 
 
 def test_old_and_new_are_reported_and_sampled(resumed: Path) -> None:
-    for method in METHODS:
+    for method in ("sft", "reward", "ppo"):  # 2 CPU seconds each, mostly for drawing
         assert call("report", method, "--out", f"{method}.html").splitlines()[0] == f"{method}.html"
         assert len((resumed / f"{method}.html").read_bytes()) > 2000
     assert "→" in call("sample", "sft/model", "Where do owls live?", "--max-new-tokens", "4")

@@ -18,9 +18,8 @@ from rlhf_nb.data import toy
 from rlhf_nb.data.convert import to_unpaired
 from rlhf_nb.data.templates import train_bpe
 from rlhf_nb.models.load import load_causal_lm, save_model
-from rlhf_nb.train.dpo import DPOConfig, DPOTrainer, ImplicitReward
+from rlhf_nb.train.dpo import DPOConfig, DPOTrainer
 from rlhf_nb.train.kto import KTOConfig, KTOTrainer
-from rlhf_nb.types import Completions
 
 torch.set_num_threads(1)
 runner = CliRunner()
@@ -178,12 +177,6 @@ def test_sorting_losses_see_the_whole_batch(tmp_path: Path) -> None:
     whole = [e["loss"] for e in dpo(tmp_path / "a", loss="aot").fit()]
     split = [e["loss"] for e in dpo(tmp_path / "b", loss="aot", micro_batch_size=2).fit()]
     assert split == pytest.approx(whole, rel=1e-4)
-
-
-def test_implicit_reward_leaves_the_models_alone(tmp_path: Path) -> None:
-    policy, reference = toy.build_model(0, "tiny").train(), toy.build_model(1, "tiny")
-    scores = ImplicitReward(policy, reference, 0.5).score(Completions.from_lists([[3, 4]], [[5, 6]]))
-    assert scores.shape == (1,) and policy.training and all(p.requires_grad for p in reference.parameters())
 
 
 def test_wrong_settings_are_said_at_once() -> None:

@@ -86,6 +86,7 @@ def first_rollouts(folder: Path) -> list[Any]:
     return [(r["prompt"], r["tokens"]) for r in rows if r["step"] == 1]
 
 
+@pytest.mark.slow  # 12 CPU seconds; test_recompute.py has ZeRO-3 in the fast tests
 @needs_deepspeed
 def test_zero3_is_one_process(tmp_path: Path) -> None:
     run_ranks("sft", tmp_path / "one", steps=4)

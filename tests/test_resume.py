@@ -20,7 +20,7 @@ def test_two_straight_runs_agree_and_differ_from_another_seed(tmp_path: Path) ->
     assert a != b
 
 
-OTHERS = ("reward", "process", "dpo", "kto", "rloo", "online", "nash")  # 15 CPU seconds each
+OTHERS = ("reward", "process", "dpo", "kto", "rloo", "online", "nash", "episodes")  # 15 CPU seconds each
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo", "grpo", *(pytest.param(c, marks=pytest.mark.slow) for c in OTHERS)])

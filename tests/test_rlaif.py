@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from test_judge import Server, said
@@ -187,7 +187,7 @@ def test_killed_labelling_equals_the_straight_one(model: str, tmp_path: Path) ->
     want = straight.run()
     folder, kills = tmp_path / "killed", 0
     for wait in (3, 7, 12):
-        process = subprocess.Popen(
+        process = forked.Forked(
             [sys.executable, "-c", SLOW, *options, f"output_dir={folder}"], env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
         deadline = time.monotonic() + 120

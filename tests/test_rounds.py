@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from rlhf_nb.train.distill import DistillConfig, DistillTrainer
 from rlhf_nb.train.raft import RAFTConfig, RAFTTrainer
 
 
+def by_letters(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """Any two different answers get different rewards: an untrained model's are all equally bad to a judge, and ties teach nothing."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+
+
 def trainer(kind: str, out: Path) -> Any:
     common: dict[str, Any] = {
         "output_dir": str(out), "steps": 4, "epochs": None, "mini_batch_size": 8, "console": False, "sampling": {"max_new_tokens": 6},
@@ -28,7 +34,7 @@ def trainer(kind: str, out: Path) -> Any:
         raft = RAFTConfig.preset("toy", num_generations=4, **common)
         return RAFTTrainer(raft, *given, reward=toy.gold_reward, rows=toy.train_prompts(32))
     dpo = OnlineDPOConfig.preset("toy", sync_every=2, rollout_batch_size=16, num_inner_epochs=2, **common)
-    return OnlineDPOTrainer(dpo, *given, reward=toy.gold_reward, rows=toy.train_prompts(32))
+    return OnlineDPOTrainer(dpo, *given, reward=by_letters, rows=toy.train_prompts(32))
 
 
 @pytest.mark.parametrize("kind", ["distill", "raft", "iterative_dpo"])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from resume_harness import Numbers, Points, Regression, outcome, regression_config, run_to_end, spawn
@@ -209,7 +210,7 @@ except Exception as error:
 def elsewhere(run_dir: Path, **how: bool) -> str:
     """What another process says that trains there."""
     code = ELSEWHERE.format(tests=str(Path(__file__).parent))
-    return subprocess.run([sys.executable, "-c", code, str(run_dir), repr(how)], capture_output=True, text=True).stdout
+    return forked.run([sys.executable, "-c", code, str(run_dir), repr(how)]).stdout
 
 
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
@@ -329,9 +330,9 @@ time.sleep(60)
 """
 
 
-def stopped(kind: str, folder: Path) -> subprocess.Popen[str]:
+def stopped(kind: str, folder: Path) -> forked.Forked:
     """A process that holds a folder and then stands still, as after Ctrl-Z."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, kind, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = forked.Forked([sys.executable, "-c", HOLDS, kind, str(folder)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGSTOP)
     return process
@@ -398,7 +399,7 @@ def test_two_thieves_of_one_lock(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
         (folder / "lock.json").write_text(json.dumps(dead))
-    done = subprocess.run([sys.executable, "-c", THIEVES, *map(str, folders)], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", THIEVES, *map(str, folders)])
     for folder in folders:
         said = [line for line in done.stdout.splitlines() if line.startswith(f"{folder} ")]
         assert sorted(s == f"{folder} taken" for s in said) == [False] * 3 + [True], (said, done.stderr)
@@ -655,7 +656,7 @@ def test_rolling_back_in_the_middle_of_a_run_is_refused(tmp_path: Path) -> None:
         def on_step(self, run: Any, event: dict[str, Any]) -> None:
             if run.step == 10:
                 code = f"from rlhf_nb.run.state import roll_back; roll_back({str(tmp_path)!r}, 3)"
-                said.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr)
+                said.append(forked.run([sys.executable, "-c", code]).stderr)
 
     trainer(tmp_path, callbacks=[Rolls()], keep_checkpoints=9).fit()
     assert "is in use by process" in said[0] and steps(tmp_path) == list(range(1, 31))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import random
 import shutil
 import threading
 import time
@@ -21,10 +23,12 @@ from rlhf_nb.config import ModelConfig, SamplingConfig  # noqa: E402
 from rlhf_nb.core import ModelError, decide_precision  # noqa: E402
 from rlhf_nb.data import toy  # noqa: E402
 from rlhf_nb.data.templates import set_chat_template  # noqa: E402
+from rlhf_nb.fast.support import use_fast  # noqa: E402
 from rlhf_nb.feedback.traffic import TrafficLog, read_traffic  # noqa: E402
 from rlhf_nb.models.load import load_causal_lm, load_tokenizer  # noqa: E402
 from rlhf_nb.rollout.sampler import sample  # noqa: E402
 from rlhf_nb.serve.api import create_app  # noqa: E402
+from rlhf_nb.serve.batcher import AnswerPiece, Ask, Batcher, ServedEngine  # noqa: E402
 from rlhf_nb.serve.door import bind, make_server  # noqa: E402
 from rlhf_nb.serve.gate import new_key  # noqa: E402
 from rlhf_nb.serve.settings import ServeConfig  # noqa: E402
@@ -298,8 +302,8 @@ def test_speculation_changes_no_answer(folder: str) -> None:
         for p in prompts
     ]
     assert got == offline(folder, prompts, 40, greedy=True)
-    lane = found.site.batcher.lanes["toy"]
-    assert lane.tokens > lane.steps  # several tokens a pass
+    lane = found.site.batcher.engines["toy"]
+    assert lane.tokens > lane.passes  # several tokens a pass
     found.stop()
 
 
@@ -421,19 +425,67 @@ def test_a_link_that_moves_while_it_is_loaded_changes_nothing(
         load_site(ServeConfig(models={"toy": str(v2)}, max_context=64))
 
 
+def test_an_answer_has_the_same_bits_alone_and_in_any_company(folder: str) -> None:
+    """6 orders × 4 numbers of places, with and without guesses; tokens and log-probs, those of other tokens included."""
+    net, tokenizer, rng = toy.build_model(3, "tiny").eval(), toy.build_tokenizer(), random.Random(0)
+    common = [rng.randrange(5, 60) for _ in range(20)]
+    prompts = [[*common[: 20 * (i % 2)], *(rng.randrange(5, 60) for _ in range(1 + 7 * (i % 5)))] for i in range(12)]
+
+    def told(places: int, order: list[int], ahead: int) -> dict[int, list[Any]]:
+        engine = ServedEngine(net, tokenizer, places, 96, ahead=ahead, most_drafted=2)
+        batcher, said = Batcher({"toy": engine}, places).start(), {i: queue.Queue[AnswerPiece]() for i in order}
+        for i in order:
+            how = SamplingConfig(max_new_tokens=4 + i, temperature=(0.7, 1.0, 1.3)[i % 3], top_p=(1.0, 0.9)[i % 2])
+            eos = [tokenizer.eos_token_id]
+            batcher.put("toy", Ask(prompts[i], how, eos, said[i].put, i % 4 == 0, seed=i, top=i % 3, owner="ab"[i % 2]))
+        out: dict[int, list[Any]] = {i: [] for i in order}
+        for i in order:
+            while not out[i] or not isinstance(out[i][-1], str):
+                piece = said[i].get(timeout=60)
+                out[i] += [*piece.tokens, *([piece.finish] if piece.finish else [])]
+        batcher.stop()
+        return out
+
+    alone = {i: told(1, [i], 0)[i] for i in range(12)}
+    assert {x[-1] for x in alone.values()} <= {"stop", "length"} and len(
+        {t.id for x in alone.values() for t in x[:-1]}
+    ) > 20
+    for places in (1, 3, 6, 12):
+        for order in range(6):
+            found = told(places, random.Random(order).sample(range(12), 12), 4 * (order % 2))
+            assert found == alone, (places, order)
+
+
+def test_exact_is_said_only_where_it_was_measured(folder: str, running: Running) -> None:
+    said = httpx.get(f"{running.address}/v1/models").json()["data"][0]
+    assert said["answers"] == "exact" and said["id"] == "toy"
+    half = load_site(ServeConfig(models={"toy": folder}, max_context=64, precision="bf16"))
+    assert half.models["toy"].answers.startswith("close: in half precision")
+    with use_fast(False):
+        own = load_site(ServeConfig(models={"toy": folder}, max_context=64))
+    assert own.models["toy"].answers.startswith("close: the model runs its own forward pass")
+
+
 def test_memory_is_stated_and_kept(folder: str) -> None:
     from rlhf_nb.serve.site import memory_plan
 
-    site = load_site(ServeConfig(models={"toy": folder}, max_context=128, cache=1e-9))
-    lane, (row,) = (
-        site.batcher.lanes["toy"],
-        memory_plan(ServeConfig(models={"toy": folder}, max_context=128, cache=1e-9)),
+    settings: dict[str, Any] = {"models": {"toy": folder}, "max_context": 128}
+    site, (row,) = load_site(ServeConfig(**settings, cache=1e-9)), memory_plan(ServeConfig(**settings, cache=1e-9))
+    engine = site.batcher.engines["toy"]
+    columns = engine.columns(128)
+    assert 128 < columns <= 128 + 32 and row.cache == 2 * columns * row.token and engine.memory.nbytes <= row.cache
+    assert row.weights == sum(p.numel() * 4 for p in engine.model.parameters())
+    told: queue.Queue[AnswerPiece] = queue.Queue()
+    site.batcher.start()
+    site.batcher.put(
+        "toy", *(Ask([5 + i] * 60, SamplingConfig(max_new_tokens=68), [], told.put, seed=i) for i in range(6))
     )
-    tape: Any = lane.memory
-    assert row.cache == 2 * 129 * row.token and tape.cache.nbytes <= row.cache
-    assert row.weights == sum(p.numel() * 4 for p in lane.model.parameters())
+    most, ends = 0, 0
+    while ends < 6:
+        ends += told.get(timeout=60).finish is not None
+        most = max(most, engine.memory.nbytes)
+    site.batcher.stop()
+    assert row.cache / 2 < most <= row.cache  # two at a time
     (whole,) = memory_plan(ServeConfig(models={"toy": folder}))
-    assert (
-        whole.cache == 16 * 4097 * row.token
-        and load_site(ServeConfig(models={"toy": folder})).batcher.lanes["toy"].memory.cache.nbytes <= 256 * row.token
-    )  # type: ignore[attr-defined]
+    memory = load_site(ServeConfig(models={"toy": folder})).batcher.engines["toy"].memory
+    assert whole.cache > 16 * 4096 * row.token and memory.nbytes <= 260 * row.token

@@ -75,7 +75,7 @@ def test_what_the_one_behind_says_comes_out_in_front(behind: Running, tmp_path: 
 
 def test_who_goes_away_in_front_is_gone_behind(behind: Running) -> None:
     front = Running(upstreams={"far": f"{behind.address}/v1"}, max_concurrent=2, max_queue=0)
-    lane = behind.site.batcher.lanes["toy"]
+    lane = behind.site.batcher.engines["toy"]
     step = lane.step
     try:
         body = {"model": "far", **ASKED, "max_tokens": 100, "temperature": 0, "stream": True}

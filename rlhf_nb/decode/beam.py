@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core import ConfigError
 from .decoder import Decoder, rollout_of
-from .speculative import Tape
+from ..fast.engine import RowCache, decoder_for
 from ..fast.support import can_run, unwrapped
 from ..rollout.choosing import Chooser
 from ..rollout.backends import Request
@@ -28,15 +28,15 @@ class _Reader:
 
     def __init__(self, model: Any, prompt: list[int], beams: int, new: int) -> None:
         self.model, self.prompt = model, prompt
-        self.tape = Tape(model, beams, len(prompt) + new, 1) if can_run(model, len(prompt) + new) is None else None
+        length = len(prompt) + new
+        fast = can_run(model, length) is None
+        self.tape = RowCache(decoder_for(model, length), beams, length) if fast else None
 
     def first(self) -> Tensor:
         """Logits [1, V] after the prompt."""
         if self.tape is None:
             return self._whole([[]])
-        line = self.tape.read([self.prompt])
-        self.tape.lens = [len(self.prompt)] * len(self.tape.lens)
-        return line
+        return self.tape.read([self.prompt])
 
     def more(self, parents: list[int], answers: list[list[int]]) -> Tensor:
         """Logits [n, V] after beginnings, each a token longer than the one of these that it continues."""
@@ -44,7 +44,9 @@ class _Reader:
             return self._whole(answers)
         held = len(self.prompt) + len(answers[0]) - 1
         if parents != list(range(len(parents))):
-            self.tape.cache[:, :, : len(parents), :, :held] = self.tape.cache[:, :, parents, :, :held]
+            self.tape.grow(len(parents), held)
+            for layer in self.tape.cache:
+                layer[:, : len(parents), :, :held] = layer[:, parents, :, :held]
         self.tape.lens = [held] * len(self.tape.lens)
         return self.tape.feed(range(len(answers)), [a[-1:] for a in answers])[:, -1]
 

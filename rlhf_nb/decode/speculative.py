@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import SamplingConfig
 from ..core import ConfigError, derive_seed
 from .decoder import Decoder, Plain, check_vocabulary, own_kl, paid
-from ..fast import decode as fast
+from ..fast.engine import RowCache, decoder_for
 from ..fast.support import can_run, unwrapped
 from ..models.load import adapter_names, using_adapter
 from ..rollout.choosing import Chooser, inverse_cdf
@@ -26,110 +25,7 @@ from ..rollout.sampler import addresses, as_rollout, check_request, cut_at_eos, 
 from ..types import PromptBatch, Rollout
 
 # %% auto #0
-__all__ = ['Tape', 'Proposal', 'Draft', 'LookUp', 'accept_or_redraw', 'ModelDraft', 'Pace', 'Speculative']
-
-# %% ../../nbs/decode/speculative.ipynb #7166371e
-class Tape:
-    """Keys and values of a few rows, from which the last tokens can be taken back.
-
-    Args:
-        model: a causal language model that `fast.support.can_run` has nothing to say about, in evaluation mode.
-        rows: how many.
-        length: most tokens of a row.
-        block: most tokens that are fed to a row at once, after its prompt.
-        max_bytes: see `fast.decode.FastDecoder`: weights up to here are laid out anew, as products of few rows need.
-    """
-
-    def __init__(self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28) -> None:
-        weight = model.get_input_embeddings().weight
-        kind = weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        self.decoder = fast.FastDecoder(model, dtype, length, max_bytes)
-        self.device, self.length = weight.device, length
-        self.cache = self.blank(rows, length + block)
-        self.lens = [0] * rows  # tokens of each row that are kept
-
-    def blank(self, rows: int, columns: int) -> Tensor:
-        """An empty cache, [layers, 2, rows, K, columns, D]."""
-        d = self.decoder
-        shape = (len(d.layers), 2, rows, d.kv_heads, columns, d.head_dim)
-        return torch.zeros(shape, dtype=d.cached, device=self.device)
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0) -> Tensor:
-        """Read a prompt for each of the rows from `first` on, equal ones once; logits [texts, V] of the tokens that
-        follow."""
-        known: dict[tuple[int, ...], list[int]] = {}
-        for row, text in enumerate(texts):
-            known.setdefault(tuple(text), []).append(row)
-        lines: list[Tensor] = [torch.empty(0)] * len(texts)
-        for text, rows in known.items():
-            past, logits = next(fast.prefill(self.decoder, [torch.tensor(text, device=self.device)]))
-            self.cache[:, :, [first + row for row in rows], :, : len(text)] = past
-            for row in rows:
-                self.lens[first + row], lines[row] = len(text), logits[0]
-        return torch.stack(lines)
-
-    def move(self, row: int, to: int) -> None:
-        """Let a row continue in the place of another one, which has ended."""
-        n = self.lens[to] = self.lens[row]
-        self.cache[:, :, to, :, :n] = self.cache[:, :, row, :, :n]
-
-    def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to rows.
-
-        Args:
-            rows: which; blocks: the tokens of each, one at least.
-
-        Returns:
-            Logits [rows, length of the longest block, V] of the tokens that follow each.
-        """
-        states = self.states(rows, blocks)
-        logits: Tensor = self.decoder.logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
-        return logits
-
-    def states(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """The same without the head: [rows, length of the longest block, H]."""
-        d, n, width = self.decoder, len(rows), max(map(len, blocks))
-        starts = torch.tensor([self.lens[r] for r in rows], device=self.device)
-        ids = torch.tensor([[*b, *[b[-1]] * (width - len(b))] for b in blocks], device=self.device)
-        columns = starts[:, None] + torch.arange(
-            width, device=self.device
-        )  # what is beyond a shorter block is never read
-        end = max(self.lens[r] for r in rows) + width
-        index: Any = slice(rows[0], rows[0] + n) if list(rows) == list(range(rows[0], rows[0] + n)) else list(rows)
-        own = torch.tensor(list(rows), device=self.device)[:, None]
-        groups, bias = d.heads // d.kv_heads, None
-        if n > 1 or width > 1:
-            hidden = torch.arange(end, device=self.device) > columns[:, :, None]
-            bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device).masked_fill_(
-                hidden, -torch.inf
-            )
-            bias = bias.repeat(1, groups, 1)[:, None]  # [rows, 1, groups · width, end]
-
-        def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
-            kv = qkv[:, d.heads :].view(n, width, 2, d.kv_heads, -1)
-            if n == 1:
-                a = self.lens[rows[0]]
-                self.cache[layer, :, rows[0], :, a : a + width] = kv[0].permute(1, 2, 0, 3)
-            else:
-                self.cache[layer].permute(1, 3, 0, 2, 4)[own, columns] = kv
-            k, v = self.cache[layer, :, index, :, :end]
-            q = qkv[:, : d.heads].view(n, width, d.kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
-            q = q.reshape(n, d.kv_heads, groups * width, -1).to(k.dtype)
-            if (
-                k.dtype == torch.float32 and self.device.type == "cpu"
-            ):  # two batched products are faster than the fused kernel here
-                scores = (q * scale) @ k.transpose(2, 3)
-                out = (scores if bias is None else scores.add_(bias)).softmax(-1) @ v
-            else:
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            mixed: Tensor = out.view(n, d.kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4).reshape(n * width, -1)
-            return mixed
-
-        states = d.hidden_states(ids.flatten(), columns.clamp(max=self.length - 1).flatten(), attend)
-        for r, b in zip(rows, blocks):
-            self.lens[r] += len(b)
-        return states.view(n, width, -1)
+__all__ = ['Proposal', 'Draft', 'LookUp', 'accept_or_redraw', 'ModelDraft', 'Pace', 'Speculative']
 
 # %% ../../nbs/decode/speculative.ipynb #48812228
 class Proposal(NamedTuple):
@@ -253,7 +149,8 @@ class ModelDraft:
         """See `Draft`."""
         self.prompts = [len(r) for r in rows]
         with self.speaking():
-            self.tape = Tape(self.model, len(rows), max(self.prompts) + room, room)
+            length = max(self.prompts) + room
+            self.tape = RowCache(decoder_for(self.model, length), len(rows), length, room)
             self.tape.read(rows)
         self.texts = [list(r) for r in rows]  # what the tape holds of each row
 
@@ -266,7 +163,7 @@ class ModelDraft:
         for row, tokens, _ in live:
             held = self.texts[row]
             same = next((i for i, (a, b) in enumerate(zip(held, tokens)) if a != b), min(len(held), len(tokens)))
-            self.tape.lens[row] = min(same, len(tokens) - 1)  # the last token is read again if need be
+            self.tape.cut(row, min(same, len(tokens) - 1))  # the last token is read again if need be
             feed[row] = tokens[self.tape.lens[row] :]
             self.texts[row] = tokens
         while live:
@@ -426,7 +323,8 @@ def _write(
     """Let a draft propose and the policy check until every row has ended; `texts` grow."""
     rows, starts = len(texts), [len(t) for t in texts]
     out, paces = _Written(rows), [Pace(ahead, draft.price) for _ in texts]
-    tape = Tape(model, rows, max(starts) + new, ahead + 1)
+    length = max(starts) + new
+    tape = RowCache(decoder_for(model, length), rows, length, ahead + 1)
     logps: list[list[Tensor]] = [[] for _ in texts]
     lines = tape.read(texts)[:, None]
     draft.begin(texts, new)
@@ -445,7 +343,7 @@ def _write(
 
 
 def _check(
-    texts: list[list[int]], starts: list[int], logps: list[list[Tensor]], tape: Tape, lines: Tensor,
+    texts: list[list[int]], starts: list[int], logps: list[list[Tensor]], tape: RowCache, lines: Tensor,
     work: list[Proposal], choose: Chooser,
     numbers: Tensor | None, accept: Tensor | None, new: int, paces: list[Pace], out: _Written,
 ) -> list[int]:  # fmt: skip
@@ -483,7 +381,7 @@ def _check(
             if over or taken > len(block) or token != block[taken - 1]:
                 break
         logps[i].extend(said[at : at + taken])
-        tape.lens[i] = len(texts[i]) - 1  # the last token is fed next
+        tape.cut(i, len(texts[i]) - 1)  # the last token is fed next
         if block:
             right = taken - int(taken > len(block) or chosen[at + taken - 1] != block[taken - 1])
             paces[i].learn(len(block), right)

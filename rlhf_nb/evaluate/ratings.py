@@ -111,7 +111,7 @@ def rate(votes: Sequence[BlindVote], level: float = 0.95) -> list[Rating]:
         step = torch.linalg.solve(functional.hessian(loss, theta), slope)  # type: ignore[no-untyped-call]
         size = next((s for s in (0.5**k for k in range(30)) if loss(theta - s * step) <= loss(theta)), 0.0)
         theta = theta - size * step
-        if float(slope.abs().max()) < 1e-9:
+        if float(slope.abs().max()) < 1e-9 * len(votes):
             break
     spread = torch.linalg.inv(functional.hessian(loss, theta))[:-1, :-1]  # type: ignore[no-untyped-call]
     centre = torch.eye(len(names), dtype=torch.float64) - 1 / len(names)
@@ -136,11 +136,12 @@ def _unconnected(names: Sequence[str], votes: Sequence[BlindVote]) -> list[str]:
 
 def ratings_table(ratings: Sequence[Rating]) -> Any:
     """Ratings as a rich table."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="ratings", title_justify="left", caption="400 points more win ten of eleven decided votes")
     for name in ("model", "rating", "interval", "votes", "won", "draws"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for r in ratings:
-        table.add_row(r.model, f"{r.rating:.0f}", f"{r.low:.0f} to {r.high:.0f}", *map(str, r[4:]))
+        table.add_row(escape(r.model), f"{r.rating:.0f}", f"{r.low:.0f} to {r.high:.0f}", *map(str, r[4:]))
     return table

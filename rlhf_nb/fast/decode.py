@@ -63,6 +63,7 @@ class FastDecoder(Blocks):
             body.device.type == "cpu"
         )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one
         self.cached: torch.dtype = body.get_input_embeddings().weight.dtype if on_cpu else dtype
+        self.token_bytes = 2 * len(self.layers) * self.kv_heads * self.head_dim * self.cached.itemsize
         self.rope: Tensor | None = None  # [length, 2, 1, D]: cos, and sin with rotate_half's sign folded in
         if not self.learned_positions:
             x = body.get_input_embeddings().weight  # its dtype is the residual stream's
@@ -299,7 +300,7 @@ def decode(
     device, on_cpu, rows = weight.device, weight.device.type == "cpu", sum(repeats)
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
     decoder = FastDecoder(model, dtype, len(prompts[-1]) + new_tokens)
-    one_column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * decoder.cached.itemsize
+    one_column = decoder.token_bytes
     spare = max(16, new_tokens // 2)  # columns beyond the longest row: the more, the more seldom rows slide to the left
     size = min(rows, batch_size or rows, max(1, cache_bytes // (one_column * decoder.length)))
     if size < rows:

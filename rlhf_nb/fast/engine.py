@@ -21,8 +21,9 @@ from .support import can_run
 from .workers import HUGE, alone, spread, workers_for
 
 # %% auto #0
-__all__ = ['FEWEST_ROWS', 'WIDE', 'FAR', 'SMALLEST', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for',
-           'tokens_in_common', 'RowCache', 'Answering', 'RowEngine', 'write_answers', 'write', 'company_matters']
+__all__ = ['FEWEST_ROWS', 'WIDE', 'FAR', 'SMALLEST', 'CHUNK', 'BEGINNING', 'READ_AT_ONCE', 'MASK', 'decoder_for', 'columns_for',
+           'tokens_in_common', 'RowCache', 'Answering', 'RowEngine', 'write_answers', 'write', 'why_close',
+           'company_matters']
 
 # %% ../../nbs/fast/engine.ipynb #e61e0009
 FEWEST_ROWS = 4  # rows of a product: with fewer, libraries take other instructions, and a row's last bits change
@@ -64,6 +65,16 @@ def _whole(numbers: Iterable[int], device: torch.device) -> Tensor:
     return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
 
 
+def columns_for(tokens: int, head_dim: int, unit: int = WIDE) -> int:
+    """Columns of memory that a row of so many tokens takes.
+
+    Args:
+        tokens: most of them, with those that are fed at once; head_dim: of the model.
+        unit: columns of attention are a multiple of it.
+    """
+    return _up(tokens, unit) + WIDE // math.gcd(WIDE, head_dim)  # rows a power of two apart would evict each other
+
+
 def tokens_in_common(one: Sequence[int], two: Sequence[int]) -> int:
     "How many tokens two texts have in common from the beginning on."
     return next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
@@ -95,8 +106,9 @@ class RowCache:
         rows: how many at most; length: most tokens of a row.
         block: most tokens that are fed at once, after the prompt. With 1, a token is added with no more queries than it
             has, which is faster; such tokens have other bits than read ones, so that no other row begins with them.
-        places: tokens for which memory may be taken; None: rows · columns.
+        places: columns for which memory may be taken, see `columns_for`; None: all rows, each as long as can be.
 
+    cache: keys and values of each layer, [2, rows, K, columns, D].
     lens: tokens of each row that are kept; held: those that other rows may begin with; owners: whose they are.
     copied: tokens of prompts that needed no reading, so far.
     """
@@ -106,51 +118,63 @@ class RowCache:
         least = 1 if block > 1 else -(-SMALLEST // (decoder.heads // decoder.kv_heads * decoder.head_dim))
         self.unit = max(WIDE, min(CHUNK, 1 << (least - 1).bit_length()))
         self.columns = _up(length + block, self.unit)
+        self.spare = columns_for(0, decoder.head_dim)
         self.device: torch.device = decoder.body.get_input_embeddings().weight.device
-        self.places = rows * self.columns if places is None else places
+        self.places = rows * (self.columns + self.spare) if places is None else places
         self.by_products = self.device.type == "cpu" and decoder.cached.itemsize >= 4  # else the library's attention
-        self.lens, self.owners, self.copied = [0] * rows, [""] * rows, 0
-        self.held: list[list[int]] = [[] for _ in range(rows)]
-        self.cache = self._blank(1, min(self.columns, 256))
+        self.owners, self.copied = [""] * rows, 0
+        self.cache: list[Tensor] = []
+        self.forget(decoder)
         self._steps = torch.arange(self.columns, device=self.device)
         self._places = self._steps.float()
         self._begins: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._back: dict[int, int] = {}  # tokens of rows that were put back and haven't gone on
 
-    def _blank(self, rows: int, columns: int) -> Tensor:
-        "An empty cache, [layers, 2, rows, K, columns, D]."
-        d = self.decoder
+    def _lay_out(self, rows: int, columns: int) -> None:
+        "Other sizes, layer by layer, so that no more than one layer is there twice; what fits is kept."
+        d, old = self.decoder, self.cache
         of = torch.arange(2 * rows * d.kv_heads, device=self.device).view(2, rows, d.kv_heads)
         self._lines = of.transpose(0, 1).flatten(1)  # [rows, 2 · K], where a row's keys and values of a layer are
-        spare = WIDE // math.gcd(WIDE, d.head_dim)  # rows a power of two apart would evict each other from caches
-        shape = (len(d.layers), 2, rows, d.kv_heads, columns + spare, d.head_dim)
-        return torch.zeros(shape, dtype=d.cached, device=self.device)
+        shape = (2, rows, d.kv_heads, columns + self.spare, d.head_dim)
+        self.cache = []
+        for _ in d.layers:
+            new = torch.zeros(shape, dtype=d.cached, device=self.device)
+            if old:
+                before = old.pop(0)
+                r, c = min(before.shape[1], rows), min(before.shape[3] - self.spare, columns)
+                new[:, :r, :, :c] = before[:, :r, :, :c]
+            self.cache.append(new)
+
+    @property
+    def nbytes(self) -> int:
+        "Bytes of keys and values."
+        return sum(layer.nbytes for layer in self.cache)
 
     @property
     def room(self) -> int:
         "Columns that may be used without growing."
-        return self.cache.shape[4] // self.unit * self.unit
+        return self.cache[0].shape[3] - self.spare
 
     def grow(self, rows: int, columns: int) -> None:
         "Have room for so many rows and columns; rows beyond are lost where the memory is needed."
-        columns, r, c = _up(columns, self.unit), self.cache.shape[2], self.room
+        columns, r, c = _up(columns, self.unit), self.cache[0].shape[1], self.room
         if rows <= r and columns <= c:
             return
-        share = self.places // rows // self.unit * self.unit
+        share = (self.places // rows - self.spare) // self.unit * self.unit
         wide = max(c, min(_up(1 << (columns - 1).bit_length(), self.unit), self.columns, max(columns, share)))
-        if rows * wide > self.places:
+        if rows * (wide + self.spare) > self.places:
             wide = columns
-        high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // wide))
-        old, self.cache = self.cache, self._blank(high, wide)
-        r, c = min(r, high), min(c, wide)
-        self.cache[:, :, :r, :, :c] = old[:, :, :r, :, :c]
+        high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // (wide + self.spare)))
+        self._lay_out(high, wide)
         for i, held in enumerate(self.held):
             del held[wide if i < high else 0 :]
 
     def forget(self, decoder: FastDecoder) -> None:
         "Other weights: nothing that is held is of use."
         self.decoder, self.lens = decoder, [0] * self.rows
-        self.held = [[] for _ in range(self.rows)]
+        self.held: list[list[int]] = [[] for _ in range(self.rows)]
+        self.cache = []
+        self._lay_out(1, min(self.columns, 256))
 
     def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
         """Append tokens to rows; where `block` is 1, single ones are no source of beginnings.
@@ -176,7 +200,7 @@ class RowCache:
         longest = max(lens) + width
         self.grow(max(rows) + 1, longest)
         cache, device = self.cache, self.device
-        kv_heads, across = cache.shape[3:5]
+        kv_heads, across = cache[0].shape[2:4]
         groups, end = d.heads // kv_heads, _up(longest, self.unit)
         run = list(rows) == list(range(rows[0], rows[0] + n))
         index: Any = slice(rows[0], rows[0] + n) if run else _whole(rows, device)
@@ -185,20 +209,16 @@ class RowCache:
         columns = columns[:, None] if width == 1 else columns[:, None] + self._steps[:width]
         asks, fewest = groups * width, FEWEST_ROWS if self.by_products else 1
         looks, few = columns if width == 1 else columns.repeat(1, groups), max(0, fewest - n * width)
-        bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(cache.dtype)
+        bias = (looks.float()[:, None, :, None] - self._places[:end]).clamp_(max=0).mul_(FAR).to(d.cached)
         at = (self._lines[index, None] * across + columns[:, :, None]).flatten()  # where keys and values of a token go
-        flat, past = (
-            cache.flatten(1, 4),
-            cache[:, :, index, :, :end].flatten(2, 3).flatten(0, 1).unbind(0) if run else (),
-        )
-        q = cache.new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
+        q = cache[0].new_zeros(n * kv_heads, max(min(least, fewest), asks), d.head_dim)
         asked = q[:, :asks].view(n, kv_heads, groups, width, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float) -> Tensor:
-            live = qkv[: n * width].to(cache.dtype)
-            flat[layer].index_copy_(0, at, live[:, d.heads :].reshape(-1, d.head_dim))
+            live = qkv[: n * width].to(d.cached)
+            cache[layer].flatten(0, 3).index_copy_(0, at, live[:, d.heads :].reshape(-1, d.head_dim))
             queries = live[:, : d.heads].view(n, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
-            k, v = past[2 * layer : 2 * layer + 2] if run else cache[layer, :, index, :, :end].flatten(1, 2)
+            k, v = cache[layer][:, index, :, :end].flatten(1, 2)
             if self.by_products:
                 torch.mul(queries, scale, out=asked)
                 mixed = _mixture(q, k, v, bias, asks)
@@ -227,19 +247,24 @@ class RowCache:
     def move(self, row: int, to: int, more: int = 1) -> None:
         "Let a row go on in the place of one that has ended, or of several neighbours."
         n = self.lens[row]
-        self.cache[:, :, to : to + more, :, :n] = self.cache[:, :, row : row + 1, :, :n]
+        self._copy(row, slice(to, to + more), n)
         for i in range(to, to + more):
             self.lens[i], self.held[i], self.owners[i] = n, self.held[row][:n], self.owners[row]
 
+    def _copy(self, row: int, to: slice, n: int) -> None:
+        for layer in self.cache:
+            layer[:, to, :, :n] = layer[:, row : row + 1, :, :n]
+
     def take(self, row: int) -> Tensor:
         "Keys and values of a row, for `put`."
-        return self.cache[:, :, row, :, : self.lens[row]].clone()
+        return torch.stack([layer[:, row, :, : self.lens[row]] for layer in self.cache])
 
     def put(self, row: int, past: Tensor, text: Sequence[int], owner: str = "") -> None:
         "Keys and values of a text's first tokens into a row."
         n = past.shape[3]
         self.grow(row + 1, n)
-        self.cache[:, :, row, :, :n] = past
+        for layer, own in zip(self.cache, past):
+            layer[:, row, :, :n] = own
         self.held[row], self.owners[row], self.lens[row] = [], owner, n
         self._back[row] = n
 
@@ -249,7 +274,7 @@ class RowCache:
         Args:
             texts: prompts; owners: whose each is; None: all are one owner's.
         """
-        self.grow(first + len(texts), max(map(len, texts)))
+        self.grow(first + len(texts), max([*map(len, texts), *self.lens[:first]]))
         wanted: dict[tuple[str, tuple[int, ...], int | None], list[int]] = {}
         for i, text in enumerate(texts, first):
             back = i if i in self._back else None
@@ -296,7 +321,7 @@ class RowCache:
         "Copy what is known of a prompt into its first row."
         (source, n), row = self._source(new), new.rows[0]
         if n and source != row:
-            self.cache[:, :, row, :, :n] = self.cache[:, :, source, :, :n]
+            self._copy(source, slice(row, row + 1), n)
         self.owners[row], self.lens[row] = new.owner, n
         self.held[row] = [] if new.known and self.block == 1 else new.text[:n]
         self._begins.setdefault(new.begins, []).append(row)
@@ -512,6 +537,35 @@ class RowEngine:
         row.past = self.memory.take(self.rows.index(row))
         self.cancel(row)
 
+    def trial(self, prompts: Sequence[Sequence[int]], new_tokens: int = 4) -> str | None:
+        """Where an answer has other bits than in company; None: nowhere. The engine has no rows, and forgets.
+
+        Args:
+            prompts: the shortest, the longest and their beginnings are answered together, one by one, and in half the
+                places.
+            new_tokens: of each answer.
+        """
+        two = sorted(prompts, key=len)[:: max(1, len(prompts) - 1)][:2]  # the shortest and the longest
+        texts = sorted({tuple(p[:k]) for p in two for k in (len(p), max(1, len(p) // 2))}, key=lambda t: (len(t), t))
+
+        def likeliest(logits: Tensor, u: Tensor | None, place: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logps, tokens = logits.float().log_softmax(-1).max(-1)
+            return tokens, logps, torch.zeros_like(tokens, dtype=torch.bool)
+
+        def told(some: list[tuple[int, ...]], slots: int) -> list[tuple[list[int], list[float]]]:
+            rows = [Answering(text, new_tokens, likeliest) for text in some]
+            self.memory.forget(self.memory.decoder)
+            write_answers(self, rows, min(slots, self.memory.rows))
+            return [(row.text, row.logps) for row in rows]
+
+        together = told(texts, len(texts))
+        found = {
+            "alone": [told([text], 1)[0] for text in texts], "in half the places": told(texts, -(-len(texts) // 2)),
+        }  # fmt: skip
+        self.memory.forget(self.memory.decoder)
+        self.passes = self.tokens = 0
+        return next((way for way, answers in found.items() if answers != together), None)
+
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Other weights, between two answers.
 
@@ -574,6 +628,10 @@ def write_answers(
     return used
 
 # %% ../../nbs/fast/engine.ipynb #e61e0020
+def _one_thread(model: nn.Module) -> AbstractContextManager[None]:
+    return alone() if sum(p.numel() for p in model.parameters()) <= HUGE else nullcontext()
+
+
 def write(
     model: nn.Module, prompts: list[Tensor], repeats: list[int], new_tokens: int, choose: Choose,
     uniforms: Tensor | None, *, batch_size: int | None = None, cache_bytes: int = 2 << 30,
@@ -595,7 +653,7 @@ def write(
         Tokens int64[B, C] and log-probs float32[B, C]; −1 and 0 after the end of an answer.
     """
     decoder, cores = decoder_for(model, len(prompts[-1]) + new_tokens), workers_for(model)
-    column = 2 * len(decoder.layers) * decoder.kv_heads * decoder.head_dim * decoder.cached.itemsize
+    column = decoder.token_bytes
     texts = [p.tolist() for p, n in zip(prompts, repeats) for _ in range(n)]
     numbers = [None] * len(texts) if uniforms is None else uniforms.t().tolist()
     rows = [Answering(text, new_tokens, choose, u) for text, u in zip(texts, numbers)]
@@ -609,8 +667,7 @@ def write(
         slots = min(-(-size // parts), len(mine))
         return write_answers(RowEngine(RowCache(decoder, slots, decoder.length)), mine, slots, over)
 
-    small = sum(p.numel() for p in model.parameters()) <= HUGE
-    with alone() if small else nullcontext():  # one thread a row: how many there are changes no bit
+    with _one_thread(model):  # a row: how many there are changes no bit
         found = spread(one, range(parts), parts)
     if used is not None:
         used += [n for passes in found for n in passes]
@@ -618,39 +675,32 @@ def write(
     return torch.tensor(ids), torch.tensor([row.logps + [0.0] * (new_tokens - row.place) for row in rows])
 
 # %% ../../nbs/fast/engine.ipynb #e61e0023
-def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int = 4) -> str | None:
-    """Whether an answer's bits depend on the others, found by a trial: why they may; None: they don't.
+def why_close(model: nn.Module, length: int) -> str | None:
+    """Why an answer's last bits may depend on the others, without a trial; None: a trial must say.
 
     Args:
-        model: bare, on its device.
-        prompts: int64[length] each; the shortest, the longest and their beginnings are answered together, one by one,
-            and in half the places.
-        new_tokens: of each answer.
+        model: bare, on its device; length: most tokens of a row.
     """
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
     if weight.device.type != "cpu":
         return f"on {weight.device.type} a row's last bits depend on the batch"
     if torch.is_autocast_enabled("cpu") or weight.dtype.itemsize < 4:
         return "in half precision a row's last bits depend on the batch"
-    if (reason := can_run(model, max(map(len, prompts)) + new_tokens)) is not None:
-        return f"the model runs its own forward pass: {reason}"
+    reason = can_run(model, length)
+    return reason and f"the model runs its own forward pass: {reason}"
 
-    def likeliest(logits: Tensor, u: Tensor | None, place: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logps, tokens = logits.float().log_softmax(-1).max(-1)
-        return tokens, logps, torch.zeros_like(tokens, dtype=torch.bool)
 
-    two = sorted(prompts, key=len)[:: max(1, len(prompts) - 1)][:2]  # the shortest and the longest
-    texts = {tuple(p[:k].tolist()) for p in two for k in (len(p), max(1, len(p) // 2))}
-    some = [torch.tensor(text) for text in sorted(texts, key=lambda text: (len(text), text))]
-    every = list(range(len(some)))
-    ways = {"alone": [[i] for i in every], "in half the places": [every]}
-    with torch.inference_mode():
-        together = write(model, some, [1] * len(some), new_tokens, likeliest, None)
-        for way, parts in ways.items():
-            for part in parts:
-                mine, ones = [some[i] for i in part], [1] * len(part)
-                size = -(-len(part) // 2)
-                found = write(model, mine, ones, new_tokens, likeliest, None, batch_size=size)
-                if not all(torch.equal(a, b[part]) for a, b in zip(found, together)):
-                    return f"on this machine an answer {way} has other last bits than in company"
-    return None
+def company_matters(model: nn.Module, prompts: Sequence[Tensor], new_tokens: int = 4) -> str | None:
+    """Whether an answer's bits depend on the others, found by a trial: why they may; None: they don't.
+
+    Args:
+        model: bare, on its device.
+        prompts: int64[length] each, see `RowEngine.trial`; new_tokens: of each answer.
+    """
+    length = max(map(len, prompts)) + new_tokens
+    if (why := why_close(model, length)) is not None:
+        return why
+    with torch.inference_mode(), _one_thread(model):
+        memory = RowCache(decoder_for(model, length), 4, length)
+        way = RowEngine(memory).trial([p.tolist() for p in prompts], new_tokens)
+    return way and f"on this machine an answer {way} has other last bits than in company"

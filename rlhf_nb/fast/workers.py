@@ -22,11 +22,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # %% auto #0
-__all__ = ['HUGE', 'workers_for', 'workers_of_size', 'alone', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
+__all__ = ['SMALL', 'HUGE', 'workers_for', 'workers_of_size', 'alone', 'spread', 'apart', 'replica_of', 'balance', 'Replicas',
            'draws_numbers']
 
 # %% ../../nbs/fast/workers.ipynb #7bb3b47c
-_SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
+SMALL = 1_000_000  # parameters; from here on, cores take batches of their own
 _LARGE = 256_000_000  # trained parameters; above, training was not measured
 HUGE = 1_000_000_000  # parameters; above, nothing was measured
 
@@ -57,7 +57,7 @@ def workers_of_size(parameters: int, trained: int = 0, threads: int | None = Non
     threads = torch.get_num_threads() if threads is None else threads
     if threads < 2 or not enabled():
         return 1
-    return threads if _SMALL <= parameters <= HUGE and trained <= _LARGE else 1
+    return threads if SMALL <= parameters <= HUGE and trained <= _LARGE else 1
 
 # %% ../../nbs/fast/workers.ipynb #ecae4195
 _pool: ThreadPoolExecutor | None = None

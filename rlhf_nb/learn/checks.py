@@ -13,11 +13,13 @@ import random
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from ..core import ConfigError, DataError, derive_seed, did_you_mean
@@ -70,6 +72,7 @@ class CheckResult(NamedTuple):
 # %% ../../nbs/learn/checks.ipynb #7d9ff006
 def same(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
     """Whether two answers are equal: numbers and tensors up to a tolerance, in the same shape; NaN equals NaN."""
+    a, b = (x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x for x in (a, b))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not isinstance(b, (torch.Tensor, int, float)) or not isinstance(a, (torch.Tensor, int, float)):
             return same(_plain(a), _plain(b), tolerance)
@@ -83,7 +86,7 @@ def same(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
         return a.keys() == b.keys() and all(same(a[k], b[k], tolerance) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b))
-    return bool(a == b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def _plain(x: Any) -> Any:
@@ -161,7 +164,7 @@ def progress() -> dict[str, dict[str, Any]]:
     """By exercise: `kind`, `code` and `when`, of the best answer so far."""
     try:
         return dict(json_value(progress_file().read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
 
 
@@ -174,8 +177,11 @@ def _keep(name: str, verdict: CheckResult, answer: Any) -> None:
     kept = progress()
     if kept.get(name, {}).get("kind") != "right" or verdict:
         kept[name] = {"kind": verdict.kind, "code": inspect.cleandoc(code), "when": time.strftime("%Y-%m-%d")}
-        progress_file().parent.mkdir(parents=True, exist_ok=True)
-        write_whole(progress_file(), json.dumps(kept, indent=1))
+        try:
+            progress_file().parent.mkdir(parents=True, exist_ok=True)
+            write_whole(progress_file(), json.dumps(kept, indent=1))
+        except OSError as error:
+            warnings.warn(f"progress isn't kept ({error}): RLHF_NB_LEARN names another file.", stacklevel=3)
 
 
 def exercise(name: str) -> Exercise:

@@ -66,7 +66,7 @@ def start(n: int, model: str = "toy", seed: int = 0) -> LessonWorld:
     """
     title, names = _lesson(n)["title"], [name for name, e in EXERCISES.items() if e.lesson == n]
     solved = sum(progress().get(name, {}).get("kind") == "right" for name in names)
-    print(f"Lesson {n}: {title}. Exercises solved: {solved} of {len(names)}.")
+    print(f"Lesson {n}: {title}{'' if title[-1] == '?' else '.'} Exercises solved: {solved} of {len(names)}.")
     return LessonWorld(model, seed)
 
 

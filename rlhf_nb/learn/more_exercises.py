@@ -44,13 +44,13 @@ def _parts(rng: random.Random) -> Iterator[tuple[Any, ...]]:
 
 
 def _padded(rng: random.Random) -> Iterator[tuple[Any, ...]]:
-    """Token ids of question, answer and padding, where padding is EOS (2); some answers were cut before their end."""
+    """Token ids of question, answer and padding, where padding is EOS; some answers were cut before their end."""
     yield [5, 6, 7, 2, 2], 2, 2
     yield [5, 6, 7, 8], 2, 2
-    for pads in (2, 0, 3, 1):
-        question, answer = ([rng.randint(3, 9) for _ in range(rng.randint(2, 4))] for _ in range(2))
-        question[1] = 2 if pads % 2 else question[1]  # a chat's earlier turn has ended, too
-        yield [*question, *answer, *[2] * pads], len(question), 2
+    for pads, eos in ((2, 0), (0, 2), (3, 11), (1, 2)):
+        question, answer = ([rng.randint(3, 9) for _ in range(rng.randint(3, 5))] for _ in range(2))
+        question[2] = eos if pads % 2 else question[2]  # a chat's earlier turn has ended, too
+        yield [*question, *answer, *[eos] * pads], len(question), eos
 
 
 def _end(ids: list[int], asked: int, eos: int) -> int:
@@ -248,7 +248,7 @@ def _moves(rng: random.Random) -> Iterator[tuple[Any, ...]]:
     for _ in range(4):
         old = [-3 * rng.random() - 0.5 for _ in range(4)]
         moved = [0.5, -0.5, 0.6 + rng.random(), -0.6 - rng.random()]
-        yield [o + m for o, m in zip(old, moved)], old, [1.5, -0.7, -1.0, 1.0 + rng.random()], 0.2
+        yield [o + m for o, m in zip(old, moved)], old, [1.5, -0.7, -1.0, 1.0 + rng.random()], 0.1 + 0.2 * rng.random()
 
 
 def _clipped(logps: list[float], old_logps: list[float], advantages: list[float], eps: float, pick: Any = min) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,10 @@ from ..run.log import RunDir, read_metrics
 from ..run.overopt import GoldCurve, GoldFit, fit_gold, where_to_ask
 from .fork import FORK_METRICS, family
 from ..untrusted import json_lines
-from ..widgets.charts import Curve, Mark, Panel
-from ..widgets.plots import Picture, curve, picture_png, plot
+from ..widgets.charts import Curve, Mark, Panel, to_png
 
 # %% auto #0
-__all__ = ['measured', 'rated', 'overopt_picture', 'write_to_rate', 'overopt', 'family_picture', 'save_family']
+__all__ = ['measured', 'rated', 'Picture', 'overopt_picture', 'write_to_rate', 'overopt', 'family_picture', 'save_family']
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920007
 def measured(folder: str | Path, gold: str | None = None) -> GoldCurve:
@@ -85,6 +84,22 @@ def rated(folder: str | Path, path: str | Path) -> tuple[list[float], list[float
     return [kl[s] for s in steps], [float(np.mean(by_step[s])) for s in steps], [len(by_step[s]) ** -0.5 for s in steps]
 
 
+class Picture(NamedTuple):
+    """Panels side by side, and a sentence below them."""
+
+    panels: Sequence[Panel]
+    says: str  # what to see
+
+    def png(self) -> bytes:
+        """The picture on a light ground of its own."""
+        return to_png(*self.panels, columns=len(self.panels), width=4.3, height=2.9, says=self.says)
+
+
+def _curve(label: str, x: Any, y: Any, color: int, kind: str = "line") -> Curve:
+    """Points that belong together."""
+    return Curve(label, np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), color, kind=kind)
+
+
 def overopt_picture(kl: Any, gold: Any, fit: GoldFit | None, name: str = "gold") -> Picture:
     """Points, curve and predicted peak, over √KL.
 
@@ -95,14 +110,14 @@ def overopt_picture(kl: Any, gold: Any, fit: GoldFit | None, name: str = "gold")
         name: of the gold metric.
     """
     d = np.sqrt(np.maximum(np.asarray(kl, dtype=float), 0.0))
-    points = curve(name, d, gold, 1, "dots")
+    points = _curve(name, d, gold, 1, "dots")
     panel = Panel("gold over √KL", [points], xlabel="√KL to the reference (√nats)", reading=False)
     if fit is None:
         return Picture([panel], "Too few points for a fit.")
     bounded = math.isfinite(fit.interval[1])
     far = min(fit.interval[1], 1.3 * fit.reached) if bounded else fit.reached
     x = np.linspace(0.0, max(far, fit.reached), 120)
-    panel.lines.append(curve("fit", x.tolist(), fit.value(x).tolist(), 0))
+    panel.lines.append(_curve("fit", x, fit.value(x), 0))
     if bounded and fit.peak <= x[-1]:
         panel.marks.append(Mark(fit.peak, f"predicted peak: {fit}", 3))
     left, more = fit.kl_left(float(np.mean(np.asarray(kl)[-3:]))), ""
@@ -208,7 +223,7 @@ def _saved(picture: Picture, run: Path, name: str) -> Path:
     """A picture, written into a run's figures."""
     place = RunDir(run).figures / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(picture_png(picture))
+    place.write_bytes(picture.png())
     return place
 
 # %% ../../nbs/pipeline/lab.ipynb #b0920011
@@ -231,16 +246,17 @@ def family_picture(folder: str | Path, metric: str | None = None) -> Picture:
     lines, apart = list[Curve](), list[Curve]()
     for i, (run, values) in enumerate(zip(members, series, strict=True)):
         after = [s for s in sorted(values) if run.at is None or s >= run.at]
-        lines.append(curve(run.folder.name, after, [values[s] for s in after], i))
+        lines.append(_curve(run.folder.name, after, [values[s] for s in after], i))
         above = next((j for j in range(i - 1, -1, -1) if members[j].depth == run.depth - 1), None)
         if above is None:
             continue
         if both := sorted(s for s in values if s in series[above] and s > (run.at or 0)):
             less = [values[s] - series[above][s] for s in both]
-            apart.append(curve(f"{run.folder.name} less {members[above].folder.name}", both, less, i))
-    plots = [plot(name, lines, "step"), *([plot("fork less parent", apart, "step")] if apart else [])]
+            apart.append(_curve(f"{run.folder.name} less {members[above].folder.name}", both, less, i))
+    named = {name: lines} | ({"fork less parent": apart} if apart else {})
     return Picture(
-        plots, "All members share weights, data and random numbers up to their forks, and random numbers after them."
+        [Panel(k, v, xlabel="step", reading=False) for k, v in named.items()],
+        "All members share weights, data and random numbers up to their forks, and random numbers after them.",
     )
 
 

@@ -3,6 +3,7 @@
 # %% ../../nbs/rollout/episodes.ipynb #7e200004
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from .backends import Request, Sampler
 from .sampler import addresses, earlier, pad_id
 from .tools import CHATML, Call, Tools, begin, call_form, parse_calls
 from ..types import Completions, PromptBatch, Rollout
+from ..untrusted import mend
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ def _functions(made: Any, ours: bool) -> list[Callable[..., Any]]:
     if ours:
         return list(getattr(made, "tools", ()))
     names = [n for n in dir(type(made)) if not n.startswith("_") and n not in ("reset", "get_reward", "close")]
-    return [f for n in names if inspect.isroutine(f := getattr(made, n))]
+    return [getattr(made, n) for n in names if inspect.isroutine(getattr(type(made), n))]
 
 
 class Kind(NamedTuple):
@@ -169,7 +171,16 @@ def environment_kind(make: Callable[[], Any] | None, tools: Iterable[Callable[..
             )
         ours = _is_ours(made)
     functions = tuple(tools)
-    schemas = Tools([*(_functions(made, ours) if made is not None else ()), *functions]).schemas
+    try:
+        schemas = Tools([*(_functions(made, ours) if made is not None else ()), *functions]).schemas
+    except ConfigError as e:
+        if made is None or ours or not callable(getattr(made, "step", None)):
+            raise
+        takes = f"reset{inspect.signature(made.reset)} and step{inspect.signature(made.step)}"
+        raise ConfigError(
+            f"environment {name!r} has {takes}: one that replies has reset(self, row, seed) and step(self, turn). With "
+            f"others each public method is a tool, as in TRL, and {str(e).removesuffix('.')}."
+        ) from e
     if not ours and not schemas:
         raise ConfigError(
             f"environment {name!r} offers nothing to do: it has neither step(turn) nor a public method to call."
@@ -211,10 +222,11 @@ class _Seat:
         self.made = kind.make()
         self.tools = Tools([*_functions(self.made, kind.ours), *kind.functions], kind.schemas)
         if kind.ours:
-            return self.made.reset(row, seed)
-        given, takes = {"seed": seed, **row}, _takes(self.made.reset)
-        every = any(p.kind is p.VAR_KEYWORD for p in takes)
-        return self.made.reset(**(row if every else {p.name: given[p.name] for p in takes if p.name in given}))
+            return self.made.reset(copy.deepcopy(row), seed)
+        given, takes = copy.deepcopy(row), _takes(self.made.reset)
+        if not any(p.kind is p.VAR_KEYWORD for p in takes):
+            given = {k: v for k, v in ({"seed": seed} | given).items() if k in {p.name for p in takes}}
+        return self.made.reset(**given)
 
     def step(self, turn: Turn) -> Any:
         """What a turn leads to: tools run what it calls, all else goes to the environment's own `step`."""
@@ -229,10 +241,25 @@ class _Seat:
             ])  # fmt: skip
         return self.made.step(turn) if self.kind.ours else Step(done=True)
 
-    def last(self) -> list[Callable[[], Any] | None]:
-        """What is asked at the end: the reward of an object as TRL's, and `close`."""
-        reward = None if self.kind.ours else getattr(self.made, "get_reward", None)
-        return [f if callable(f) else None for f in (reward, getattr(self.made, "close", None))]
+
+def _said(says: Any, tools: bool) -> list[Message]:
+    """What an environment says as messages, all of it characters that a tokenizer takes."""
+    each = [{"role": "user", "content": says}] if isinstance(says, str) else [] if says is None else says
+    fine = isinstance(each, list) and all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(role := m.get("role"), str)
+        and (tools or role != "tool") for m in each
+    )  # fmt: skip
+    if not fine:
+        roles = "role (user, or tool)" if tools else "role (not tool: there are none)"
+        raise TypeError(f"{says!r:.200} is neither text nor a list of messages with {roles} and content")
+    return cast(list[Message], mend(each))
+
+
+def _finite(number: Any) -> float:
+    """A number that can be learnt from or logged."""
+    if not math.isfinite(x := float(number)):
+        raise ValueError(f"{number!r:.200} is no finite number")
+    return x
 
 
 def _call_id(i: int) -> str:
@@ -277,7 +304,8 @@ class _Waits:
                 continue
             if number in self.open:
                 what, begun, _ = self.open.pop(number)
-                found.append((what, future.exception() or future.result(), at - begun))
+                failed = future.exception()  # which may count as false
+                found.append((what, future.result() if failed is None else failed, at - begun))
         return found
 
 # %% ../../nbs/rollout/episodes.ipynb #7e20000f
@@ -340,7 +368,7 @@ class Episodes(Sampler):
     ) -> None:  # fmt: skip
         self.inner, self.kinds, self.config, self.tokenizer = inner, dict(kinds), config, tokenizer
         self.name, self.exact = f"episodes of {inner.name}", inner.exact
-        self.window, self._told, self._tried = window or 1 << 40, False, set[str]()
+        self.window, self._told, self._tried = window or 1 << 40, set[str](), set[str]()
         if config.chatml or (not tokenizer.chat_template and any(kind.schemas for kind in self.kinds.values())):
             tokenizer.chat_template = CHATML
         set_chat_template(tokenizer)
@@ -434,6 +462,7 @@ class Episodes(Sampler):
         seat, limit = _Seat(kind, self.config.call_seconds), self.config.call_seconds
         try:
             said = begin(partial(seat.open, {k: v for k, v in row.items() if k != "prompt"}, 0), limit).result(limit)
+            _said(said, False)
         except Exception as e:
             raise DataError(f"environment {kind.name!r} doesn't begin: reset raised {type(e).__name__}: {e}.") from e
         if not said:
@@ -441,7 +470,7 @@ class Episodes(Sampler):
                 f"a row has no prompt, and reset of environment {kind.name!r} says nothing either, so there is nothing "
                 "to answer: give rows a column prompt, or let reset return one."
             )
-        if (close := seat.last()[1]) is not None:
+        if callable(close := getattr(seat.made, "close", None)):
             begin(close, limit)
 
     def answer(self, model: nn.Module, request: Request) -> Rollout:
@@ -451,6 +480,15 @@ class Episodes(Sampler):
         for e in episodes:
             seed = derive_seed(request.seed, "environment", request.step, e.uid, seeds[e.row])
             waits.begin(e, partial(e.seat.open, e.known, seed), self.config.max_seconds)
+        try:
+            self._play(model, request, waits)
+            self._ask_last([e for e in episodes if not e.seat.kind.ours], "get_reward")
+        finally:
+            self._ask_last(episodes, "close")
+        return self._rollout(episodes, request)
+
+    def _play(self, model: nn.Module, request: Request, waits: _Waits) -> None:
+        """Take turns until each episode is over."""
         while waits.open:
             ready = list[_Episode]()
             heard = sorted(waits.arrived(), key=lambda x: (x[0].row, x[0].sample))
@@ -464,8 +502,6 @@ class Episodes(Sampler):
                 if not e.stop:
                     turn = Turn(e.texts[-1], *e.asked, len(e.texts), self._left(e))
                     waits.begin(e, partial(e.seat.step, turn), max(1e-3, self.config.max_seconds - e.waited))
-        self._leave(episodes)
-        return self._rollout(episodes, request)
 
     def _enter(self, request: Request) -> list[_Episode]:
         """The episodes of a request, before anything is said."""
@@ -488,33 +524,39 @@ class Episodes(Sampler):
         """How many tokens the next turn may have."""
         return min(self._left(e), sampling.max_new_tokens - sum(e.drawn))
 
-    def _fail(self, e: _Episode, why: BaseException) -> None:
+    def _fail(self, e: _Episode, why: BaseException, what: str = "answer") -> None:
         """An environment failed: the episode is over, and the first time a warning says so."""
-        e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
-        if not self._told:
-            self._told = True
-            kind, what = e.seat.kind.name, "begin" if not e.texts else "answer"
-            reason = f"{type(why).__name__}: {why}"
-            log.warning("environment %r didn't %s (%s); the row stays, cut; rollout/stopped counts", kind, what, reason)
+        counts = "rollout/tool_failures counts"
+        if what != "close":  # then nothing of the episode is lost
+            counts = "the row stays, cut; rollout/stopped counts"
+            e.stop = "seconds" if isinstance(why, TimeoutError) else "failed"
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(
+                "environment %r didn't %s (%s: %s); %s", e.seat.kind.name, what, type(why).__name__, why, counts
+            )
 
     def _open(self, heard: list[tuple[_Episode, Any]], request: Request, ready: list[_Episode]) -> None:
         """What `reset` said, at the end of the prompt."""
         new = list[_Episode]()
         for e, said in heard:
             ready.append(e)
-            if not isinstance(said, BaseException | str | list | None):
-                said = TypeError(f"reset returned {type(said).__name__}, no text or messages")
+            told = list[Message]()
+            try:
+                failed = isinstance(said, BaseException)
+                told = [] if failed else _said(said or None, bool(e.seat.kind.schemas))
+                if not (failed or told or e.messages):
+                    raise ValueError("the row has no prompt, and reset says nothing")
+            except Exception as problem:
+                said = problem
             if isinstance(said, BaseException):
-                self._fail(e, said)  # the policy answers all the same, so that its group stays whole
+                self._fail(e, said, "begin")  # the policy answers all the same, so that its group stays whole
                 continue
-            if not said:
+            if not told:
                 continue
-            if isinstance(said, str):
-                last = e.messages[-1] if e.messages and e.messages[-1]["role"] == "user" else None
-                words: Message = {"role": "user", "content": f"{last['content']}{said}" if last else said}
-                e.messages = [*(e.messages[:-1] if last else e.messages), words]
-            else:
-                e.messages = [*e.messages, *said]
+            if isinstance(said, str) and e.messages and e.messages[-1]["role"] == "user":
+                told[0]["content"] = f"{e.messages.pop()['content']}{told[0]['content']}"
+            e.messages += told
             e.shown = [*e.messages]
             new.append(e)
         tools = [e.seat.kind.schemas or None for e in new]
@@ -538,15 +580,13 @@ class Episodes(Sampler):
                 if not isinstance(said, tuple):
                     raise TypeError(f"step returned {type(said).__name__}, no Step")
                 step = Step(*said)
-                reward, words = float(step.reward), step.says
-                messages = [{"role": "user", "content": words}] if isinstance(words, str) else [*(words or ())]
-                if not math.isfinite(reward) or not all(isinstance(m["content"], str) for m in messages):
-                    raise ValueError(f"{step!r:.200} is no Step of text and a finite reward")
-            except (TypeError, ValueError, KeyError) as problem:
+                reward, messages = _finite(step.reward), _said(step.says, bool(e.seat.kind.schemas))
+                metrics = {str(k): e.metrics.get(k, 0.0) + _finite(v) for k, v in (step.metrics or {}).items()}
+            except Exception as problem:
                 self._fail(e, problem)
                 continue
             e.rewards[-1] += reward
-            e.metrics |= {k: e.metrics.get(k, 0.0) + float(v) for k, v in step.metrics.items()}
+            e.metrics |= metrics
             e.messages += messages
             if step.done or not messages:
                 e.stop = "done"
@@ -596,25 +636,28 @@ class Episodes(Sampler):
             e.made += len(e.asked[0])
             e.messages = [*e.messages, {"role": "assistant", "content": e.texts[-1]}]
             if not finished:
-                e.stop = "tokens"
+                e.stop = e.stop or "tokens"
             elif e.made > self.config.max_calls:
-                e.stop = "calls"
+                e.stop = e.stop or "calls"
 
-    def _leave(self, episodes: list[_Episode]) -> None:
-        """Rewards of objects as TRL's, and `close`, all at the same time."""
-        for i in (0, 1):  # rewards first: what is closed may have none
-            waits = _Waits()
-            for e in episodes:
-                if (f := e.seat.last()[i]) is not None:
-                    left = max(1.0, self.config.max_seconds - e.waited)
-                    waits.begin(e, f, min(left, self.config.call_seconds))
-            while waits.open:
-                for e, said, seconds in waits.arrived():
-                    e.waited += seconds
-                    if i == 0 and isinstance(said, int | float) and math.isfinite(said):
-                        e.rewards[-1] += float(said)
-                    elif isinstance(said, BaseException) or i == 0:
-                        e.seat.failures += 1
+    def _ask_last(self, episodes: list[_Episode], name: str) -> None:
+        """The last method of all environments at the same time: `get_reward` of objects as TRL's, or `close`."""
+        waits = _Waits()
+        for e in episodes:
+            if callable(f := getattr(e.seat.made, name, None)):
+                left = max(1.0, self.config.max_seconds - e.waited)
+                waits.begin(e, f, min(left, self.config.call_seconds))
+        while waits.open:
+            for e, said, seconds in waits.arrived():
+                e.waited += seconds
+                try:
+                    if name == "get_reward" and not isinstance(said, BaseException):
+                        e.rewards[-1] += _finite(said)
+                except Exception as problem:
+                    said = problem
+                if isinstance(said, BaseException):
+                    e.seat.failures += 1
+                    self._fail(e, said, "pay" if name == "get_reward" else "close")
 
     def _rollout(self, episodes: list[_Episode], request: Request) -> Rollout:
         """Episodes as rows: of each the prompt, and all that came behind it."""
@@ -666,11 +709,12 @@ def episode_metrics(told: list[dict[str, Any]]) -> dict[str, float]:
         told: the column `episode` of a rollout.
 
     Returns:
-        Means over episodes: rollout/turns, rollout/calls, rollout/tool_failures, rollout/wait_tools_s, what
+        Means over episodes: rollout/turns, rollout/calls, rollout/tool_failures, perf/wait_tools_s, what
         environments measure, and in rollout/stopped/REASON the share of episodes that ended for each reason there was.
     """
     n = max(1, len(told))
-    found = {f"rollout/{k}": sum(e[k] for e in told) / n for k in ("turns", "calls", "tool_failures", "wait_tools_s")}
+    found = {f"rollout/{k}": sum(e[k] for e in told) / n for k in ("turns", "calls", "tool_failures")}
+    found["perf/wait_tools_s"] = sum(e["wait_tools_s"] for e in told) / n  # two equal runs differ in perf/ only
     names = dict.fromkeys(k for e in told for k in e["metrics"])
     found |= {f"rollout/{k}": sum(e["metrics"].get(k, 0.0) for e in told) / n for k in names}
     return found | {f"rollout/stopped/{why}": k / n for why in STOPS if (k := sum(e["stop"] == why for e in told))}

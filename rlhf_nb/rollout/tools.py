@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ..core import ConfigError, did_you_mean
-from ..untrusted import json_value
+from ..untrusted import json_value, mend
 
 # %% auto #0
 __all__ = ['CallForm', 'CHATML', 'Call', 'tool_schema', 'call_form', 'parse_calls', 'begin', 'Result', 'Tools']
@@ -38,11 +38,10 @@ def tool_schema(f: Callable[..., Any]) -> dict[str, Any]:
         ConfigError: it lacks one of these.
     """
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     try:
         found: dict[str, Any] = get_json_schema(f)
-    except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as e:
+    except Exception as e:  # a hint may be any foreign object, or a name that is not there
         name = getattr(f, "__name__", repr(f))
         raise ConfigError(
             f"tool {name!r} can't be described to a model: {str(e).splitlines()[0].rstrip('.')}. A tool needs a type "
@@ -73,7 +72,7 @@ def _as_call(found: Any) -> Call | None:
             given = json_value(given)
         except ValueError:
             return None
-    return Call(name, given) if isinstance(name, str) and isinstance(given, dict) else None
+    return Call(mend(name), mend(given)) if isinstance(name, str) and isinstance(given, dict) else None
 
 
 def _calls_in(text: str) -> list[Call]:
@@ -181,6 +180,10 @@ def begin(call: Callable[[], Any], seconds: float) -> Future[Any]:
                 answer = asyncio.run_coroutine_threadsafe(waited, _Loop.get()).result()
             future.set_result(answer)
         except BaseException as e:  # whatever foreign code raises, an exit included
+            try:
+                str(e)
+            except Exception:
+                e = RuntimeError(f"{type(e).__name__}, which can't be put into words")
             future.set_exception(e)
 
     threading.Thread(target=work, daemon=True, name="tool").start()

@@ -182,16 +182,16 @@ def _routes(app: Any, web: Any, desk: Desk) -> None:
 
     async def models(request: Any) -> Any:
         desk.intake.who(request)
-        known = [(m.name, m.created, m.parent) for m in desk.site.models.values()] + [
-            (n, 0, None) for n in desk.config.split
+        known: list[dict[str, Any]] = [
+            {"id": m.name, "created": m.created, "parent": m.parent, "answers": m.answers}
+            for m in desk.site.models.values()
         ]
-        known += [(u.name, u.created, None) for u in desk.site.upstreams.values()]
+        known += [{"id": n, "created": 0} for n in desk.config.split]
+        known += [{"id": u.name, "created": u.created} for u in desk.site.upstreams.values()]
         return json_of(
             {
                 "object": "list",
-                "data": [
-                    {"id": n, "object": "model", "created": t, "owned_by": "rlhf_nb", "parent": p} for n, t, p in known
-                ],
+                "data": [{"object": "model", "owned_by": "rlhf_nb", "parent": None, **each} for each in known],
             }
         )
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from ..decode.speculative import LookUp, Pace
+from ..fast.engine import Answering, RowCache, RowEngine, columns_for, decoder_for, why_close
 from ..fast.support import can_run, unwrapped
+from ..fast.workers import SMALL, alone
 from ..models.load import using_adapter
 from ..rollout.choosing import Chooser
 from ..rollout.numbers import uniforms
 from ..rollout.sampler import eval_mode
-from .memory import Memory, OwnCaches, SharedTape, most_tokens, token_bytes
+from .memory import OwnCaches, block, most_places, token_shape
 from .turns import Shares
 from .words import Words
 from ..types import prompt_uid
@@ -31,7 +33,7 @@ from ..types import prompt_uid
 log = logging.getLogger(__name__)
 
 # %% auto #0
-__all__ = ['log', 'Token', 'AnswerPiece', 'Ask', 'Lane', 'Batcher']
+__all__ = ['log', 'Token', 'AnswerPiece', 'Ask', 'ServedEngine', 'Batcher']
 
 # %% ../../nbs/serve/batcher.ipynb #5e883007
 class Token(NamedTuple):
@@ -66,7 +68,7 @@ class Ask:
         top: how many of the likeliest tokens are told at each place.
         deadline: on the clock of `time.monotonic`; later the answer is broken off.
         shadow: no client waits for it, so it begins when no other ask waits.
-        owner: whose it is; see `serve.memory.SharedTape`.
+        owner: whose it is; see `fast.engine.RowCache`.
     """
 
     ids: Sequence[int]
@@ -84,7 +86,7 @@ class Ask:
     cancelled: bool = field(default=False, init=False)  # any thread may set it, at any time
     asked: float = field(default_factory=time.monotonic, init=False)
     begun: float | None = field(default=None, init=False)
-    row: Any = field(default=None, init=False)  # its row, where it was begun and had to make room for another one
+    row: Any = field(default=None, init=False)  # its row, once it was begun
 
     @property
     def need(self) -> int:
@@ -101,63 +103,48 @@ class Ask:
         self.cancelled = True
 
 # %% ../../nbs/serve/batcher.ipynb #5e883011
-class _Row:
+class _Row(Answering):
     """An answer that is being written."""
 
-    def __init__(self, ask: Ask, tokenizer: Any, ahead: int) -> None:
-        self.ask, self.words, self.text = ask, Words(tokenizer, ask.stop), list(ask.ids)
-        self.room = ask.sampling.max_new_tokens
-        s = ask.sampling  # rows that are equal in this choose together
-        self.choice = (ask.greedy, s.temperature, s.top_k, s.top_p, s.min_p, s.min_new_tokens, tuple(ask.eos))
-        uid, sample = torch.tensor([prompt_uid(ask.ids)]), torch.tensor([ask.sample])
-        self.numbers = None if ask.greedy else uniforms(ask.seed, 0, uid, sample, self.room + 1)[0]
+    def __init__(self, ask: Ask, tokenizer: Any, choose: Chooser, ahead: int) -> None:
+        uid, sample, room = torch.tensor([prompt_uid(ask.ids)]), torch.tensor([ask.sample]), ask.sampling.max_new_tokens
+        numbers = None if ask.greedy else uniforms(ask.seed, 0, uid, sample, room + 1)[0].tolist()
+        super().__init__(ask.ids, room, choose, numbers, ask.owner)
+        self.ask, self.words, self.temperature = ask, Words(tokenizer, ask.stop), choose.sampling.temperature
         self.held: list[Token] = []  # tokens whose text isn't sure
-        self.finish: str | None = None
-        self.draft = LookUp() if ahead else None
-        self.pace = Pace(ahead, 0.0) if ahead else None
-        if self.draft is not None:
-            self.draft.begin([self.text], self.room)
+        self.draft, self.pace = LookUp(), Pace(ahead, 0.0)
+        self.draft.begin([self.text], room)
 
-    @property
-    def place(self) -> int:
-        """How many tokens the answer has."""
-        return len(self.text) - len(self.ask.ids)
-
-    def proposal(self) -> list[int]:
+    def propose(self) -> list[int]:
         """What may follow, by the text so far."""
-        if self.draft is None or self.pace is None:
-            return []
-        most = min(self.pace.ask(), self.room - self.place - 1)
+        most = min(self.pace.ask(), self.room - self.place - 1) if self.pace.ahead else 0
         return self.draft.propose([(0, self.text, most)])[0].tokens if most > 0 else []
 
-    def take(self, token: Token, ended: bool) -> str:
-        """Append a token; the text that became sure."""
-        self.text.append(token.id)
-        self.held.append(token)
-        new = self.words.add(token.id)
-        if not math.isfinite(token.logp):
-            self.finish = "error"
-        elif ended or self.words.stopped:
+    def take(self, token: int, logp: float, ended: bool, lines: Tensor, at: int) -> None:
+        """Append a token, and tell what became sure."""
+        super().take(token, logp, ended, lines, at)
+        top: tuple[tuple[int, float], ...] = ()
+        if self.ask.top:
+            best = (lines[at].float() / self.temperature).log_softmax(-1).topk(self.ask.top)
+            top = tuple(zip(best.indices.tolist(), best.values.tolist()))
+        self.held.append(Token(token, logp, top))
+        new = self.words.add(token)
+        if self.words.stopped and self.finish != "error":
             self.finish = "stop"
-        elif self.place == self.room:
-            self.finish = "length"
-        return new
+        new += self.words.end() if self.finish else ""
+        if new or self.finish:
+            problem = "the model's logits are not finite: its weights or activations hold NaN or Inf."
+            piece = AnswerPiece(new, tuple(self.held), self.finish, problem if self.finish == "error" else "")
+            self.held = []
+            self.ask.tell(piece)
 
-    def say(self, text: str) -> None:
-        """Tell what is new."""
-        text += self.words.end() if self.finish else ""
-        if not (text or self.finish):
-            return
-        problem = (
-            "the model's logits are not finite: its weights or activations hold NaN or Inf."
-            if self.finish == "error"
-            else ""
-        )
-        piece, self.held = AnswerPiece(text, tuple(self.held), self.finish, problem), []
-        self.ask.tell(piece)
+    def taken(self, proposed: int, count: int) -> None:
+        """Learn from what became of a proposal."""
+        if proposed:
+            self.pace.learn(proposed, count - 1)
 
 # %% ../../nbs/serve/batcher.ipynb #5e883013
-class Lane:
+class ServedEngine(RowEngine):
     """A model with the answers that it is writing.
 
     Args:
@@ -171,140 +158,86 @@ class Lane:
         copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more
             keeps its own layers.
         cache: bytes of memory for keys and values; two answers of `length` tokens always fit.
+
+    plain: why the fast path isn't taken; close: why an answer's last bits may depend on the others; None: they don't.
     """
+
+    rows: list[_Row]  # type: ignore[assignment]
 
     def __init__(
         self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0,
         most_drafted: int = 4, copies: int = 1 << 28, cache: float = math.inf,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.adapter, self.length = model, tokenizer, adapter, length
-        self.rows: list[_Row] = []
-        self.steps = self.tokens = 0  # passes of the model, tokens that came of them
-        self.most_drafted = most_drafted
-        self._choosers: dict[Any, Chooser] = {}
-        with self.on():
-            bare = unwrapped(model)
-            self.plain = can_run(model, length)  # why the fast path isn't taken
-            places = most_tokens(rows, length + ahead + 1, cache / token_bytes(bare))
-            tape = None if self.plain else SharedTape(bare, rows, length, ahead + 1, copies, places)
-            self.memory: Memory = tape or OwnCaches(model, rows)
-            self.most_rows, self.places = rows, places
-            self.copies = tape.decoder.copies if tape else 0  # bytes that it took
-            self.ahead = 0 if self.plain else ahead
+        super().__init__(None, self.on, model)
+        self.tokenizer, self.adapter, self.length, self.most_rows = tokenizer, adapter, length, rows
+        self.most_drafted, self.copies, self._choosers = most_drafted, 0, dict[Any, Chooser]()
+        bare = unwrapped(model)
         weight: Tensor = bare.get_input_embeddings().weight  # type: ignore[operator, assignment]
-        self.device = weight.device
+        self.device, size = weight.device, sum(p.numel() for p in bare.parameters())
+        self.one_thread = self.device.type == "cpu" and (size < SMALL or torch.get_num_threads() == 1)
+        with self.on():
+            self.plain = can_run(model, length)
+            self.ahead = 0 if self.plain else ahead
+            token, self.head_dim = token_shape(bare)
+            self.places = most_places(rows, self.columns(length), cache / token)
+            if self.plain:
+                self.memory = OwnCaches(model, rows)
+            else:
+                decoder = decoder_for(bare, length, copies)
+                self.memory, self.copies = RowCache(decoder, rows, length, block(ahead), self.places), decoder.copies
+            self.close = why_close(bare, length) or self._why_close(len(weight))
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Inside, the model computes as this lane needs it."""
-        with using_adapter(self.model, self.adapter), eval_mode(self.model), torch.inference_mode():
+        """Inside, the model computes as its answers need it."""
+        alone_here = alone() if self.one_thread else nullcontext()
+        with using_adapter(self.model, self.adapter), eval_mode(self.model), torch.inference_mode(), alone_here:
             yield
+
+    def _why_close(self, vocab: int) -> str | None:
+        if not self.one_thread:
+            return "several threads cut products where the batch suggests; with OMP_NUM_THREADS=1 bits don't change"
+        texts = [[i % vocab for i in range(max(1, min(n, self.length - 2)))] for n in (12, 40)]
+        way = self.trial(texts, 2)
+        return way and f"on this machine an answer {way} has other last bits than in company"
+
+    def columns(self, tokens: int) -> int:
+        """Columns of memory that an answer takes, so long with its prompt."""
+        return columns_for(min(tokens, self.length) + block(self.ahead), self.head_dim)
 
     def fits(self, asks: Sequence[Ask]) -> bool:
         """Whether there is memory for further answers, however long they become."""
         every = [*(row.ask for row in self.rows), *asks]
-        longest = min(max(ask.need for ask in every), self.length) + self.ahead + 1
-        return len(every) <= self.most_rows and len(every) * longest <= self.places
+        return len(every) <= self.most_rows and len(every) * self.columns(max(ask.need for ask in every)) <= self.places
 
-    def join(self, asks: Sequence[Ask]) -> None:
+    def begin(self, asks: Sequence[Ask]) -> None:
         """Begin answers, or go on with them: read their texts, choose their next tokens."""
-        first, now = len(self.rows), time.monotonic()
-        with self.on():
-            rows = [ask.row or _Row(ask, self.tokenizer, self.ahead) for ask in asks]
-            lines = self.memory.read([row.text for row in rows], first, [ask.owner for ask in asks])
-            for ask in asks:
-                ask.begun = ask.begun or now
-            self.rows += rows
-            self._add(rows, [[] for _ in rows], lines[:, None])
+        now = time.monotonic()
+        for ask in asks:
+            ask.row = ask.row or _Row(ask, self.tokenizer, self._chooser(ask), self.ahead)
+            ask.begun = ask.begun or now
+        self.join([ask.row for ask in asks])
         self.leave()
 
-    def step(self) -> None:
+    def step(self, most_guessing: int | None = None) -> None:
         """At least one token for every row."""
-        drafted = len(self.rows) <= self.most_drafted
-        with self.on():
-            proposals = [row.proposal() if drafted else [] for row in self.rows]
-            blocks = [[row.text[-1], *p] for row, p in zip(self.rows, proposals)]
-            lines = self.memory.feed(range(len(self.rows)), blocks)
-            self._add(self.rows, proposals, lines, fed=True)
+        super().step(self.most_drafted if most_guessing is None else most_guessing)
         self.leave()
 
-    def _add(self, rows: Sequence[_Row], proposals: list[list[int]], lines: Tensor, fed: bool = False) -> None:
-        """Choose a token after each proposed one, and append those that hold."""
-        at = [(i, j) for i, p in enumerate(proposals) for j in range(len(p) + 1)]
-        tokens, ended = self._choose(
-            [(rows[i], rows[i].place + j) for i, j in at], torch.stack([lines[i, j] for i, j in at])
-        )
-        k = 0
-        self.steps += 1
-        for i, (row, proposal) in enumerate(zip(rows, proposals)):
-            new, taken = "", 0
-            for j in range(len(proposal) + 1):
-                new += row.take(tokens[k + j], ended[k + j])
-                taken += 1
-                if row.finish or j == len(proposal) or tokens[k + j].id != proposal[j]:
-                    break
-            k += len(proposal) + 1
-            self.tokens += taken
-            if fed:
-                self.memory.lens[i] = len(row.text) - 1  # the last token is fed next
-            if proposal and row.pace is not None:
-                row.pace.learn(len(proposal), taken - 1)
-            row.say(new)
-
-    def _choose(self, places: list[tuple[_Row, int]], logits: Tensor) -> tuple[list[Token], list[bool]]:
-        """A token for each (row, position), by the row's settings."""
-        tokens, ended = [Token(0, math.nan)] * len(places), [False] * len(places)
-        groups: dict[Any, list[int]] = {}
-        for k, (row, _) in enumerate(places):
-            groups.setdefault(row.choice, []).append(k)
-        for key, who in groups.items():
-            chooser = self._chooser(places[who[0]][0])
-            own = logits if len(who) == len(places) else logits[who]
-            u = (
-                None
-                if key[0]
-                else torch.stack([n[p] for r, p in (places[k] for k in who) if (n := r.numbers) is not None]).to(
-                    self.device
-                )
-            )
-            ids, logps, ends = chooser(own, u, torch.tensor([places[k][1] for k in who], device=self.device))
-            most = max(places[k][0].ask.top for k in who)
-            best = (own.float() / chooser.sampling.temperature).log_softmax(-1).topk(most) if most else None
-            tops = (
-                [()] * len(who)
-                if best is None
-                else [tuple(zip(i, v)) for v, i in zip(best[0].tolist(), best[1].tolist())]
-            )
-            for k, i, logp, end, top in zip(who, ids.tolist(), logps.tolist(), ends.tolist(), tops):
-                tokens[k], ended[k] = Token(i, logp, top[: places[k][0].ask.top]), end
-        return tokens, ended
-
-    def _chooser(self, row: _Row) -> Chooser:
-        """The rule of a kind of rows; kept, up to a hundred kinds."""
-        if row.choice not in self._choosers:
+    def _chooser(self, ask: Ask) -> Chooser:
+        """The rule of a kind of asks; kept, up to a hundred kinds."""
+        s = ask.sampling
+        key = (ask.greedy, s.temperature, s.top_k, s.top_p, s.min_p, s.min_new_tokens, tuple(ask.eos))
+        if key not in self._choosers:
             if len(self._choosers) >= 100:
                 self._choosers.clear()
-            eos = torch.tensor(list(row.ask.eos), dtype=torch.int64, device=self.device)
-            self._choosers[row.choice] = Chooser(row.ask.sampling, eos, row.ask.greedy)
-        return self._choosers[row.choice]
-
-    def leave(self) -> None:
-        """Let rows go that have ended; the last rows take their places."""
-        for i in reversed([i for i, row in enumerate(self.rows) if row.finish]):
-            self._close(i)
-
-    def _close(self, i: int) -> None:
-        """Free the place of a row; the last row takes it."""
-        last = self.rows.pop()
-        if i < len(self.rows):
-            with torch.inference_mode():
-                self.memory.move(len(self.rows), i)
-            self.rows[i] = last
+            eos = torch.tensor(list(ask.eos), dtype=torch.int64, device=self.device)
+            self._choosers[key] = Chooser(s, eos, ask.greedy)
+        return self._choosers[key]
 
     def park(self, row: _Row) -> Ask:
-        """Take an answer from its place; `join` goes on with it where it was."""
-        row.ask.row = row
-        self._close(self.rows.index(row))
+        """Take an answer from its place; `begin` goes on with it where it was."""
+        self.cancel(row)
         return row.ask
 
     def end(self, why: Callable[[Ask], str | None], problem: str = "") -> None:
@@ -315,9 +248,10 @@ class Lane:
             problem: what is said of an error.
         """
         for row in self.rows:
-            ended, row.finish = row.finish, row.finish or why(row.ask)
-            if row.finish and not ended:
-                row.ask.tell(AnswerPiece(row.words.end(), tuple(row.held), row.finish, problem))
+            if not row.finish:
+                row.finish = why(row.ask)
+                if row.finish:
+                    row.ask.end(row.finish, problem)
         self.leave()
 
 # %% ../../nbs/serve/batcher.ipynb #5e883017
@@ -325,13 +259,13 @@ class Batcher:
     """The thread that owns the models.
 
     Args:
-        lanes: by name.
-        most: most answers at a time, over all lanes; they are divided equally among the owners of asks.
+        engines: by name.
+        most: most answers at a time, over all engines; they are divided equally among the owners of asks.
         read: most tokens of prompts that are read between two steps, while answers are running.
     """
 
-    def __init__(self, lanes: dict[str, Lane], most: int = 16, read: int = 512) -> None:
-        self.lanes, self.most, self.read = lanes, most, read
+    def __init__(self, engines: dict[str, ServedEngine], most: int = 16, read: int = 512) -> None:
+        self.engines, self.most, self.read = engines, most, read
         self._queue: deque[tuple[str, Ask]] = deque()
         self.shares, self.parked = Shares(), 0  # parked: times that an answer made room
         self._tasks: deque[Callable[[], None]] = deque()
@@ -345,7 +279,7 @@ class Batcher:
         return self
 
     def put(self, name: str, *asks: Ask) -> None:
-        """Ask a lane; prompts that come together are read together."""
+        """Ask a model; prompts that come together are read together."""
         with self._more:
             if self._ended:
                 raise RuntimeError("the batcher has ended")
@@ -368,7 +302,7 @@ class Batcher:
     @property
     def running(self) -> int:
         """Answers that are being written."""
-        return sum(len(lane.rows) for lane in self.lanes.values())
+        return sum(len(engine.rows) for engine in self.engines.values())
 
     @property
     def waiting(self) -> int:
@@ -389,8 +323,8 @@ class Batcher:
                     break
             self.beat = time.monotonic()
             self._turn()
-        for lane in self.lanes.values():
-            lane.end(lambda _: "cancelled")
+        for engine in self.engines.values():
+            engine.end(lambda _: "cancelled")
         for _, ask in self._queue:
             ask.end("cancelled")
         self._queue.clear()
@@ -400,22 +334,22 @@ class Batcher:
         while self._tasks:
             self._tasks.popleft()()
         now = time.monotonic()
-        for lane in self.lanes.values():
-            lane.end(lambda ask: _over(ask, now))
+        for engine in self.engines.values():
+            engine.end(lambda ask: _over(ask, now))
         self._admit(now)
-        for lane in self.lanes.values():
-            if lane.rows:
-                self._guarded(lane, lane.step)
+        for engine in self.engines.values():
+            if engine.rows:
+                self._guarded(engine, engine.step)
 
-    def _guarded(self, lane: Lane, act: Callable[[], None]) -> bool:
-        """Do something with a lane; an error ends its answers, not the server."""
+    def _guarded(self, engine: ServedEngine, act: Callable[[], None]) -> bool:
+        """Do something with an engine; an error ends its answers, not the server."""
         try:
             act()
             return True
         except Exception as e:
             log.exception("answers of a model were broken off")
             said = f"the server could not compute this answer ({type(e).__name__})."
-            lane.end(lambda _: "error", said)
+            engine.end(lambda _: "error", said)
             return False
 
     def _admit(self, now: float) -> None:
@@ -428,37 +362,39 @@ class Batcher:
             ask.end(str(_over(ask, now)))
         while (found := self._next(read)) is not None:
             name, asks = found
-            lane = self.lanes[name]
+            engine = self.engines[name]
             read += sum(map(len, {_text(ask) for ask in asks}))
-            if not self._guarded(lane, lambda: lane.join(asks)):  # noqa: B023
+            if not self._guarded(engine, lambda: engine.begin(asks)):  # noqa: B023
                 for ask in asks:
-                    if not any(row.ask is ask for row in lane.rows) and (ask.begun is None or ask.row):
+                    if ask.row is None or not ask.row.finish:  # else it was told
                         ask.end("error", "the server could not read this prompt.")
 
     def _next(self, read: int) -> tuple[str, list[Ask]] | None:
-        """The next asks of one lane that there is room and time for; None: no room, or none waits."""
+        """The next asks of one model that there is room and time for; None: no room, or none waits."""
         with self._more:
             name, asks, prompts = "", list[Ask](), set[tuple[int, ...]]()
             while (first := self._first(asks)) is not None:
-                lane, ask = first
+                model, ask = first
                 more = prompts | {_text(ask)}
                 late = read + sum(map(len, more)) > self.read and len(more) > len(prompts)
-                if (asks and (lane != name or ask.shadow != asks[0].shadow)) or (
+                if (asks and (model != name or ask.shadow != asks[0].shadow)) or (
                     late and (asks or (read and self.running))
                 ):
                     break
-                if not self._room(lane, asks, ask):
+                if not self._room(model, asks, ask):
                     break
                 self._queue.remove(first)
                 if ask.row is None:
                     self.shares.charge(ask.owner, ask.need)
-                name, prompts = lane, more
+                name, prompts = model, more
                 asks.append(ask)
             return (name, asks) if asks else None
 
     def _owners(self, asks: Sequence[Ask]) -> tuple[Counter[str], int]:
         """Places that each owner has, asks about to begin included, and how many each may have while others wait."""
-        rows = Counter([*(r.ask.owner for lane in self.lanes.values() for r in lane.rows), *(a.owner for a in asks)])
+        rows = Counter(
+            [*(r.ask.owner for engine in self.engines.values() for r in engine.rows), *(a.owner for a in asks)]
+        )
         return rows, max(1, self.most // max(1, len({*rows, *(a.owner for _, a in self._queue if not a.shadow)})))
 
     def _first(self, asks: Sequence[Ask]) -> tuple[str, Ask] | None:
@@ -475,20 +411,20 @@ class Batcher:
 
     def _room(self, name: str, asks: Sequence[Ask], ask: Ask) -> bool:
         """Whether one more answer can begin; an owner above an equal part makes room for one below it."""
-        lane = self.lanes[name]
-        while self.running + len(asks) >= self.most or not lane.fits([*asks, ask]):
+        engine = self.engines[name]
+        while self.running + len(asks) >= self.most or not engine.fits([*asks, ask]):
             if ask.shadow:
                 return False
             rows, part = self._owners(asks)
-            own, lanes = rows[ask.owner], list(self.lanes.values())
-            if not lane.fits([*asks, ask]):  # memory is short, and every lane has its own
-                part, lanes = own + 1, [lane]
+            own, engines = rows[ask.owner], list(self.engines.values())
+            if not engine.fits([*asks, ask]):  # memory is short, and every engine has its own
+                part, engines = own + 1, [engine]
             greedy = {who for who, n in rows.items() if n > part > own}
-            there = [(each, row) for each in lanes for row in each.rows if row.ask.shadow or row.ask.owner in greedy]
+            there = [(each, row) for each in engines for row in each.rows if row.ask.shadow or row.ask.owner in greedy]
             if not there:
                 return False
             home, row = min(there, key=lambda x: (not x[1].ask.shadow, len(x[1].text)))  # the least to read again
-            where = next(n for n, each in self.lanes.items() if each is home)
+            where = next(n for n, each in self.engines.items() if each is home)
             self._queue.appendleft((where, home.park(row)))
             self.parked += 1
         return True

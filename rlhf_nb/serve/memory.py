@@ -4,36 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..decode.speculative import Tape
-from ..fast.decode import prefill
-
 # %% auto #0
-__all__ = ['READ', 'Memory', 'OwnCaches', 'alike', 'token_bytes', 'most_tokens', 'SharedTape']
+__all__ = ['OwnCaches', 'block', 'token_shape', 'most_places']
 
 # %% ../../nbs/serve/memory.ipynb #5e882507
-class Memory(Protocol):
-    """Keys and values of rows 0, 1, …; see `Tape`."""
-
-    lens: list[int]
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor:
-        """Read prompts, whose is said by `owners`, into the rows from `first` on; logits [texts, V]."""
-        ...
-
-    def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens; logits [rows, longest block, V]."""
-        ...
-
-    def move(self, row: int, to: int) -> None:
-        """Let a row continue in the place of another one."""
-        ...
-
-
 class OwnCaches:
     """The memory of any model of transformers: a cache of its own for each row.
 
@@ -57,39 +36,32 @@ class OwnCaches:
         return logits
 
     def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor:
-        """See `Memory`; owners don't matter."""
+        """See `RowCache`; owners don't matter."""
         for row in range(first, first + len(texts)):
             self.caches[row], self.lens[row] = None, 0
         return torch.stack([self._pass(first + i, text) for i, text in enumerate(texts)])
 
     def feed(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """See `Memory`; one token each."""
+        """See `RowCache`; one token each."""
         return torch.stack([self._pass(row, block) for row, block in zip(rows, blocks)])[:, None]
 
     def move(self, row: int, to: int) -> None:
-        """See `Memory`."""
+        """See `RowCache`."""
         self.caches[to], self.lens[to], self.caches[row] = self.caches[row], self.lens[row], None
 
 # %% ../../nbs/serve/memory.ipynb #5e882509
-_LEAST = 8  # tokens: a shorter beginning isn't copied
-READ = 512  # tokens that are read in one pass, padding included, where beginnings were copied
+def block(ahead: int) -> int:
+    """Most tokens that a server feeds to a row at once: two at least, so that other rows may begin with what was
+    written.
+
+    Args:
+        ahead: most tokens that are guessed.
+    """
+    return max(2, ahead + 1)
 
 
-def alike(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the beginning on."""
-    return next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
-
-
-class _New(NamedTuple):
-    """A prompt that is to be read."""
-
-    owner: str
-    text: list[int]
-    rows: list[int]  # that want it
-
-
-def token_bytes(model: Any) -> int:
-    """Bytes that the keys and values of one token take.
+def token_shape(model: Any) -> tuple[int, int]:
+    """Bytes that the keys and values of one token take, and the size of a head.
 
     Args:
         model: causal language model of transformers.
@@ -97,150 +69,14 @@ def token_bytes(model: Any) -> int:
     c = model.config.get_text_config()
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return int(c.num_hidden_layers * 2 * heads * size * model.dtype.itemsize)
+    return int(c.num_hidden_layers * 2 * heads * size * model.dtype.itemsize), int(size)
 
 
-def most_tokens(rows: int, columns: int, tokens: float) -> int:
-    """Tokens for which memory may be taken: at least two whole rows, and no more than all.
+def most_places(rows: int, columns: int, allowed: float) -> int:
+    """Columns for which memory may be taken: at least two whole rows, and no more than all.
 
     Args:
         rows: most of them; columns: of the longest.
-        tokens: that the settings allow.
+        allowed: that the settings allow.
     """
-    return int(max(min(rows, 2) * columns, min(rows * columns, tokens)))
-
-
-_FIRST = 256  # columns of a tape that has read little; it grows to twice as many whenever it must
-
-
-class SharedTape(Tape):
-    """A tape that copies the beginning of a prompt from a row of the same owner; for arguments see `Tape`.
-
-    It takes memory by need: as many rows as are in use and as many columns as the longest has, each up to the next
-    power of two. It never takes more than `places` tokens; None: rows · (length + block).
-
-    held: the tokens whose keys and values are in each row, from column 0 on; owners: whose they are.
-    copied: tokens of prompts that needed no reading, so far.
-    """
-
-    def __init__(
-        self, model: Any, rows: int, length: int, block: int, max_bytes: int = 1 << 28, places: int | None = None
-    ) -> None:
-        self.rows, self.columns = rows, length + block
-        self.places = rows * self.columns if places is None else places
-        super().__init__(model, rows, length, block, max_bytes)
-        self.held: list[list[int]] = [[] for _ in range(rows)]
-        self.owners, self.copied = [""] * rows, 0
-
-    def blank(self, rows: int, columns: int) -> Tensor:
-        """See `Tape`; the first one is small."""
-        return super().blank(rows, columns) if hasattr(self, "cache") else super().blank(1, min(columns, _FIRST))
-
-    def grow(self, rows: int, columns: int) -> None:
-        """Have room for so many rows and columns; rows beyond are lost where the memory is needed."""
-        r, c = self.cache.shape[2], self.cache.shape[4]
-        if rows <= r and columns <= c:
-            return
-        wide = max(c, min(1 << (columns - 1).bit_length(), self.columns, max(columns, self.places // rows)))
-        if rows * wide > self.places:
-            wide = columns
-        high = max(rows, min(max(r, 1 << (rows - 1).bit_length()), self.rows, self.places // wide))
-        old, self.cache = self.cache, self.blank(high, wide)
-        r, c = min(r, high), min(c, wide)
-        self.cache[:, :, :r, :, :c] = old[:, :, :r, :, :c]
-        for i, held in enumerate(self.held):
-            del held[wide if i < high else 0 :]
-
-    def states(self, rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """See `Tape`."""
-        self.grow(max(rows) + 1, max(self.lens[r] for r in rows) + max(map(len, blocks)))
-        for r in rows:
-            del self.held[r][self.lens[r] :]
-        out = super().states(rows, blocks)
-        for r, block in zip(rows, blocks):
-            self.held[r] += block
-        return out
-
-    def move(self, row: int, to: int) -> None:
-        """See `Tape`."""
-        super().move(row, to)
-        self.held[to], self.owners[to] = self.held[row][: self.lens[row]], self.owners[row]
-
-    def read(self, texts: Sequence[Sequence[int]], first: int = 0, owners: Sequence[str] | None = None) -> Tensor:
-        """Read a prompt for each of the rows from `first` on; logits [texts, V] of the tokens that follow.
-
-        Args:
-            texts: prompts; owners: whose each is; None: all are one owner's.
-        """
-        self.grow(first + len(texts), max(map(len, texts)))
-        wanted: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for i, text in enumerate(texts):
-            wanted.setdefault((owners[i] if owners else "", tuple(text)), []).append(first + i)
-        waiting, lines = [_New(who, list(text), rows) for (who, text), rows in wanted.items()], dict[int, Tensor]()
-        while waiting:
-            now, waiting = self._apart(waiting)
-            for new in now:
-                self._begin(new)
-            fresh = [new for new in now if not self.lens[new.rows[0]]]
-            begun = [new for new in now if self.lens[new.rows[0]]]
-            for new, line in [*self._read(fresh), *self._go_on(begun)]:
-                for row in new.rows[1:]:
-                    self.lens[row] = 0
-                    self.move(new.rows[0], row)
-                lines.update(dict.fromkeys(new.rows, line))
-        return torch.stack([lines[first + i] for i in range(len(texts))])
-
-    def _source(self, new: _New) -> tuple[int, int]:
-        """The row with most of a prompt's beginning, and how many tokens, 0 if too few; the last one is always read."""
-        own = [(alike(held, new.text), r) for r, held in enumerate(self.held) if self.owners[r] == new.owner]
-        n, row = max(own, default=(0, new.rows[0]))
-        n = min(n, len(new.text) - 1)
-        return row, n if n >= _LEAST else 0
-
-    def _apart(self, waiting: list[_New]) -> tuple[list[_New], list[_New]]:
-        """Prompts that are read now, and those that wait for one of them because they begin like it."""
-        now, later = list[_New](), list[_New]()
-        for new in waiting:
-            same = max((alike(new.text, other.text) for other in now if other.owner == new.owner), default=0)
-            (now if same < self._source(new)[1] + _LEAST else later).append(new)
-        return now, later
-
-    def _begin(self, new: _New) -> None:
-        """Copy what is known of a prompt into its first row."""
-        (source, n), row = self._source(new), new.rows[0]
-        if n and source != row:
-            self.cache[:, :, row, :, :n] = self.cache[:, :, source, :, :n]
-        self.held[row], self.owners[row], self.lens[row] = new.text[:n], new.owner, n
-        self.copied += n
-
-    def _read(self, fresh: list[_New]) -> list[tuple[_New, Tensor]]:
-        """Read prompts of which nothing is known; the logits behind each."""
-        fresh, done = sorted(fresh, key=lambda new: len(new.text)), list[tuple[_New, Tensor]]()
-        for past, logits in prefill(self.decoder, [torch.tensor(new.text, device=self.device) for new in fresh]):
-            for i, line in enumerate(logits):
-                new = fresh[len(done)]
-                row, n = new.rows[0], len(new.text)
-                self.cache[:, :, row, :, :n] = past[:, :, i, :, -n:]
-                self.held[row], self.lens[row] = list(new.text), n
-                done.append((new, line))
-        return done
-
-    def _go_on(self, begun: list[_New]) -> list[tuple[_New, Tensor]]:
-        """Read the rest of prompts whose beginning is there, several together; the logits behind each."""
-        left = sorted(begun, key=lambda new: len(new.text) - self.lens[new.rows[0]])
-        done = list[tuple[_New, Tensor]]()
-        while left:
-            group: list[_New] = []
-            for new in left:  # side by side, as far as none runs over the end of its row
-                width = min(len(new.text) - self.lens[new.rows[0]], READ // 2)
-                longest = max(self.lens[x.rows[0]] for x in [*group, new])
-                if group and ((len(group) + 1) * width > READ or longest + width > self.cache.shape[4]):
-                    break
-                group.append(new)
-            rows = [new.rows[0] for new in group]
-            blocks = [new.text[self.lens[r] :][: READ // 2] for new, r in zip(group, rows)]
-            states = self.states(rows, blocks)
-            ends = self.decoder.logits(torch.stack([x[len(b) - 1] for x, b in zip(states, blocks)]))
-            done += [(new, line) for new, line in zip(group, ends) if self.lens[new.rows[0]] == len(new.text)]
-            left = [new for new in left if self.lens[new.rows[0]] < len(new.text)]
-        return done
+    return int(max(min(rows, 2) * columns, min(rows * columns, allowed)))

@@ -93,12 +93,12 @@ class _Live:
     def collect(self) -> Iterator[Any]:
         """Called by the registry."""
         gauge, counter, b = self.kinds.GaugeMetricFamily, self.kinds.CounterMetricFamily, self.batcher
-        lanes = b.lanes.values()
+        engines = b.engines.values()
         yield gauge("rlhf_nb_answers_running", "answers that are being written", b.running)
         yield gauge("rlhf_nb_answers_waiting", "answers that have not begun", b.waiting)
         yield gauge("rlhf_nb_batch_fill", "running answers as a share of places", b.running / b.most)
-        yield counter("rlhf_nb_steps", "passes of the models", sum(lane.steps for lane in lanes))
-        yield counter("rlhf_nb_step_tokens", "tokens that came of them", sum(lane.tokens for lane in lanes))
+        yield counter("rlhf_nb_steps", "passes of the models", sum(e.passes for e in engines))
+        yield counter("rlhf_nb_step_tokens", "tokens that came of them", sum(e.tokens for e in engines))
         yield gauge("rlhf_nb_up", "1: the thread that owns the models lives", float(b.alive))
 
 # %% ../../nbs/serve/meters.ipynb #5e885009

@@ -26,8 +26,9 @@ from ..judges.endpoint import read_key
 from ..models.load import load_causal_lm, load_tokenizer
 from ..rollout.sampler import eos_ids
 from ..scale.topology import decoder_shape
-from .batcher import Batcher, Lane
-from .memory import most_tokens
+from ..fast.engine import columns_for
+from .batcher import Batcher, ServedEngine
+from .memory import block, most_places
 from .protocol import Refused
 from .settings import ServeConfig
 from .upstream import Upstream, find_upstream
@@ -52,6 +53,7 @@ class Model:
         defaults: how answers are drawn where a request doesn't say.
         rewards: what best_of chooses by; None: the mean log-prob.
         parent: name of the model that an adapter is on.
+        answers: "exact": with a seed, the same bits in any company; else "close", and why.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Model:
     defaults: dict[str, float] = field(default_factory=dict)
     rewards: Any = None
     parent: str | None = None
+    answers: str = "close: not measured"
     created: int = field(default_factory=lambda: int(time.time()))
     lock: Any = field(default_factory=threading.Lock)  # a tokenizer is used by one thread at a time
 
@@ -132,7 +135,7 @@ class Site:
     Args:
         config: of the server.
         models: by name.
-        batcher: which has a lane for each of them, by the same name.
+        batcher: which has an engine for each of them, by the same name.
         upstreams: models that other servers compute, by name.
     """
 
@@ -236,18 +239,20 @@ def load_site(config: ServeConfig, says: Mapping[str, Mapping[str, Any]] | None 
             "no model is named, so there is nothing to serve. Add --model NAME=FOLDER, for example --model smollm2."
         )
     config = settled(config)
-    models, lanes = apart(lambda: _load(config, says or {}))  # the batcher's thread is the one that computes
+    models, engines = apart(lambda: _load(config, says or {}))  # the batcher's thread is the one that computes
     upstreams = {
         name: find_upstream(name, url, read_key(config.upstream_keys.get(name)))
         for name, url in config.upstreams.items()
     }
-    return Site(config, models, Batcher(lanes, config.max_concurrent), upstreams)
+    return Site(config, models, Batcher(engines, config.max_concurrent), upstreams)
 
 
-def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Model], dict[str, Lane]]:
-    """Models with their lanes."""
+def _load(
+    config: ServeConfig, says: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Model], dict[str, ServedEngine]]:
+    """Models with their engines."""
     precision, homes = decide_precision(config.device, config.precision), _adapter_homes(config)
-    models, lanes = dict[str, Model](), dict[str, Lane]()
+    models, engines = dict[str, Model](), dict[str, ServedEngine]()
     left = int(config.copies * 2**30)  # bytes for weights that are laid out anew
     cache = config.cache * 2**30 / max(1, len(config.models) + len(config.adapters))
     for name, place in config.models.items():
@@ -269,13 +274,16 @@ def _load(config: ServeConfig, says: Mapping[str, Mapping[str, Any]]) -> tuple[d
             adapter, ahead = each if each in own else None, config.ahead.get(each, 0)
             most, length = config.max_concurrent, models[each].length
             copies = max(left, _SMALL) if precision.device.type == "cpu" else _SMALL
-            lanes[each] = Lane(net, copy.deepcopy(tokenizer), most, length, adapter, ahead, copies=copies, cache=cache)
-            left -= lanes[each].copies
-    return models, lanes
+            own_words = copy.deepcopy(tokenizer)
+            engines[each] = ServedEngine(net, own_words, most, length, adapter, ahead, copies=copies, cache=cache)
+            left -= engines[each].copies
+            close = engines[each].close
+            models[each].answers = f"close: {close}" if close else "exact"
+    return models, engines
 
 
 def _with_adapters(net: Any, adapters: Mapping[str, str]) -> Any:
-    """A model with adapters in its layers, all switched off until a lane needs one."""
+    """A model with adapters in its layers, all switched off until an engine needs one."""
     if not adapters:
         return net
     from peft import PeftModel
@@ -347,9 +355,9 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
         )
         token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size
         for each in (name, *(n for n, home in homes.items() if home == name)):
-            columns = config.max_context + config.ahead.get(each, 0) + 1
+            columns = columns_for(config.max_context + block(config.ahead.get(each, 0)), shape.head_dim)
             copies = weights if on_cpu and weights <= max(left, _SMALL) else 0
             left -= copies
-            places = most_tokens(config.max_concurrent, columns, cache / token)
+            places = most_places(config.max_concurrent, columns, cache / token)
             out.append(Planned(each, weights if each == name else 0, copies, token, places * token))
     return out

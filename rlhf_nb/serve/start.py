@@ -101,9 +101,10 @@ def serve(config: ServeConfig) -> None:
         app = create_app(site, _routers(config), _traffic(config))
         desk = app.state.desk
         server = make_server(app, config, lambda: setattr(desk.gate, "draining", True))
-        for name, lane in site.batcher.lanes.items():
-            if lane.plain:
-                tell(f"Note: {name} is answered one row at a time, slower: {lane.plain}.")
+        for name, engine in site.batcher.engines.items():
+            if engine.plain:
+                tell(f"Note: {name} is answered one row at a time, slower: {engine.plain}.")
+            tell(f"{name}: answers {site.models[name].answers}.")
         shown, port = f"[{config.host}]" if ":" in config.host else config.host, listening.getsockname()[1]
         tell(
             f"Serving {', '.join(site.names)} at http://{shown}:{port}/v1 "

@@ -16,8 +16,6 @@ from ..core import ConfigError, evaluating
 from ..data.sources import collate_preferences
 from ..data.worlds import toy_presets
 from ..run.engine import add_pairs
-from ..scoring.trees import TOKEN_BUDGET
-from ..scoring.scores import completion_logps
 from ..losses.kto import RunningMean
 from ..losses.preference import Entry, PairLogps, PairOptions, check_losses
 from ..losses.preference import desensitize, nll, preference_loss, wpo_weights
@@ -29,7 +27,7 @@ from .method import split_pairs, tokenize_rows
 from ..types import Completions, LossSum, PreferenceBatch
 
 # %% auto #0
-__all__ = ['DPOConfig', 'ReferencedPairs', 'DPO', 'DPOTrainer', 'ImplicitReward']
+__all__ = ['DPOConfig', 'ReferencedPairs', 'DPO', 'DPOTrainer']
 
 # %% ../../nbs/train/dpo.ipynb #758fe292
 class DPOConfig(OfflineConfig):
@@ -237,36 +235,3 @@ class DPOTrainer(OfflineTrainer[DPOConfig]):
 
     kind, method_class = "preference", DPO
     method: DPO
-
-# %% ../../nbs/train/dpo.ipynb #4531a157
-class ImplicitReward:
-    """The reward that a policy trained on preferences stands for: β · log π/π_ref of an answer.
-
-    Use it in `RewardModelFn`.
-
-    Args:
-        model: the trained policy.
-        reference: what it started from, a model or a Reference; None: β · log π per token (SimPO's reward).
-        beta: of its training.
-    """
-
-    def __init__(self, model: Any, reference: Any = None, beta: float = 0.1) -> None:
-        self.policy, self.reference, self.beta = model, reference, beta
-
-    @torch.no_grad()
-    def score(self, c: Completions, token_budget: int = TOKEN_BUDGET) -> Tensor:
-        """[B] scores; larger = the policy says it more than the reference would."""
-        logps = _quiet_logps(self.policy, c, token_budget)
-        if self.reference is None:
-            return self.beta * logps.sum(1) / c.completion_mask.sum(1).clamp(min=1)
-        if isinstance(self.reference, Reference):
-            ref = self.reference.logps(c, token_budget=token_budget)
-        else:
-            ref = _quiet_logps(self.reference, c, token_budget)
-        return self.beta * (logps - ref).sum(1)
-
-
-def _quiet_logps(model: Any, c: Completions, token_budget: int) -> Tensor:
-    """[B, C] log-probs in evaluation mode."""
-    with evaluating(model):
-        return completion_logps(model, c, token_budget=token_budget).logps

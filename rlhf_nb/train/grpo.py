@@ -17,7 +17,7 @@ from ..losses.process import group_step_advantages, move_to_steps
 from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
 from ..data.worlds import Row
-from ..types import LossSum, PromptBatch, Rollout
+from ..types import LossSum, PromptBatch, Rollout, along
 
 # %% auto #0
 __all__ = ['VARIANTS', 'GRPOConfig', 'overlong_penalty', 'GRPO', 'GRPOTrainer']
@@ -148,6 +148,10 @@ class GRPO(OnlineMethod):
         place = torch.arange(len(alive), device=alive.device)
         place[dead] = len(alive) + new[: len(dead)]
         return both[(place[:, None] * g + torch.arange(g, device=place.device)).flatten().cpu()]
+
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B]; without a KL price, rows of a group whose scores are all equal have none."""
+        return super().has_gradient(r) if self.kl_coef else along(lambda a: a.ne(0).any(1), r.need("advantages"))
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Answers or tokens, as `per` says."""

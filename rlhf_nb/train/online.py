@@ -49,7 +49,7 @@ from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
 from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watched
-from ..types import PromptBatch, Rollout, host
+from ..types import PromptBatch, Rollout, along, host
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
@@ -495,15 +495,29 @@ class OnlineMethod(TextMethod):
 
     def learns(self, r: Rollout) -> Tensor:
         """bool[B, C], tokens that something is learnt from: with `mask_truncated`, none of an answer that was cut."""
-        return r.completion_mask & r.finished[:, None] if self.config.mask_truncated else r.completion_mask
+        mask = r.completion_mask
+        return along(lambda m, f: m & f[:, None], mask, r.finished) if self.config.mask_truncated else mask
 
     def leave_out_cut(self, r: Rollout) -> Rollout:
         """Mask what nothing is learnt from; after `advantages`, because cut answers are
         among those that others are compared with.
         """
         r.completion_mask = self.learns(r)
-        r.advantages = torch.where(r.completion_mask, r.need("advantages"), 0.0)
+        r.advantages = along(lambda m, a: torch.where(m, a, 0.0), r.completion_mask, r.need("advantages"))
         return r
+
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B], rows that can move a weight; by default those with a token that something is learnt from."""
+        return along(lambda m: m.any(1), r.completion_mask)
+
+    def computed(self, r: Rollout, unit: int = 1) -> Rollout:
+        """The rows that have a gradient; where none has, the first `unit`: their gradient of 0 still moves what Adam
+        remembers.
+        """
+        keep = host(self.has_gradient(r))
+        if keep.all():
+            return r
+        return r[keep.nonzero()[:, 0] if keep.any() else torch.arange(unit)]
 
     @abstractmethod
     def collect(self, batch: PromptBatch, step: int) -> Rollout:
@@ -552,7 +566,16 @@ class OnlineMethod(TextMethod):
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole groups of the global rollout in a seeded order; each rank takes its share of every piece."""
+        self._collected["update/rows_computed"] = float(host(self.has_gradient(data)).sum())
         return shuffled(self.engine, data, seed, self.group, self.config.mini_batch_size)
+
+    def micro_batches(self, mini: Rollout) -> list[Rollout]:
+        """As in `TextMethod`; a row without a gradient is not computed, and counts in the denominators as before."""
+        return super().micro_batches(self.computed(mini))
+
+    def flops(self, data: Rollout) -> float:
+        """Operations that the updates make: rows without a gradient cost none."""
+        return super().flops(self.computed(data))
 
     def metrics(self) -> dict[str, float]:
         """What was measured on the rollout."""

@@ -17,7 +17,7 @@ from .online import OnlineMethod, OnlineTrainer
 from .pairs import OnlineDPOConfig, PairMethod
 from .registry import register
 from ..data.worlds import Row
-from ..types import LossSum, PromptBatch, Rollout, where_true
+from ..types import LossSum, PromptBatch, Rollout, along, where_true
 
 # %% auto #0
 __all__ = ['OnlineDPO', 'OnlineDPOTrainer']
@@ -58,8 +58,15 @@ class OnlineDPO(PairMethod):
         r.advantages = torch.where(r.completion_mask, sign.flatten()[:, None], 0.0)
         return r
 
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B]; both answers of a tie have none, unless XPO's bonus counts them."""
+        if self.config.xpo_alpha:
+            return torch.ones(len(r), dtype=torch.bool)
+        return along(lambda a: a[0::2].ne(0).any(1).repeat_interleave(2), r.need("advantages"))
+
     def micro_batches(self, mini: Rollout) -> list[Rollout]:
-        """One forward each; a pair is never split."""
+        """One forward each, of pairs that aren't ties (unless XPO's bonus counts them); a pair is never split."""
+        mini = self.computed(mini, 2)
         limit = None if self.config.micro_batch_size is None else max(2, self.config.micro_batch_size // 2 * 2)
         return [mini[rows].trim() for rows in plan_trees(mini, self.config.token_budget, limit, unit=2)]
 

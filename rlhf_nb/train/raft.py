@@ -14,7 +14,7 @@ from ..config import PathText, option
 from ..losses.sft import sft_loss
 from .online import OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from ..types import LossSum, PromptBatch, Rollout, host
+from ..types import LossSum, PromptBatch, Rollout, along, host
 
 # %% auto #0
 __all__ = ['RAFTConfig', 'RAFT', 'RAFTTrainer']
@@ -80,6 +80,10 @@ class RAFT(OnlineMethod):
         size = max(world, cfg.mini_batch_size // cfg.num_generations * cfg.keep // world * world)
         for start in range(0, len(rows), size):
             yield self.engine.share(data[rows[start : start + size]])
+
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B], the best answers."""
+        return along(lambda a: a.gt(0).any(1), r.need("advantages"))
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """How many tokens are imitated."""

@@ -17,7 +17,7 @@ from ..losses.group import group_surrogate
 from ..losses.process import move_to_steps
 from .online import KLPrice, OnlineConfig, OnlineMethod, OnlineTrainer, online_presets
 from .registry import register
-from ..types import LossSum, PromptBatch, Rollout
+from ..types import LossSum, PromptBatch, Rollout, along
 
 # %% auto #0
 __all__ = ['RLOOConfig', 'RLOO', 'RLOOTrainer']
@@ -120,6 +120,10 @@ class RLOO(OnlineMethod):
         answers = self.rollout(batch, step)
         scored = self.score(answers)
         return self.noted(self.advantages(scored, greedy))
+
+    def has_gradient(self, r: Rollout) -> Tensor:
+        """bool[B]; a row whose advantages are all 0 has none."""
+        return along(lambda a: a.ne(0).any(1), r.need("advantages"))
 
     def denominators(self, mini: Rollout) -> dict[str, Tensor]:
         """Tokens where each has its own reward, else answers."""
