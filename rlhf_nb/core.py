@@ -8,6 +8,7 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -421,8 +422,12 @@ def safe_point() -> None:
 @contextmanager
 def stops_at_once() -> Iterator[None]:
     """Around code of others, which knows no safe points: inside `stoppable`,
-    a signal's handler stops it where it is.
+    a signal's handler stops it where it is. In another thread than the main one, which no signal reaches, it does
+    nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     safe_point()
     _at_once[0] += 1
     try:

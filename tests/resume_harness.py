@@ -48,6 +48,9 @@ CASES: dict[str, str] = {
     "online": "resume_harness:online",
     "nash": "resume_harness:nash",
     "process": "resume_harness:process",
+    "tickets-ppo": "test_tickets:ppo",
+    "tickets-grpo": "test_tickets:grpo",
+    "tickets-raft": "test_tickets:raft",
     "episodes": "resume_harness:episodes",  # turns and rewards of an environment
 }
 

@@ -149,8 +149,9 @@ def group_kl(
 
 
 def truncated_weights(
-    old_logps: Float[Tensor, "B C"], rollout_logps: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"], cap: float = 2.0
-) -> Float[Tensor, "B C"]:
+    old_logps: Float[Tensor, "B C"], rollout_logps: Float[Tensor, "B C"], mask: Bool[Tensor, "B C"], cap: float = 2.0,
+    floor: float | None = None, level: Literal["token", "sequence"] = "token",
+) -> Float[Tensor, "B C"]:  # fmt: skip
     """min(π_old / π_sampler, cap) of each token, without gradient; 1 where both agree.
 
     Args:
@@ -158,9 +159,17 @@ def truncated_weights(
         rollout_logps: [B, C], as the sampler said when it drew the tokens.
         mask: bool[B, C].
         cap: ≥ 1; the larger, the less bias and the more variance.
+        floor: in (0, 1]; given, what lies below it or above the cap weighs 0 (IcePop). None: what lies above the cap
+            weighs as much as the cap.
+        level: a weight for each token, or the product over an answer's tokens for all of them.
 
-    Source: Ionides, "Truncated importance sampling" (2008); for RL with another engine: Yao et al. (2025).
+    Source: Ionides, "Truncated importance sampling" (2008); for RL with another engine: Yao et al. (2025); masks:
+        Ling Team, arXiv 2510.18855 (IcePop).
     """
     if cap < 1:
         raise ConfigError(f"cap: {cap} must be ≥ 1, or tokens on which both agree would be scaled down, too.")
-    return torch.where(mask, wide(old_logps) - wide(rollout_logps), 0.0).detach().exp().clamp(max=cap)
+    shift = torch.where(mask, wide(old_logps) - wide(rollout_logps), 0.0).detach()
+    weights = (shift if level == "token" else shift.sum(1, keepdim=True).expand_as(shift)).exp()
+    if floor is None:
+        return weights.clamp(max=cap)
+    return torch.where((weights >= floor) & (weights <= cap), weights, 0.0)

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..data.foreign import render_chats
 from ..models.load import load_tokenizer, other_token
 from ..scoring.trees import TOKEN_BUDGET
 from ..rollout.sampler import eval_mode
+from ..rollout.tools import begin
 from .trl import as_answers, as_reward
 from ..types import Completions, Rollout
 
@@ -219,8 +221,15 @@ def _once(fn: Any, rollout: Rollout, columns: dict[str, list[Any]], limit: float
     try:
         if isinstance(fn, RolloutScorer):
             return fn.score_rollout(rollout)
+
+        def ask() -> Any:
+            return fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
+
+        if limit is not None and threading.current_thread() is not threading.main_thread():
+            asked = begin(ask, limit)
+            return _NoAnswer(f"gave no answer within {limit} s") if not wait([asked], limit).done else asked.result()
         with _within(limit):
-            answer = fn(list(rollout.prompts), as_answers(rollout.prompts, rollout.texts), **columns)
+            answer = ask()
         return _together([lambda: answer], [_Patience(limit)])()[0] if inspect.isawaitable(answer) else answer
     except _Late:
         return _NoAnswer(f"gave no answer within {limit} s")

@@ -67,6 +67,9 @@ class BaseMethod(ABC):
     engine: Engine
     config: TrainConfig
     by_question: Mapping[str, Sequence[float]] = {}  # each held-out question's score by metric, set by `evaluate`
+    ahead: Any = (
+        None  # batches of later steps that were begun (`rollout.service.Rollouts`); None: a step begins its own
+    )
 
     @cached_property
     def meter(self) -> Meter:
@@ -94,6 +97,16 @@ class BaseMethod(ABC):
     def collect(self, batch: Any, step: int) -> Any:
         """What to learn from, made without gradient; `step` counts steps done before."""
         return batch
+
+    def draw_ahead(self, step: int, total: int, pull: Callable[[], Any]) -> Any:
+        """This step's batch, after those of later steps were begun; None: there is none. Asked where `ahead` isn't None.
+
+        Args:
+            step: steps done before.
+            total: steps in all.
+            pull: gives the next batch of the source, or None.
+        """
+        return None
 
     def mini_batches(self, data: Any, seed: int) -> Iterator[Any]:
         """This rank's rows in a seeded order, cut into one piece per update."""
@@ -245,6 +258,7 @@ class StepStart:
     def __init__(self, run: Trainer) -> None:
         self.run = run
         self.source: dict[str, Any] | None = None  # the source's state before this step's rows
+        self.begun: set[int] = set()  # tickets that were there then
         self.rng: dict[str, Tensor] = {}
         self.signals: GracefulStop | None = None  # while all steps are made
 
@@ -253,6 +267,7 @@ class StepStart:
         collects = type(self.run.method).collect is not BaseMethod.collect
         self.source = self.run.source.state_dict() if collects else None
         self.rng = rng_state() if self.source is not None else {}
+        self.begun = set() if self.run.method.ahead is None else set(self.run.method.ahead.tickets)
 
     @contextmanager
     def may_stop(self) -> Iterator[None]:
@@ -284,15 +299,21 @@ class StepStart:
     def _go_back(self) -> None:
         """The run as it was before this step took its rows."""
         if self.source is not None:
-            self.run.source.load_state_dict(self.source)
+            self._put_rows_back(self.source)
             set_rng_state(self.rng)
+
+    def _put_rows_back(self, source: dict[str, Any]) -> None:
+        """What was taken from the source in this step is there again, and no ticket that was begun with it."""
+        self.run.source.load_state_dict(source)
+        if self.run.method.ahead is not None:
+            self.run.method.ahead.keep(self.begun)
 
     def _save(self) -> str:
         """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
         run = self.run
         if self.source is None or not run.method.asks_outside or not run.started:
             return ""
-        run.source.load_state_dict(self.source)
+        self._put_rows_back(self.source)
         try:
             run.save()
             run.writer.wait()
@@ -495,6 +516,17 @@ class Trainer:
         return self.history
 
     def next_batch(self) -> Any:
+        """What the next step collects from: a batch of the source, or what was drawn ahead for it; None when there is
+        no more.
+        """
+        if self.method.ahead is None:
+            return self.pull()
+        with self.step_start.kept(), self.meter.time("collect"), self.engine.inference():
+            ticket = self.method.draw_ahead(self.step, self.total_steps, self.pull)
+        self.exhausted = ticket is None
+        return ticket
+
+    def pull(self) -> Any:
         """This rank's share of the next global batch, collated, on the device; None when the source has run dry."""
         with self.meter.time("data"):
             rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
@@ -545,6 +577,8 @@ class Trainer:
         self.step += 1
         fields = {**stats, **self.method.metrics(), "lr": lr, **_position(self.source), **self.meter.report()}
         self.method.finish_step(self.step)
+        if self.method.ahead is not None:
+            self.method.ahead.keep({n for n in self.method.ahead.tickets if n >= self.step})
         event = self.event("step", **fields)
         self.history.append(event)
         if self.failure is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_nb.core import (
@@ -63,6 +64,9 @@ def run_state(run: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "control": engine.gather_object(run.control.state_dict())[0], "best": run.saves.best,
         "observers": run.observers.state_dict(), "config": plain_json(run.config.to_dict()),
     }  # fmt: skip
+    if run.method.ahead is not None:
+        plain, tensors["ahead"] = split_state(run.method.ahead.state_dict())  # all of it in the one file, hashed
+        tensors["ahead"]["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
     return snapshot(tensors), meta
 
 
@@ -85,6 +89,9 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     run.observers.load_state_dict(meta.get("observers", []))
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
+    if "ahead" in tensors:
+        plain = json.loads(tensors["ahead"]["plain"].numpy().tobytes())
+        run.method.load_ahead(join_state(plain, dict(tensors["ahead"])))
     changes = config_changes(meta.get("config", {}), plain_json(run.config.to_dict())) if "config" in meta else []
     run.control.take_config(change.partition(": ")[0] for change in changes)
     run.step, run.updates, run.bad_in_a_row = int(meta["step"]), int(meta["updates"]), 0

@@ -3,6 +3,9 @@
 # %% ../../nbs/train/online.ipynb #628aa001
 from __future__ import annotations
 
+import copy
+import math
+import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,10 +35,11 @@ from .decoders import sampler_for
 from .environments import played, with_environment
 from .entries import from_entries, has_entries, load_models
 from ..models.load import disable_dropout, using_adapter
-from ..rewards.base import RewardModelFn, Rewards, apply_eos_penalty
+from ..rewards.base import RewardModelFn, Rewards, RolloutScorer, apply_eos_penalty
 from ..rollout.backends import OurSampler, Sampler, make_sampler, needs_scoring, sampling_metrics
 from ..rollout.episodes import EnvironmentReward, EpisodeConfig, Kind, episode_metrics
 from ..rollout.sampler import earlier, eval_mode
+from ..rollout.service import Rollouts, RolloutsConfig, Scored, StepTicket, staleness
 from ..run.callbacks import BudgetStop, Callback
 from ..run.control import Control, setting
 from ..run.engine import Engine
@@ -49,8 +53,8 @@ from ..types import PromptBatch, Rollout, along, host
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
-           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'check_draws', 'evaluate_held_out',
-           'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
+           'reward_metrics', 'shuffled', 'kl_controls', 'OnlineMethod', 'holds_model', 'check_lag', 'check_draws',
+           'evaluate_held_out', 'warn_of_endless', 'load_reward', 'as_rewards', 'rewarded', 'OnlineTrainer']
 
 # %% ../../nbs/train/online.ipynb #628aa002
 def online_presets(folder: str, lr: float = 1e-3, **more: Any) -> dict[str, dict[str, Any]]:
@@ -110,6 +114,7 @@ class OnlineConfig(RewardPart, TextConfig):
         "how answers are made from draws; plain, speculative, and for raft and online-dpo best_of_n:16, ...",
     )
     episodes: EpisodeConfig = option(EpisodeConfig(), "an environment that replies to the policy, tools, and limits")
+    rollouts: RolloutsConfig = option(RolloutsConfig(), "how far drawing runs ahead of learning while rewards wait")
     optimizer: OptimizerConfig = option(OptimizerConfig(eps=1e-5), "the optimizer and its schedule")
     num_generations: int = option(1, "answers to each prompt: the group", ge=1)
     mini_batch_size: int = option(64, "answers per optimizer step, over all devices", ge=1)
@@ -118,9 +123,13 @@ class OnlineConfig(RewardPart, TextConfig):
     )
     mask_truncated: bool = option(False, "answers that were cut teach nothing")
     old_logps: Literal["auto", "sampler", "recompute"] = option(
-        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32"
+        "auto", "where π_old comes from; auto: the sampler's own where it computes in fp32, and drew from these weights"
     )
     importance_cap: float = option(2.0, "largest weight where sampler and scorer differ", ge=1)
+    importance_floor: float | None = option(
+        None, "smallest such weight; what lies outside of both weighs 0 (IcePop); null: cut at the cap", gt=0, le=1
+    )
+    importance_level: Literal["token", "sequence"] = option("token", "whether tokens are weighed so, or whole answers")
     replay: PathText | None = option(
         None, "record of a notebook's first steps, which must come out again before training starts"
     )
@@ -282,6 +291,7 @@ class OnlineMethod(TextMethod):
     imitates = False  # whether it learns from good answers of any origin; a policy gradient needs the policy's own
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
+    draws_besides = ""  # what a step draws besides its answers to prompts; nothing of it can be drawn ahead
     config: OnlineConfig
 
     token_settings = ()  # that `tokenize` reads, besides data
@@ -303,6 +313,10 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
+        now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
+        self.rollouts = Rollouts(self.ask, 0 if now else config.rollouts.at_once or config.rollouts.lag + 1)
+        self.ticket: StepTicket | None = None  # that is learnt from
+        self.temperature, self._taken = config.sampling.temperature, math.nan
 
     @abstractmethod
     def advantages(self, r: Rollout) -> Rollout:
@@ -310,7 +324,13 @@ class OnlineMethod(TextMethod):
 
     def controls(self) -> dict[str, Control]:
         """The sampling temperature, and the price of a nat where there is one to pay and a reference."""
-        found = {"temperature": setting(self, "sampling.temperature", 0.1, 2.0)}
+        own = setting(self, "sampling.temperature", 0.1, 2.0)
+
+        def put(value: float) -> None:  # for what is drawn from now on
+            self.temperature = value
+            own.set(value)
+
+        found = {"temperature": replace(own, set=put)}
         return found | (kl_controls(self.kl) if self.kl is not None and self.reference is not None else {})
 
     def frozen_modules(self) -> list[nn.Module]:
@@ -370,25 +390,88 @@ class OnlineMethod(TextMethod):
         """Fill `old_logps`, `values` where there is a critic, and `ref_logps` where there is a reference."""
         cfg = self.config
         again = needs_scoring(r, cfg.old_logps, self.sampler, self.engine.precision.compute_dtype)
+        stale = self.ticket is not None and self.ticket.version < self.ticket.number
+        again |= stale and cfg.old_logps == "auto" and not self.imitates  # the clip bounds this step, weights the rest
         r.old_logps, r.values = self.old_logps_and_values(r, again)
         if self.reference is not None:
             temperature, budget = cfg.sampling.temperature, cfg.token_budget
             r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
         return r
 
+    @property
+    def ahead(self) -> Rollouts | None:
+        """What was drawn ahead; None where nothing is."""
+        return self.rollouts if self.config.rollouts.lag or self.rollouts.tickets else None
+
+    def load_ahead(self, told: list[dict[str, Any]]) -> None:
+        """Tickets of a checkpoint."""
+        self.rollouts.load_state_dict(told, self.engine.device)
+        lag, was = self.config.rollouts.lag, max(0, *(t["number"] - t["version"] for t in told))
+        if was != lag:
+            warnings.warn(
+                f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps, which the checkpoint holds, are "
+                "learnt from first.",
+                stacklevel=3,
+            )
+
+    def heat(self, temperature: float) -> None:
+        """Draw, score and learn at this temperature from now on."""
+        if temperature != self.config.sampling.temperature:
+            setting(self, "sampling.temperature", 0.0, math.inf).set(temperature)
+
+    def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> StepTicket | None:
+        """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn, all by the present weights."""
+        tickets = self.rollouts.tickets
+        for number in range(max([step - 1, *tickets]) + 1, min(step + self.config.rollouts.lag + 1, total)):
+            prompts = pull()
+            if prompts is None:
+                break
+            self.heat(self.temperature)
+            self.rollouts.begin(StepTicket(number, step, self.temperature, self.answers(prompts, number)))
+        return tickets.get(step)
+
+    def ask(self, r: Rollout) -> Scored:
+        """What the rewards say of a rollout, in whatever thread."""
+        rewards, begun = copy.copy(self.rewards), time.monotonic()
+        with torch.no_grad(), self.engine.autocast():
+            scores, parts = rewards(r)
+        return Scored(scores, parts, rewards.steps, rewards.stats, time.monotonic() - begun)
+
     @torch.no_grad()
-    def rollout(self, prompts: PromptBatch, step: int = 0, again: int = 0) -> Rollout:
+    def rollout(self, prompts: PromptBatch | StepTicket, step: int = 0, again: int = 0) -> Rollout:
         """Answers with log-probs: B · num_generations rows.
 
         Args:
-            prompts: B prompts.
+            prompts: B prompts; or the answers to them that were drawn ahead.
             step: see `answers`.
             again: how many rounds of the same step came before.
         """
         seed = self.config.seed if not again else derive_seed(self.config.seed, "again", again)
         if self.kl is not None:
             self.kl.begin(step)
+        self.ticket = prompts if isinstance(prompts, StepTicket) else None
+        if isinstance(prompts, StepTicket):
+            self.heat(prompts.temperature)
+            return self.add_logps(prompts.rollout())
         return self.add_logps(self.answers(prompts, step, seed=seed))
+
+    def rewarded(self, r: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scores and parts of a rollout: asked for now, or before, where it was drawn ahead."""
+        if self.ticket is None or r.completion_ids is not self.ticket.drawn.completion_ids:
+            return self.rewards(r)
+        with self.meter.time("wait_rewards"):
+            said = self.rollouts.said(self.ticket)
+        self.rewards.stats, self.rewards.steps = said.stats, said.steps
+        now, before = time.monotonic(), self._taken
+        if said.seconds < 0.05 * (now - before) and self.ticket.number == self.config.rollouts.lag + 1:
+            warnings.warn(
+                f"rollouts.lag is {self.config.rollouts.lag}, but the rewards of a step took {said.seconds:.2g} s of "
+                f"its {now - before:.2g} s, so there is little to hide, and answers are learnt from that are older: "
+                "lag=0 is as fast.",
+                stacklevel=5,
+            )
+        self._taken = now
+        return said.scores, said.parts
 
     @torch.no_grad()
     def score(self, r: Rollout, unit: int | None = None) -> Rollout:
@@ -400,7 +483,7 @@ class OnlineMethod(TextMethod):
             r: answers, `unit` to a prompt (default: num_generations).
         """
         cfg = self.config
-        r.scores, r.reward_parts = self.rewards(r)
+        r.scores, r.reward_parts = self.rewarded(r)
         r.step_rewards, r.step_ends = self.rewards.steps or (None, None)
         r.columns.pop("environments", None)  # they stay in this process
         r = self.engine.gather_rows(r, unit or cfg.num_generations, self.tokenizer.pad_token_id)
@@ -453,18 +536,33 @@ class OnlineMethod(TextMethod):
 
     def measure(self, r: Rollout) -> dict[str, float]:
         """The numbers of a rollout, whose columns are on the CPU."""
-        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler)
+        found = rollout_metrics(r, self.kl_coef) | sampling_metrics(r, self.sampler) | self.lag_metrics(r)
         found |= reward_metrics(r, self.rewards, self.engine) | (
             episode_metrics(r.columns["episode"]) if "episode" in r.columns else {}
         )
         return found if r.values is not None else found | group_metrics(r.need("scores"), self.config.num_generations)
+
+    @torch.no_grad()
+    def lag_metrics(self, r: Rollout) -> dict[str, float]:
+        """How old a rollout is that was drawn ahead, how long its rewards took, and, where π_old was scored, how far the
+        policy has moved since.
+        """
+        if self.ticket is None:
+            return {}
+        lag, said = self.ticket.number - self.ticket.version, self.rollouts.said(self.ticket)
+        found = {"rollout/lag": float(lag), "perf/rewards_s": said.seconds}
+        if r.rollout_logps is None or r.old_logps is r.rollout_logps:
+            return found
+        return found | staleness(r.need("old_logps"), r.rollout_logps, r.completion_mask)
 
     def correction(self, r: Rollout) -> Tensor | None:
         """[B, C], weights of tokens where sampler and scorer disagree; None where they are the same."""
         old, drawn = r.need("old_logps"), r.rollout_logps
         if drawn is None or old is drawn or (old.device.type == "cpu" and torch.equal(old, drawn)):
             return None  # (on a GPU the answer isn't waited for: weights of exactly 1 change nothing)
-        return truncated_weights(old, drawn, r.completion_mask, self.config.importance_cap)
+        cfg = self.config
+        how = (cfg.importance_cap, cfg.importance_floor, cfg.importance_level)
+        return truncated_weights(old, drawn, r.completion_mask, *how)
 
     def mini_batches(self, data: Rollout, seed: int) -> Iterator[Rollout]:
         """Whole groups of the global rollout in a seeded order; each rank takes its share of every piece."""
@@ -489,11 +587,42 @@ class OnlineMethod(TextMethod):
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
         """Answers to held-out prompts: each reward's mean (those that are only watched, too), KL and length."""
+        self.heat(self.temperature)
         found = evaluate_held_out(self, held_out) if held_out else None
         if found is None:
             return {}
         self.by_question = {f"eval/{shown_as(k)}": v.tolist() for k, v in found.scores.items()}
         return {f"eval/{k}": v for k, v in found.summary().items()}
+
+
+def holds_model(fn: Any) -> bool:
+    """Whether a reward computes with a model of this process: then asking it is no waiting."""
+    return any(isinstance(x, nn.Module) for x in [*getattr(fn, "members", ()), *getattr(fn, "__dict__", {}).values()])
+
+
+def check_lag(method: OnlineMethod) -> None:
+    """See whether `rollouts.lag` can be kept; warns where there is nothing to hide.
+
+    Args:
+        method: attached to its engine.
+
+    Raises:
+        ConfigError: several processes, or a method that draws more than answers to prompts.
+    """
+    lag, ranks, fns = method.config.rollouts.lag, method.engine.world_size, method.rewards.fns
+    if not lag:
+        return
+    if ranks > 1 or method.draws_besides:
+        why = method.draws_besides or f"there are {ranks} processes, and only one can draw ahead"
+        raise ConfigError(f"rollouts.lag is {lag}, but {why}: set rollouts.lag=0.")
+    name = next((n for n, fn in zip(method.rewards.names, fns) if holds_model(fn)), None)
+    if name is not None or all(isinstance(fn, RolloutScorer) for fn in fns):
+        what = f"the reward {name!r} is computed by" if name else "no reward is asked for outside of"
+        warnings.warn(
+            f"rollouts.lag is {lag}, but {what} this process, so there is no waiting to hide: nothing is gained, and "
+            "answers are learnt from that are older. Set rollouts.lag=0.",
+            stacklevel=4,
+        )
 
 
 def check_draws(method: OnlineMethod, prompts: PromptBatch) -> dict[str, Any]:
@@ -709,6 +838,7 @@ class OnlineTrainer(TextTrainer[_O]):
                 DataNote,
                 stacklevel=3,
             )
+        check_lag(self.method)
         if budget is not None and self.method.reference is None:
             raise ConfigError(
                 f"kl_budget is {budget:g} nats, but without a price of drift no reference is kept that they could be "

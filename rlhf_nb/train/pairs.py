@@ -14,6 +14,7 @@ from ..core import ConfigError
 from ..losses.preference import check_losses
 from ..rollout.backends import sampling_metrics
 from ..rollout.mixture import sample_mixture
+from ..rollout.service import StepTicket
 from .online import KLBudget, OnlineConfig, OnlineMethod, online_presets, shuffled
 from ..types import PromptBatch, Rollout
 
@@ -93,11 +94,17 @@ class PairMethod(OnlineMethod):
         """
         return self.config.opponent == "policy" and self.config.loss != "nash_md"
 
+    @property
+    def draws_besides(self) -> str:  # type: ignore[override]
+        """An opponent's answers are no ticket's."""
+        other = self.config.opponent
+        return "" if other == "policy" else f"opponent is {other!r}, whose answers are drawn at the step itself"
+
     @torch.no_grad()
-    def rollout(self, prompts: PromptBatch, step: int = 0, again: int = 0) -> Rollout:
+    def rollout(self, prompts: PromptBatch | StepTicket, step: int = 0, again: int = 0) -> Rollout:
         """Two answers to each prompt, the second from the opponent, with the reference's log-probs."""
         cfg = self.config
-        if cfg.opponent == "policy":
+        if cfg.opponent == "policy" or isinstance(prompts, StepTicket):
             return super().rollout(prompts, step, again)
         assert self.reference is not None
         own = self.answers(prompts, step, num_samples=1)

@@ -69,6 +69,11 @@ class RLOO(OnlineMethod):
     config: RLOOConfig
 
     @property
+    def draws_besides(self) -> str:  # type: ignore[override]
+        """ReMax's greedy answers are drawn, and judged, at the step itself."""
+        return "baseline=remax asks for the reward of greedy answers" if self.config.baseline == "remax" else ""
+
+    @property
     def by_token(self) -> bool:
         """Whether each token has a reward and a ratio of its own."""
         return self.config.baseline in ("batch", "group_batch")
