@@ -302,12 +302,16 @@ def _unknown_key(root: type[BaseModel], place: _Place) -> str:
     paths = sorted(_all_paths(root), key=len, reverse=True)
     here = {name: f"{above}.{name}" if above else name for name in place.group.model_fields}
     words = {p.split(".")[-1]: p for p in paths}
-    if not above:  # TRL's words: those with another name here by that name, those with another meaning as they are
+    if (
+        not above and "output_dir" in root.model_fields
+    ):  # of a run. TRL's words: those with another name here by that name, those with another meaning as they are
         words |= {word: word for word in (*CONVERTED, *BATCHES, *trl_words("free"), *trl_words("explained"))}
         words |= {word: ours for word, ours in trl_words("same").items() if ours in paths}
     words |= here
     near = words.get(suggest(bad, words) or "")
     valid = f"Valid keys{f' in {above}' if above else ''}: {', '.join(place.group.model_fields)}."
+    if near and above and near.split(".")[-1] == bad:
+        return f"{place}: unknown key {bad!r}. It is the setting {near!r}, not one of {above}."
     return f"{place}: unknown key {bad!r}. " + (f"Did you mean {near!r}?" if near else valid)
 
 

@@ -345,3 +345,17 @@ def test_no_word_stands_twice_in_the_table() -> None:
         listed = [word for line in lines for word in line.strip().partition(":")[0].split(", ")]
         assert len(listed) == len(set(listed)) > 0
         assert set(listed) == set(trl_words(part.partition(":")[0]))
+
+
+@pytest.mark.parametrize("group", ["sampling", "data", "optimizer", "episodes"])
+def test_a_suggestion_is_another_key_and_there_is_one(group: str) -> None:
+    """In a group a word of the whole run is said to be the run's; a group by itself suggests no word of a run."""
+    inside = type(getattr(GRPOConfig(), group))
+    for word in set(GRPOConfig.model_fields) - set(inside.model_fields):
+        with pytest.raises(ConfigError) as error:
+            GRPOConfig(**{group: {word: 1}})
+        assert f"Did you mean '{word}'" not in str(error.value), error.value
+        with pytest.raises(ConfigError) as alone:
+            inside(**{word: 1})
+        meant = re.search(r"Did you mean '(.*?)'", str(alone.value))
+        assert meant is None or meant[1].split(".")[0] in inside.model_fields, alone.value
