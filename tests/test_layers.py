@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ FLOORS, ONLY = floors()
 FLOORS["__main__"] = 10.0
 
 
+@cache
 def imports(package: Path) -> dict[str, set[str]]:
     """For each module, by dotted name below the package, the modules of the package that it imports anywhere in its text."""
     names = {}

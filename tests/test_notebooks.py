@@ -1,4 +1,4 @@
-"""Every notebook runs, each in a process of its own: modules and solutions as plain cells, lessons and tutorials in a real kernel.
+"""Every notebook runs, each in a process of its own: modules, lessons and solutions as plain cells, tutorials and the first lesson in a real kernel.
 
 Importing torch, transformers and the rest takes seconds, a hundred and seventy times over. So one process imports them, and each module's notebook runs
 in a fork of it; our own package is imported by the notebook. Its objects are frozen: else each fork would look through all of them when it ends,
@@ -21,7 +21,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 ALL = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-TUTORIALS = [p for p in ALL if p.parent.name in ("course", "tutorials")]  # run in a kernel, as a reader's
+TUTORIALS = [
+    p for p in ALL if p.parent.name == "tutorials" or p.stem == "lesson_01"
+]  # run in a kernel, as a reader's: 5 CPU seconds each
 
 
 def dotted(path: Path) -> str:
@@ -127,7 +129,7 @@ def marked(paths: list[Path]) -> list[Any]:
 
 @pytest.mark.parametrize("path", marked([p for p in ALL if p not in TUTORIALS]))
 def test_module_notebook(path: Path, tmp_path: Path, forks: subprocess.Popen[str]) -> None:
-    cwd = tmp_path if path.parent.name == "solutions" else NBS
+    cwd = tmp_path if path.parent.name in ("course", "solutions") else NBS
     run_forked(forks, path, cwd, tmp_path / "told.txt")
 
 

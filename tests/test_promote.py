@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import patience
+import forked
 import pytest
 from command import call
 
@@ -52,8 +52,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("promoted")
     (place / "notebook.py").write_text(NOTEBOOK)
     command = [sys.executable, "notebook.py"]
-    done = patience.run(command, cpu=300, cwd=place)
-    assert done.returncode == 0, done.stdout[-2000:]
+    done = forked.run(command, cwd=place)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "the run in run began the same way" in done.stdout and "launch grpo --config job" in done.stdout
     return place / "job"
 

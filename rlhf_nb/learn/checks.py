@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,7 +177,7 @@ def _keep(name: str, verdict: CheckResult, answer: Any) -> None:
         code = ""
     kept = progress()
     if kept.get(name, {}).get("kind") != "right" or verdict:
-        kept[name] = {"kind": verdict.kind, "code": inspect.cleandoc(code), "when": time.strftime("%Y-%m-%d")}
+        kept[name] = {"kind": verdict.kind, "code": textwrap.dedent(code), "when": time.strftime("%Y-%m-%d")}
         try:
             progress_file().parent.mkdir(parents=True, exist_ok=True)
             write_whole(progress_file(), json.dumps(kept, indent=1))
