@@ -587,12 +587,13 @@ class Episodes(Sampler):
                 continue
             e.rewards[-1] += reward
             e.metrics |= metrics
-            e.messages += messages
+            most = 64 * max(1, self._left(e))  # letters; more never becomes tokens, and would only fill the log
+            e.messages += [{**m, "content": m["content"][:most]} for m in messages]
             if step.done or not messages:
                 e.stop = "done"
             elif len(e.texts) >= self.config.max_turns:
                 e.stop = "turns"
-            elif self._room(e, request.sampling) < 1 or sum(len(m["content"]) for m in messages) > 64 * self._left(e):
+            elif self._room(e, request.sampling) < 1 or sum(len(m["content"]) for m in messages) > most:
                 e.stop = "tokens"  # no room for another turn, or text that is far too long even to be made tokens
             else:
                 replied.append((e, self._reply(e.seat.kind, e.asked[0], messages, e.ids[-1])))
