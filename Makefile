@@ -10,7 +10,7 @@ export PYTHONWARNINGS := ignore::FutureWarning
 export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the package again, half a second each
 
-.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup pictures gpu-luggage clean
+.PHONY: demo test test-other-cpu test-plain test-all mutants compat lock export lint setup docs pictures gpu-luggage clean
 
 setup: $(STAMP)
 
@@ -69,7 +69,7 @@ $(BROWSER): $(STAMP)
 	$(PIP) install -c constraints.txt -e ".[browser]"
 	touch $(BROWSER)
 
-test-all: $(BROWSER) test-plain  ## the slow suites as well; those in a browser where Chromium is installed
+test-all: $(BROWSER) $(DOCS)/.installed test-plain  ## the slow suites as well; those in a browser where Chromium is installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 mutants: $(STAMP)  ## wrong changes of the code, each of which a test must notice; slow; writes docs/mutants.md
@@ -84,6 +84,16 @@ export: $(STAMP)  ## notebooks -> package, README and the table of contents
 	$(BIN)/python .ci/order.py
 	$(BIN)/python .ci/readme.py
 	$(BIN)/python .ci/trl_page.py
+
+# The site needs neither torch nor the package: an environment of its own, installed by hash wherever a wheel fits any machine.
+DOCS := .venv-docs
+$(DOCS)/.installed: .ci/book/requirements.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --quiet --disable-pip-version-check $(if $(filter 1,$(LOCKED)),$(HASHED) .ci/book/requirements.lock,install $$(grep docs_requirements settings.ini | cut -d= -f2-))
+	touch $@
+
+docs: $(DOCS)/.installed  ## the site, in build/site/html: no warning, no dead link, no notebook executed
+	$(DOCS)/bin/python .ci/book.py
 
 pictures: $(STAMP)  ## the recording in the README, from real runs
 	$(BIN)/python .ci/pictures.py

@@ -1,6 +1,7 @@
 """requirements.lock: what the make targets install, each file with its hash. Run it with an environment whose versions are the tested ones.
 
     .venv/bin/python .ci/lock.py
+    .venv/bin/python .ci/lock.py docs    # only .ci/book/requirements.lock, what `make docs` installs
 
 For Python 3.11 on Linux x86-64. Hashes only, no addresses: any mirror does. pip itself and what builds packages are among them, and torch with two
 hashes: of its CPU build, where pip is pointed at one, and of its usual one.
@@ -8,6 +9,7 @@ hashes: of its CPU build, where pip is pointed at one, and of its usual one.
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import subprocess
@@ -59,9 +61,27 @@ def locked(held: dict[str, tuple[str, str]]) -> list[str]:
     ]
 
 
+def of_the_site() -> None:
+    """Write the lock of the site's environment, which has nothing of the package's."""
+    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    held = chosen(*parser["DEFAULT"]["docs_requirements"].split())
+    lines = [f"{name}=={version} --hash=sha256:{digest}" for name, (version, digest) in sorted(held.items())]
+    (ROOT / ".ci" / "book" / "requirements.lock").write_text(
+        "# Written by .ci/lock.py docs: what `make docs` installs, for Python 3.11 on Linux x86-64.\n"
+        + "\n".join(lines)
+        + "\n",
+        encoding="utf-8",
+    )
+    print(f"{len(lines)} packages for the site")
+
+
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         raise SystemExit(f"this is Python {sys.version.split()[0]}; the lock is for 3.11, the version that CI runs")
+    of_the_site()
+    if sys.argv[1:] == ["docs"]:
+        return
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
         pins.write(
             "\n".join(
