@@ -226,7 +226,7 @@ class Queue:
 
 # %% ../../nbs/fast/decode.ipynb #34d118d5
 BUCKET = 16  # on a GPU the number of slots only shrinks to multiples of this, so that few graphs are recorded
-LOOK = 4  # steps after which somebody who may end rows is asked
+LOOK = 4  # steps between two looks at who has ended
 
 
 def run(

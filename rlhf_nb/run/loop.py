@@ -99,7 +99,7 @@ class BaseMethod(ABC):
         return batch
 
     def draw_ahead(self, step: int, total: int, pull: Callable[[], Any]) -> Any:
-        """This step's batch, after those of later steps were begun; None: there is none. Asked where `ahead` isn't None.
+        """This step's batch, after those of later steps were begun; None: there is none. Asked where there is `ahead`.
 
         Args:
             step: steps done before.

@@ -409,7 +409,7 @@ class OnlineMethod(TextMethod):
         lag, was = self.config.rollouts.lag, max(0, *(t["number"] - t["version"] for t in told))
         if was != lag:
             warnings.warn(
-                f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps, which the checkpoint holds, are "
+                f"rollouts.lag is {lag}, and was {was}: the answers of {len(told)} steps in the checkpoint are "
                 "learnt from first.",
                 stacklevel=3,
             )
@@ -420,7 +420,7 @@ class OnlineMethod(TextMethod):
             setting(self, "sampling.temperature", 0.0, math.inf).set(temperature)
 
     def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> StepTicket | None:
-        """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn, all by the present weights."""
+        """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn by the present weights."""
         tickets = self.rollouts.tickets
         for number in range(max([step - 1, *tickets]) + 1, min(step + self.config.rollouts.lag + 1, total)):
             prompts = pull()
@@ -544,8 +544,8 @@ class OnlineMethod(TextMethod):
 
     @torch.no_grad()
     def lag_metrics(self, r: Rollout) -> dict[str, float]:
-        """How old a rollout is that was drawn ahead, how long its rewards took, and, where π_old was scored, how far the
-        policy has moved since.
+        """How old a rollout is that was drawn ahead, how long its rewards took, and, where π_old was scored, how far
+        the policy has moved since.
         """
         if self.ticket is None:
             return {}
