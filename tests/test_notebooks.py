@@ -57,6 +57,7 @@ LONG = {
     "tutorials.multi_gpu_from_a_cell": "test_promote.py",
     "tutorials.reward_hacking_live": "test_health.py",
     "tutorials.rlhf_in_five_minutes": "test_cli.py",
+    "tutorials.waiting_for_others": "test_tickets.py",
 }
 
 FORKS = """
