@@ -135,7 +135,7 @@ class _Pieces:
             self.started = True
             return
         self.ids += value.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = self.so_far()
         if not text.endswith("\ufffd"):  # half of a character: wait for the rest
             self._hand_on(text[: self.stops.sure(text)])
 
@@ -143,15 +143,18 @@ class _Pieces:
         """Whether a rule has ended the answer, as `generate` asks it."""
         import torch
 
-        return torch.tensor([self.stops.where(self.tokenizer.decode(self.ids, skip_special_tokens=True)) is not None])
+        return torch.tensor([self.stops.where(self.so_far()) is not None])
+
+    def so_far(self) -> str:
+        """The answer as it is shown, to which the rules apply: from its first word."""
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True)).lstrip()
 
     def end(self) -> None:
         """No more tokens come."""
-        self._hand_on(self.stops.cut(self.tokenizer.decode(self.ids, skip_special_tokens=True)))
+        self._hand_on(self.stops.cut(self.so_far()))
 
     def _hand_on(self, text: str) -> None:
-        """What is new in a text, which begins with its first word."""
-        text = text.lstrip()
+        """What is new in a text."""
         if len(text) > self.done:
             self.say(text[self.done :])
             self.done = len(text)
