@@ -475,10 +475,6 @@ def test_memory_is_stated_and_kept(folder: str) -> None:
     columns = engine.columns(128)
     assert 128 < columns <= 128 + 32 and row.cache == 2 * columns * row.token and engine.memory.nbytes <= row.cache
     assert row.weights == sum(p.numel() * 4 for p in engine.model.parameters())
-    held = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in engine.model.parameters()}
-    layers = sum(p.numel() * 4 for p in engine.model.model.layers.parameters())
-    assert sum(held.values()) < row.weights - layers + 4096  # laid out anew, and not kept twice
-    assert row.copies == engine.copies == engine.model.lm_head.weight.nbytes
     told: queue.Queue[AnswerPiece] = queue.Queue()
     site.batcher.start()
     site.batcher.put(

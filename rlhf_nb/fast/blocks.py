@@ -110,10 +110,9 @@ class Blocks:
         body: transformers' decoder of a family that `can_run` knows, LoRA layers inside or not.
         dtype: number format of the projections.
         fuse: copy stacked weights (without gradient, for sampling); False calls the model's own layers.
-        keep: see `Projection`.
     """
 
-    def __init__(self, body: nn.Module, dtype: torch.dtype, fuse: bool, keep: bool = True) -> None:
+    def __init__(self, body: nn.Module, dtype: torch.dtype, fuse: bool) -> None:
         b: Any = body
         config = b.config
         self.body, self.config, self.dtype, self.fuse = b, config, dtype, fuse
@@ -121,7 +120,7 @@ class Blocks:
         self.learned_positions = hasattr(b, "wpe")
 
         def make(modules: list[nn.Module]) -> Projection:
-            return Projection(modules, fuse, dtype, keep)
+            return Projection(modules, fuse, dtype)
 
         self.modules: list[nn.Module] = list(b.h if self.learned_positions else b.layers)
         self.layers = [

@@ -25,7 +25,7 @@ __all__ = ['Attend', 'Choose', 'BUCKET', 'LOOK', 'copied', 'FastDecoder', 'prefi
 Attend = Callable[[int, Tensor, float], Tensor]  # (layer, qkv [M, heads, D], scale) → attention output [M, H·D]
 
 
-def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: float) -> bool:
+def copied(weight: Tensor, dtype: torch.dtype, size: int, max_bytes: int) -> bool:
     """Whether a decoder makes copies of its projections: small ones side by side; on a GPU, under autocast, any that
     each step would round anew.
 
@@ -50,21 +50,15 @@ class FastDecoder(Blocks):
         length: longest row, in tokens.
         max_bytes: above this many bytes of projection weights nothing is copied and the model's own layers are called,
             but see `copied`.
-        keep: False: nothing else uses the model, so the layers' weights are given back once they are copied.
     """
 
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: float = 1 << 28, keep: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, dtype: torch.dtype, length: int, max_bytes: int = 1 << 28) -> None:
         m: Any = model
         body, blocks = (m.transformer, m.transformer.h) if hasattr(m, "transformer") else (m.model, m.model.layers)
         size = sum(p.numel() for p in blocks.parameters())
-        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes), keep)
+        super().__init__(body, dtype, copied(body.get_input_embeddings().weight, dtype, size, max_bytes))
         self.head, self.length = Projection([m.lm_head], self.fuse, dtype), length
-        for p in () if keep or not self.fuse else m.parameters():  # a file's map ends when nothing is left that uses it
-            p.data = p.data if 0 in p.stride() else p.data.clone()
-        more = m.lm_head.weight.numel() + (size if keep else 0)
-        self.copies = more * dtype.itemsize if self.fuse else 0  # bytes beyond the model's own, at most
+        self.copies = (size + m.lm_head.weight.numel()) * dtype.itemsize if self.fuse else 0  # bytes, at most
         on_cpu = (
             body.device.type == "cpu"
         )  # where attention over float32 costs little, and its kernel for bfloat16 is the slower one

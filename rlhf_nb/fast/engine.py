@@ -36,18 +36,18 @@ READ_AT_ONCE = 1024  # tokens that are read in one pass, padding included
 MASK = 1 << 24  # numbers of attention weights in a pass, at most
 
 
-def decoder_for(model: Any, length: int, max_bytes: float = 1 << 28, keep: bool = True) -> FastDecoder:
+def decoder_for(model: Any, length: int, max_bytes: int = 1 << 28) -> FastDecoder:
     """A model as a list of tensor operations, in the number format that it computes in now.
 
     Args:
         model: a causal language model that `support.can_run` has nothing to say about, in evaluation mode.
         length: most tokens of a row.
-        max_bytes, keep: see `FastDecoder`.
+        max_bytes: see `FastDecoder`.
     """
     weight = model.get_input_embeddings().weight
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    return FastDecoder(model, dtype, length, max_bytes, keep)
+    return FastDecoder(model, dtype, length, max_bytes)
 
 
 def _up(n: int, unit: int = WIDE) -> int:

@@ -333,10 +333,9 @@ class Projection:
         modules: the layers, side by side in the output.
         fuse: copy their weights into one matrix, in the layout that products are fastest with; False calls the layers.
         dtype: what the copy is stored in.
-        keep: False: once they are copied, the layers' weights are given back (NaN stands there, without memory).
     """
 
-    def __init__(self, modules: list[nn.Module], fuse: bool, dtype: torch.dtype, keep: bool = True) -> None:
+    def __init__(self, modules: list[nn.Module], fuse: bool, dtype: torch.dtype) -> None:
         self.modules, self.dtype, self.packed = modules, dtype, False
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -352,11 +351,6 @@ class Projection:
             self.packed = pays_to_pack(self.weight)
             if self.packed:
                 self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
-            elif not keep and len(weights) == 1:
-                self.weight = self.weight.clone()
-            for layer in [] if keep else modules:
-                own: Any = layer.weight
-                own.data = own.new_full((1,), torch.nan).expand(own.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:

@@ -158,7 +158,6 @@ class ServedEngine(RowEngine):
         copies: bytes of memory for weights laid out anew, as a CPU multiplies them fastest; a model that needs more
             keeps its own layers.
         cache: bytes of memory for keys and values; two answers of `length` tokens always fit.
-        keep: False: nothing else uses the model, so what is laid out anew takes no further memory.
 
     plain: why the fast path isn't taken; close: why an answer's last bits may depend on the others; None: they don't.
     """
@@ -167,7 +166,7 @@ class ServedEngine(RowEngine):
 
     def __init__(
         self, model: Any, tokenizer: Any, rows: int, length: int, adapter: str | None = None, ahead: int = 0,
-        most_drafted: int = 4, copies: float = 1 << 28, cache: float = math.inf, keep: bool = True,
+        most_drafted: int = 4, copies: int = 1 << 28, cache: float = math.inf,
     ) -> None:  # fmt: skip
         super().__init__(None, self.on, model)
         self.tokenizer, self.adapter, self.length, self.most_rows = tokenizer, adapter, length, rows
@@ -184,7 +183,7 @@ class ServedEngine(RowEngine):
             if self.plain:
                 self.memory = OwnCaches(model, rows)
             else:
-                decoder = decoder_for(bare, length, copies, keep)
+                decoder = decoder_for(bare, length, copies)
                 self.memory, self.copies = RowCache(decoder, rows, length, block(ahead), self.places), decoder.copies
             self.close = why_close(bare, length) or self._why_close(len(weight))
 

@@ -88,9 +88,7 @@ class ServeConfig(StrictConfig):
     feedback: str | None = option(None, "file that gets what users say of answers")
     log_text: bool = option(False, "write prompts and answers into traffic, too")
     copies: float = option(
-        2.0,
-        "GiB, over models with adapters, for weights laid out as a CPU multiplies them fastest; 0: small ones",
-        ge=0,
+        2.0, "GiB, over all models, for weights laid out as a CPU multiplies them fastest; 0: small models only", ge=0
     )
     cache: float = option(2.0, "GiB, over all models, for keys and values; two answers of each model always fit", gt=0)
     device: str = option("auto", "auto, cpu, mps or cuda")

@@ -277,11 +277,9 @@ def _load(
             models[each] = _model(config, each, version, net, tokenizer, told, None if each == name else name)
             adapter, ahead = each if each in own else None, config.ahead.get(each, 0)
             most, length = config.max_concurrent, models[each].length
-            on_cpu, words = precision.device.type == "cpu", copy.deepcopy(tokenizer)
-            alone = on_cpu and not own  # no adapter shares the weights
-            copies = math.inf if alone else max(left, _SMALL) if on_cpu else _SMALL
-            memory: dict[str, Any] = {"copies": copies, "cache": cache, "keep": not alone}
-            engines[each] = ServedEngine(net, words, most, length, adapter, ahead, **memory)
+            copies = max(left, _SMALL) if precision.device.type == "cpu" else _SMALL
+            own_words = copy.deepcopy(tokenizer)
+            engines[each] = ServedEngine(net, own_words, most, length, adapter, ahead, copies=copies, cache=cache)
             left -= engines[each].copies
             models[each].net, models[each].on = net, engines[each].on
             close = engines[each].close
@@ -361,12 +359,9 @@ def memory_plan(config: ServeConfig) -> list[Planned]:
             load_causal_lm(ModelConfig(name_or_path=place), precision).config if made else find_model(place)[1]
         )
         token, weights = shape.layers * 2 * shape.kv_heads * shape.head_dim * size, shape.total * size
-        own = [n for n, home in homes.items() if home == name]
-        for each in (name, *own):
+        for each in (name, *(n for n, home in homes.items() if home == name)):
             columns = columns_for(config.max_context + block(config.ahead.get(each, 0)), shape.head_dim)
             copies = weights if on_cpu and weights <= max(left, _SMALL) else 0
-            if on_cpu and not own:  # the layers' own weights are given back
-                copies = shape.vocab * shape.hidden * size
             left -= copies
             places = most_places(config.max_concurrent, columns, cache / token)
             out.append(Planned(each, weights if each == name else 0, copies, token, places * token))
