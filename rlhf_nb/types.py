@@ -22,8 +22,8 @@ _all_ = ["Bool", "Float", "Int"]
 
 # %% auto #0
 __all__ = ['Index', 'TokenLists', 'LossMasks', 'remember', 'host', 'sent', 'along', 'fetch', 'sent_together', 'where_true',
-           'chosen', 'say_shape', 'Batch', 'pad_rows', 'Completions', 'prompt_uid', 'PromptBatch', 'PreferenceBatch',
-           'Rollout', 'LossSum', 'Bool', 'Float', 'Int']
+           'chosen', 'say_shape', 'Batch', 'pad_rows', 'within', 'Completions', 'prompt_uid', 'PromptBatch',
+           'PreferenceBatch', 'Rollout', 'LossSum', 'Bool', 'Float', 'Int']
 
 # %% ../nbs/types.ipynb #020a0002
 _KEPT = "_rlhf_nb_host"
@@ -401,6 +401,11 @@ def _check_lens(owner: Batch, name: str, ids: str) -> None:
         raise DataError(f"{type(owner).__name__}: {here}: lengths go from 0 to {width}.")
 
 # %% ../nbs/types.ipynb #6ed45577
+def within(x: Tensor, mask: Tensor) -> Tensor:
+    """x where a mask is 1, and 0 elsewhere; known to the host where both are."""
+    return along(lambda v, m: torch.where(m, v, 0.0), x, mask)
+
+
 @dataclass(eq=False, repr=False)
 class Completions(Batch):
     """Prompts and their completions as tokens."""
@@ -419,6 +424,11 @@ class Completions(Batch):
     def lengths(self) -> list[tuple[int, ...]]:
         """(prompt, completion) of each row."""
         return list(zip(host(self.prompt_lens).tolist(), host(self.completion_lens).tolist()))
+
+    @property
+    def counting(self) -> Tensor:
+        """bool[B], rows with a token that counts in the loss."""
+        return along(lambda m: m.any(1), self.completion_mask)
 
     @property
     def real(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import random
 import re
@@ -40,6 +41,17 @@ from rlhf_nb.types import Rollout
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 tok = toy.build_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are seen here even where a test before switched the logging of all that existed off."""
+    logger = logging.getLogger(module.__name__)
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logging.root.manager, "disable", 0)
+    logger.setLevel(logging.WARNING)
+
+
 WORDS = ("Where do owls live?", "What do bees eat?", "Tell me about frogs.", "How many legs do wolves have?")
 
 

@@ -27,7 +27,7 @@ MOST_ADVANTAGE = 5
 MOST_MODULES = 50  # above the ground: errors, core, types and settings are in every module's words
 MOST_CLIMBS = 15
 ONLINE = ["ppo", "grpo", "rloo", "online", "nash"]
-METHODS = [name for name in CASES if name not in ("regression", "steered")]
+METHODS = [n for n, place in CASES.items() if place.startswith("resume_harness:") and n != "regression"]
 
 
 def paths_to_formulas(run: Trainer, below: tuple[str, str] = ("loss", "update")) -> set[tuple[str, ...]]:

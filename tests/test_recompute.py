@@ -93,7 +93,7 @@ def test_one_backbone_for_all_roles(tmp_path: Path, forgotten: list[str]) -> Non
 def test_on_two_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
     from rlhf_nb.fast import workers
 
-    monkeypatch.setattr(workers, "_SMALL", 1)
+    monkeypatch.setattr(workers, "SMALL", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -63,7 +63,7 @@ OF_COMMAND: dict[str, dict[str, str]] = {  # metavariables that mean something e
     "get": {"NAME": "smollm2"}, "feedback": {"FILE": "feedback.jsonl"}, "reward": {"FILE": "pairs.jsonl"}, "launch": {"FOLDER": "jobs/owls",
     "FILE": "jobs/owls/config.yaml", "FORK": "jobs/owls"}, "push": {"NAME": "owner/name"}, "run": {"FILE": "pairs.jsonl", "run.yaml": "run_all.yaml"},
     "sample": {"FOLDER": "runs/reward/model", "...": "Hello."}, "attack": {"MODEL": "runs/reward/model"},
-    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"},
+    "eval": {"FOLDER": "runs/reward/model"}, "compare": {"A": "runs/eval/old", "B": "runs/eval/new", "C": "runs/eval/sums/smollm2"}, "lm-eval": {"MODEL": "tiny"}, "plan": {"FILE": "run.yaml"},
 }  # fmt: skip
 CONFIGS = {
     "eval": "bench.evals:EvalConfig", "attack": "bench.attack:AttackConfig", "label-steps": "bench.label_steps:LabelStepsConfig",

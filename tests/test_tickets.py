@@ -95,7 +95,7 @@ def test_a_ticket_is_drawn_by_the_version_that_the_rule_names(tmp_path: Path) ->
         versions.append({k: v.clone() for k, v in t.method.model.state_dict().items()})
         r = t.collect(t.next_batch())
         learnt.append((r, t.method.ticket.version))
-        assert sorted(t.method.rollouts.tickets) == list(range(step, min(step + lag + 1, 6)))
+        assert sorted(t.method.rollouts.tickets) == list(range(step + 1, min(step + lag + 1, 6)))
         t.finish_step(t.update(r))
     again = toy.build_model(0, "tiny").eval()
     for step, (r, version) in enumerate(learnt):
@@ -182,7 +182,7 @@ def test_another_lag_after_a_resume(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="rollouts.lag is 0, and was 2: the answers of 2 steps"):
         t.fit(resume=True)
     lags = {e["step"]: e.get("rollout/lag") for e in read_metrics(tmp_path) if e["type"] == "step"}
-    assert lags == {1: 0.0, 2: 1.0, 3: 2.0, 4: None, 5: None} and t.method.ahead is None
+    assert lags == {1: 0.0, 2: 1.0, 3: 2.0, 4: None, 5: None} and not t.method.rollouts.tickets
 
 
 def test_a_temperature_that_is_set_counts_for_what_is_drawn_from_then_on(tmp_path: Path) -> None:

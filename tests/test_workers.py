@@ -22,7 +22,7 @@ from rlhf_nb.types import Completions
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(workers, "_SMALL", 1)  # a test's model is tiny
+    monkeypatch.setattr(workers, "SMALL", 1)  # a test's model is tiny
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

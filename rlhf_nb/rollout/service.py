@@ -101,10 +101,6 @@ class Rollouts:
             ticket.said = None
             raise
 
-    def keep(self, numbers: set[int]) -> None:
-        """Forget all tickets but these."""
-        self.tickets = {n: t for n, t in self.tickets.items() if n in numbers}
-
     def state_dict(self) -> list[dict[str, Any]]:
         """All tickets, with their rewards, for which it waits; without, where they failed: they are asked for again."""
         told = list[dict[str, Any]]()

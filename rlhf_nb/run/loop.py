@@ -258,7 +258,7 @@ class StepStart:
     def __init__(self, run: Trainer) -> None:
         self.run = run
         self.source: dict[str, Any] | None = None  # the source's state before this step's rows
-        self.begun: set[int] = set()  # tickets that were there then
+        self.begun: dict[int, Any] = {}  # tickets that were there then
         self.rng: dict[str, Tensor] = {}
         self.signals: GracefulStop | None = None  # while all steps are made
 
@@ -267,7 +267,7 @@ class StepStart:
         collects = type(self.run.method).collect is not BaseMethod.collect
         self.source = self.run.source.state_dict() if collects else None
         self.rng = rng_state() if self.source is not None else {}
-        self.begun = set() if self.run.method.ahead is None else set(self.run.method.ahead.tickets)
+        self.begun = {} if self.run.method.ahead is None else dict(self.run.method.ahead.tickets)
 
     @contextmanager
     def may_stop(self) -> Iterator[None]:
@@ -306,7 +306,7 @@ class StepStart:
         """What was taken from the source in this step is there again, and no ticket that was begun with it."""
         self.run.source.load_state_dict(source)
         if self.run.method.ahead is not None:
-            self.run.method.ahead.keep(self.begun)
+            self.run.method.ahead.tickets = dict(self.begun)
 
     def _save(self) -> str:
         """Save the run as it was before this step's rows were taken; says so, or why not, as the end of a message."""
@@ -532,8 +532,12 @@ class Trainer:
             rows, world = self.source.next_batch(self.rows_per_step), self.engine.world_size
             mine = rows[: len(rows) // world * world][self.engine.rank :: world]
             self.exhausted = not mine
-            batch: Any = self.method.collate(mine) if mine else None
-            return batch.to(self.engine.device) if hasattr(batch, "to") else batch
+            return self.batch_of(mine) if mine else None
+
+    def batch_of(self, rows: list[Any]) -> Any:
+        """Rows collated, on the device."""
+        batch: Any = self.method.collate(rows)
+        return batch.to(self.engine.device) if hasattr(batch, "to") else batch
 
     def collect(self, batch: Any) -> Any:
         """What this step learns from, made without gradient."""
@@ -577,8 +581,6 @@ class Trainer:
         self.step += 1
         fields = {**stats, **self.method.metrics(), "lr": lr, **_position(self.source), **self.meter.report()}
         self.method.finish_step(self.step)
-        if self.method.ahead is not None:
-            self.method.ahead.keep({n for n in self.method.ahead.tickets if n >= self.step})
         event = self.event("step", **fields)
         self.history.append(event)
         if self.failure is not None:

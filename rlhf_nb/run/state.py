@@ -27,6 +27,7 @@ from rlhf_nb.run.checkpoint import (
     problem_of, save_checkpoint, snapshot, split_state,
 )  # fmt: skip
 from ..files import copy_regular, write_whole
+from ..untrusted import json_value
 from .lock import RunLock
 from rlhf_nb.run.log import (
     FORMAT,
@@ -90,7 +91,8 @@ def restore(run: Any, tensors: Mapping[str, Any], meta: dict[str, Any]) -> int:
     run.method.load_state_dict(join_state(meta["method"], tensors["method"]))
     run.source.load_state_dict(join_state(meta["source"], tensors["source"]))
     if "ahead" in tensors:
-        plain = json.loads(tensors["ahead"]["plain"].numpy().tobytes())
+        raw = tensors["ahead"]["plain"].numpy().tobytes()
+        plain = json_value(raw, len(raw), whole=False)
         run.method.load_ahead(join_state(plain, dict(tensors["ahead"])))
     changes = config_changes(meta.get("config", {}), plain_json(run.config.to_dict())) if "config" in meta else []
     run.control.take_config(change.partition(": ")[0] for change in changes)
@@ -330,8 +332,7 @@ def _check(run: Any) -> dict[str, Any] | None:
             warnings.simplefilter("ignore")  # the rows come again, and with them what is to be said of them
             rows = run.source.next_batch(run.rows_per_step)
         run.source.load_state_dict(before)
-        batch: Any = run.method.collate(rows[:n]) if rows else None
-        return batch.to(run.engine.device) if hasattr(batch, "to") else batch
+        return run.batch_of(rows[:n]) if rows else None
 
     state = rng_state()
     with run.engine.autocast(), run.engine.generation_mode():

@@ -13,6 +13,7 @@ from importlib.resources import files
 import yaml
 
 from ..core import ConfigError, check_choice
+from ..strict import table_of
 from .launch import accelerate_settings
 
 # %% auto #0
@@ -78,8 +79,7 @@ def _checked(command: Sequence[str], output_dir: str, nodes: int, gpus: int, str
 @cache
 def _template(kind: str) -> str:
     """What a scheduler is given, with {places} to fill; kind: slurm or kubernetes."""
-    text = files("rlhf_nb").joinpath("scale", "cluster.yaml").read_text(encoding="utf-8")
-    return str(yaml.safe_load(text)[kind])
+    return str(table_of("scale/cluster.yaml")[kind])
 
 # %% ../../nbs/scale/cluster.ipynb #ee0d83ff
 def slurm_script(

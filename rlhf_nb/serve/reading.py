@@ -131,7 +131,7 @@ def embedding(model: Model, ids: list[int]) -> list[float]:
     return [float(x) for x in mean / mean.norm().clamp(min=1e-12)]
 
 # %% ../../nbs/serve/reading.ipynb #e03c9e09
-async def _scores(desk: Desk, asked: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
+async def _scored_answer(desk: Desk, asked: ScoreAsked, model: Model, who: str) -> dict[str, Any]:
     """The response to a request for `/v1/score`."""
     given = asked.prompt if isinstance(asked.prompt, str) else [m.message() for m in asked.prompt]
     least = max(model.least(a) for a in asked.answers) + model.least(given)
@@ -173,7 +173,7 @@ async def _embeddings(desk: Desk, asked: EmbeddingsAsked, model: Model, who: str
 
 
 _ROUTES: dict[str, tuple[type[BaseModel], Callable[..., Any]]] = {
-    "/v1/score": (ScoreAsked, _scores), "/v1/embeddings": (EmbeddingsAsked, _embeddings),
+    "/v1/score": (ScoreAsked, _scored_answer), "/v1/embeddings": (EmbeddingsAsked, _embeddings),
 }  # fmt: skip
 
 

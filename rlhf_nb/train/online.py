@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -49,7 +50,7 @@ from .method import TextConfig, TextMethod, frozen_parts
 from .trainer import TextTrainer
 from .words import takes_trl
 from .watched import RewardPart, entries_as_rewards, held_out_rewards, with_watched
-from ..types import PromptBatch, Rollout, along, host
+from ..types import PromptBatch, Rollout, along, host, within
 
 # %% auto #0
 __all__ = ['online_presets', 'KLBudget', 'KLPrice', 'OnlineConfig', 'rollout_metrics', 'rollout_samples', 'group_metrics',
@@ -291,6 +292,7 @@ class OnlineMethod(TextMethod):
     imitates = False  # whether it learns from good answers of any origin; a policy gradient needs the policy's own
     asks_outside = gathers = True
     adapter: str | None = None  # the policy's own, where one backbone has several
+    ticket: StepTicket | None = None  # that is learnt from
     draws_besides = ""  # what a step draws besides its answers to prompts; nothing of it can be drawn ahead
     config: OnlineConfig
 
@@ -313,9 +315,7 @@ class OnlineMethod(TextMethod):
         self._collected: dict[str, float] = {}
         self._samples: list[dict[str, Any]] = []
         self._warned = False
-        now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
-        self.rollouts = Rollouts(self.ask, 0 if now else config.rollouts.at_once or config.rollouts.lag + 1)
-        self.ticket: StepTicket | None = None  # that is learnt from
+        self.ahead = self.rollouts if config.rollouts.lag else None
         self.temperature, self._taken = config.sampling.temperature, math.nan
 
     @abstractmethod
@@ -398,13 +398,16 @@ class OnlineMethod(TextMethod):
             r.ref_logps = self.reference.logps(r, temperature=temperature, token_budget=budget)
         return r
 
-    @property
-    def ahead(self) -> Rollouts | None:
-        """What was drawn ahead; None where nothing is."""
-        return self.rollouts if self.config.rollouts.lag or self.rollouts.tickets else None
+    @cached_property
+    def rollouts(self) -> Rollouts:
+        """Tickets that are under way."""
+        now = any(holds_model(fn) for fn in self.rewards.fns)  # it computes with what the updates compute with
+        how = self.config.rollouts
+        return Rollouts(self.ask, 0 if now else how.at_once or how.lag + 1)
 
     def load_ahead(self, told: list[dict[str, Any]]) -> None:
         """Tickets of a checkpoint."""
+        self.ahead = self.rollouts
         self.rollouts.load_state_dict(told, self.engine.device)
         lag, was = self.config.rollouts.lag, max(0, *(t["number"] - t["version"] for t in told))
         if was != lag:
@@ -419,16 +422,18 @@ class OnlineMethod(TextMethod):
         if temperature != self.config.sampling.temperature:
             setting(self, "sampling.temperature", 0.0, math.inf).set(temperature)
 
-    def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> StepTicket | None:
+    def draw_ahead(self, step: int, total: int, pull: Callable[[], PromptBatch | None]) -> Any:
         """The ticket of a step, after those of up to `rollouts.lag` steps later were drawn by the present weights."""
         tickets = self.rollouts.tickets
+        if not (self.config.rollouts.lag or tickets):  # those of a checkpoint are learnt from
+            return pull()
         for number in range(max([step - 1, *tickets]) + 1, min(step + self.config.rollouts.lag + 1, total)):
             prompts = pull()
             if prompts is None:
                 break
             self.heat(self.temperature)
             self.rollouts.begin(StepTicket(number, step, self.temperature, self.answers(prompts, number)))
-        return tickets.get(step)
+        return tickets.pop(step, None)
 
     def ask(self, r: Rollout) -> Scored:
         """What the rewards say of a rollout, in whatever thread."""
@@ -503,12 +508,12 @@ class OnlineMethod(TextMethod):
         among those that others are compared with.
         """
         r.completion_mask = self.learns(r)
-        r.advantages = along(lambda m, a: torch.where(m, a, 0.0), r.completion_mask, r.need("advantages"))
+        r.advantages = within(r.need("advantages"), r.completion_mask)
         return r
 
     def has_gradient(self, r: Rollout) -> Tensor:
         """bool[B], rows that can move a weight; by default those with a token that something is learnt from."""
-        return along(lambda m: m.any(1), r.completion_mask)
+        return r.counting
 
     def computed(self, r: Rollout, unit: int = 1) -> Rollout:
         """The rows that have a gradient; where none has, the first `unit`: their gradient of 0 still moves what Adam
