@@ -394,6 +394,16 @@ def test_port_zero_is_said_and_not_dropped() -> None:
     )
 
 
+def test_a_setting_that_is_typed_where_models_stand_is_no_model() -> None:
+    from rlhf_nb.core import ConfigError
+    from rlhf_nb.serve.settings import ServeConfig
+    from rlhf_nb.serve.start import read_settings
+
+    for name in ServeConfig.model_fields:
+        with pytest.raises(ConfigError, match=f"type --set {name}=8001"):
+            read_settings(None, ["toy", f"{name}=8001"], None)
+
+
 def test_a_link_that_moves_while_it_is_loaded_changes_nothing(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

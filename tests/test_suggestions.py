@@ -43,7 +43,7 @@ FILLED = {  # what a message fills in
 FILLED_IN = {  # where the same word means something else
     "compare A B --suite NAME": "compare tiny other --suite sums", "eval/SUITE/A runs/eval/SUITE/B": "eval/old runs/eval/new",
     "--votes FILE": "--votes votes.jsonl", "serve MODEL --feedback FILE": "serve tiny --feedback said.jsonl",
-    "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve traffic=FILE": "serve tiny --traffic said.jsonl",
+    "serve --feedback FILE": "serve tiny --feedback said.jsonl", "serve MODEL --traffic FILE": "serve tiny --traffic said.jsonl",
     "eval MODEL --suite {model}": "eval tiny --suite sums", "sample {name}": "sample tiny", "push {place} {name}": "push runs/ppo a/b",
     "{name} --config run/config.yaml": "ppo --config runs/ppo", "{name} --toy {…}": "ppo --toy seed=1",
     "{made.method} --config {…}": "ppo --config run.yaml", "get {name}{more}": "get smollm2", "data {name}{…}": "data owner/name",

@@ -146,7 +146,7 @@ def filled(line: Suggestion) -> list[str]:
     return words
 
 
-MOST_LEFT = 68
+MOST_LEFT = 41
 NOT_YET = set((Path(__file__).parent / "data" / "lines_not_run.txt").read_text(encoding="utf-8").splitlines())
 LINES = commands()
 

@@ -77,9 +77,9 @@ def test_what_was_not_said_fits_this_machine(large: str, tmp_path: Path, monkeyp
     """Less memory, less of everything that nothing was said of; the file of the run says what, and is resumed with it."""
     out = ["device=cpu", f"output_dir={tmp_path / 'run'}", f"model={large}", "data=toy"]
 
-    def on(free: float, *said: str) -> tuple[PPOConfig, str]:
+    def on(free: float, *said: str, resume: bool = False) -> tuple[PPOConfig, str]:
         monkeypatch.setattr("rlhf_nb.pipeline.doctor.free_bytes", lambda device: free)
-        return for_this_machine(PPOConfig.load(None, [*out, *said]))  # type: ignore[no-any-return]
+        return for_this_machine(PPOConfig.load(None, [*out, *said]), resume)  # type: ignore[no-any-return]
 
     much, told = on(1e12)
     assert (much.rollout_batch_size, much.mini_batch_size, much.model.lora, much.recompute) == (32, 32, None, False)
@@ -91,6 +91,7 @@ def test_what_was_not_said_fits_this_machine(large: str, tmp_path: Path, monkeyp
     assert on(1e9, *said) == (PPOConfig.load(None, [*out, *said]), "")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(little.to_yaml())
-    again, told = on(1e12)
+    assert on(1e12)[0] == much, "a run that is made anew isn't its predecessor"
+    again, told = on(1e12, resume=True)
     assert again.to_dict() == little.to_dict() and not told, "a run that was begun keeps its sizes"
     assert for_this_machine(PPOConfig.load(None, ["model=toy"]))[1] == ""

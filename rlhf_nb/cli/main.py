@@ -170,7 +170,7 @@ def _begin(kind: str, overrides: Any, config: Any, toy: bool, resume: bool, over
     with told(debug, _again()):
         from rlhf_nb.pipeline.doctor import completed
 
-        found = completed(kind, load_config(kind, config, overrides, toy), toy)
+        found = completed(kind, load_config(kind, config, overrides, toy), toy, resume)
         say_what_to_train("", kind, found, typed(config, toy, overrides))
         _train(kind, found, resume, overwrite)
 
@@ -324,17 +324,15 @@ def config_init(kind: str = MethodName, toy: bool = Toy, config: str = ConfigFil
 
 @app.command("doctor")
 def doctor_command(
-    kind: str = MethodName,
-    overrides: list[str] = Overrides,
-    config: str = ConfigFile,
-    toy: bool = Toy,
+    kind: str = MethodName, overrides: list[str] = Overrides, config: str = ConfigFile, toy: bool = Toy,
     debug: bool = Debug,
-) -> None:
+) -> None:  # fmt: skip
     """Look at model, tokenizer, data and machine before training; exit code 1 if training would fail."""
     with told(debug):
         from rlhf_nb.pipeline.doctor import doctor, findings_table
+        from rlhf_nb.train.stage import with_proxy
 
-        found = load_config(kind, config, overrides, toy)
+        found = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("doctor", kind, found, typed(config, toy, overrides))
         findings = doctor(found)
         print_rich(findings_table(findings))

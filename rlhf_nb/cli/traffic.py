@@ -77,7 +77,7 @@ def serve_command(
 
 
 ALERT = 3  # the exit code of a monitor that found something
-_Log = typer.Argument(..., help="the server's traffic log (rlhf-nb serve traffic=FILE)")
+_Log = typer.Argument(..., help="the server's traffic log (rlhf-nb serve MODEL --traffic FILE)")
 _Feedback = typer.Option(None, "--feedback", help="file or folder of what users say (rlhf-nb serve --feedback FILE)")
 _Json = typer.Option(None, "--json", help="write what was found to this file, each time")
 _Prometheus = typer.Option(None, "--prometheus", help="write it for Prometheus' textfile collector (NAME.prom)")

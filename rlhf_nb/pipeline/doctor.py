@@ -394,19 +394,20 @@ def _with(config: Any, key: str, value: Any) -> Any:
     return config.replace(**({group: {last: value}} if group else {key: value}))
 
 
-def for_this_machine(config: Any) -> tuple[Any, str]:
+def for_this_machine(config: Any, resume: bool = False) -> tuple[Any, str]:
     """A config whose sizes fit this machine, as far as nothing was said of them, and what was chosen, for people.
 
     On a CPU a large model draws 32 answers a step. Where the memory that is free would not do, smaller forward passes,
-    activations computed twice and adapters come in this order, until it does. A run that was begun keeps its sizes.
+    activations computed twice and adapters come in this order, until it does.
 
     Args:
         config: of a training run; returned as it is where its model isn't here, or is one of a world.
+        resume: a run goes on, with the sizes that it was begun with.
     """
     name, made, chosen = config.model.name_or_path, config, dict[str, Any]()
     if not name or model_world(name):
         return config, ""
-    if begun := RunDir(config.output_dir).config():
+    if resume and (begun := RunDir(config.output_dir).config()):
         flat = {**begun, "model.lora": begun.get("model", {}).get("lora")}
         kept = {k: flat[k] for k in (*_FEWER, *dict(_LIGHTER)) if k in flat and _unsaid(config, k)}
         lora = {"model": {"lora": kept.pop("model.lora")}} if "model.lora" in kept else {}
@@ -432,16 +433,17 @@ def for_this_machine(config: Any) -> tuple[Any, str]:
     )
 
 
-def completed(kind: str, config: Any, toy: bool) -> Any:
+def completed(kind: str, config: Any, toy: bool, resume: bool = False) -> Any:
     """The config of a command that trains: what was not said is found in the world (`--toy`) and on this machine.
 
     Args:
         kind: a method, or "run" for a pipeline, whose config stays as it is.
         config: of it.
         toy: a missing reward is the world's proxy.
+        resume: a run goes on.
     """
     config = with_proxy(kind, config, toy)
-    config, chosen = for_this_machine(config) if isinstance(config, TrainConfig) else (config, "")
+    config, chosen = for_this_machine(config, resume) if isinstance(config, TrainConfig) else (config, "")
     if chosen:
         tell(f"Note: {chosen}. The run's config.yaml has them.")
     return config

@@ -70,6 +70,11 @@ def read_settings(
 
     over = merge(said, parse_overrides(words or []))
     named = named_places(models, "model")
+    for name in named.keys() & ServeConfig.model_fields.keys():
+        raise ConfigError(
+            f"{name}={named[name]} would serve a model by the name {name!r}, which is a setting: type --set "
+            f"{name}={named[name]}, or another name for the model."
+        )
     return base.replace(**merge(over, {"models": named} if named else {}))
 
 # %% ../../nbs/serve/start.ipynb #5e932009
