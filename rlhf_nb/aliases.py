@@ -173,9 +173,11 @@ def known(key: str) -> bool:
 
 
 def elsewhere(key: str) -> str:
-    """What a key that doesn't exist here means in TRL, and what to write: one sentence,
-    or "" for a word that isn't TRL's.
+    """What a key that doesn't exist here means in TRL or meant in an earlier version, and what to write:
+    one sentence, or "" for any other word.
     """
+    if key in trl_words("earlier"):
+        return f"In earlier versions that was {trl_words('earlier')[key]}."
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
@@ -205,6 +207,7 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     elif key in CONVERTED:
         found = CONVERTED[key](value)
     needless = any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ()))
+    needless = needless or (value is None and key in trl_words("earlier"))  # as a file of then says it
     if found is None and (needless or key in trl_words("free") or key.startswith(("vllm_", "dataloader_"))):
         found = {}
     if found is None or all(map(has, found)):
