@@ -177,7 +177,7 @@ def elsewhere(key: str) -> str:
     one sentence, or "" for any other word.
     """
     if key in trl_words("earlier"):
-        return f"In earlier versions that was {trl_words('earlier')[key]}."
+        return f"In earlier versions that was {trl_words('earlier')[key]['was']}."
     if key in trl_words("explained"):
         return f"In TRL that's {trl_words('explained')[key]}."
     if key.startswith("vllm_"):
@@ -207,7 +207,6 @@ def _settings(key: str, value: Any, has: Callable[[str], bool]) -> dict[str, Any
     elif key in CONVERTED:
         found = CONVERTED[key](value)
     needless = any(type(value) is type(x) and value == x for x in trl_words("needless").get(key, ()))
-    needless = needless or (value is None and key in trl_words("earlier"))  # as a file of then says it
     if found is None and (needless or key in trl_words("free") or key.startswith(("vllm_", "dataloader_"))):
         found = {}
     if found is None or all(map(has, found)):
@@ -304,10 +303,11 @@ def _joined(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an older file at the place where they stand now:
-    `model.gradient_checkpointing` is `recompute`, beside the model.
+    """Settings of an older file at the place where they stand now: `model.gradient_checkpointing` is `recompute`,
+    beside the model; a setting that went is left out where its value changed nothing.
     """
-    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    gone = trl_words("earlier")
+    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v}
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
         out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}
