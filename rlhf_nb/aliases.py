@@ -307,7 +307,9 @@ def moved(data: Mapping[str, Any]) -> dict[str, Any]:
     beside the model; a setting that went is left out where its value changed nothing.
     """
     gone = trl_words("earlier")
-    out = {k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v}
+    out = {
+        k: moved(v) if isinstance(v, Mapping) else v for k, v in data.items() if k not in gone or gone[k]["off"] != v
+    }
     model = out.get("model")
     if isinstance(model, Mapping) and "gradient_checkpointing" in model:
         out["model"] = {k: v for k, v in model.items() if k != "gradient_checkpointing"}
