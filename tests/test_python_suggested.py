@@ -33,7 +33,7 @@ def polite(prompts, completions): return [float("please" in c) for c in completi
 SCORES = "values = scores_a = points = said = [1.0, 0.0, 1.0, 1.0] * 3; true = scores_b = [0.0, 0.0, 1.0, 1.0] * 3; clusters = names = [*'aabbccddeeff']\n"
 SCORES += "from rlhf_nb.evaluate.intervals import *; from rlhf_nb.evaluate.metrics import *\n"
 SFT = "rows = toy.sft_rows(16, 0); trainer = SFTTrainer(SFTConfig.preset('toy', output_dir='run', **few), model, tokenizer, rows, eval_rows=rows[:4])\n"
-GRPO = "save_model(model, tokenizer, 'tiny'); config = GRPOConfig.preset('toy', output_dir='run', model=dict(name_or_path='tiny'), rollout_batch_size=8, num_generations=4, **few)\n"
+GRPO = "save_model(model, tokenizer, 'tiny'); config = GRPOConfig.preset('toy', output_dir='run', model=dict(name_or_path='tiny'), rollout_batch_size=8, num_generations=4, sampling=dict(max_new_tokens=8), **few)\n"
 RESULTS = "from rlhf_nb.bench.results import Results, RowResult\nresults = others = Results(model='sft', suite='sums', fingerprint='f', settings={'seed': 0}, rows=[RowResult(id=str(i), score=i % 2) for i in range(8)])\n"
 RESULTS += "from rlhf_nb.bench.capability import CapabilityTester\n"
 FROZEN = (
@@ -64,6 +64,8 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
     "evaluate(model, tokenizer, prompts, rewards, reference, seed=...)": "prompts, rewards, reference = ['Visitor: Hi!\\nPip:'], {'short': short}, model\nevaluate(model, tokenizer, prompts, rewards, reference, seed=0)",
     "evaluate(..., reference=base)": "assert evaluate(model, tokenizer, ['Visitor: Hi!\\nPip:'], {'short': short}, reference=toy.build_model(1, 'tiny')).summary()",
     "from rlhf_nb import learn\n\nworld": "def my_function(scores, n): return scores\n", "from rlhf_nb import learn\n\nprint": "os.mkdir('submissions'); open('submissions/ada.json', 'w').write('{\"student\": \"Ada\", \"answers\": {}}')\n",
+    'config.save("run.yaml")': "config = SFTConfig(output_dir='run')\n",
+    'add_weighted_adapter(..., combination_type="cat")': "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_adapter('b', LoraConfig(r=2, target_modules='all-linear'))\nmodel.add_weighted_adapter(['default', 'b'], [1.0, 1.0], 'both', combination_type='cat')",
     'save_model(trainer.method.model, tokenizer, "adapters/polite")': SFT.replace("few)", "few, model=dict(lora=dict(r=2)))").replace("model, tokenizer, rows", "None, None, rows"),
     "trainer.train()": SFT, "trainer.fit()": SFT, "trainer.evaluate(eval_dataset)": SFT + "trainer.fit(); eval_dataset = rows[:4]\n", "trainer.predict(rows)": SFT + "trainer.fit()\n",
     "dtype = torch.bfloat16": "",
@@ -88,7 +90,7 @@ RUN: dict[str, str] = {  # a suggestion, and lines that hold it; of a fence, and
 }  # fmt: skip
 ELSEWHERE = {  # what another file runs: its name, and the words that do
     'fork("runs/ppo", 40, kl_coef=0.05)': ("tests/test_fork.py", "fork("), 'rlhf_nb.push_to_hub("runs/grpo", "owner/name")': ("tests/test_hub_push.py", "push_to_hub(run"),
-    "trainer.push_to_hub()": ("tests/test_hub_push.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
+    "trainer.push_to_hub()": ("tests/test_trl_scripts.py", ".push_to_hub("), "args=TrainingArguments(...)": ("tests/test_trl_scripts.py", "TrainingArguments("),
     "PPOTrainer(model, ref_model, reward_model, value_model, ...)": ("tests/test_trl_scripts.py", "PPOTrainer("), "from openai import OpenAI": ("tests/test_serve.py", ".chat.completions.create("),
     "step_scorer(load_process_reward(FOLDER))": ("nbs/rewards/process.ipynb", "step_scorer("), "torch.export.load(...).module()": ("tests/test_export.py", "torch.export.load("),
     "engine.prepare(module, settings)": ("nbs/run/engine.ipynb", ".prepare("), "engine.generation_mode()": ("nbs/run/engine.ipynb", ".generation_mode("),
@@ -98,7 +100,7 @@ SPOKEN_OF = {  # no advice: what a class must have, what we call, what a functio
     "model(...)", "decode(encode(x)) == x", "frozen_modules()", "controls()", "fit()", "import rlhf_nb", "Rewards(rollout, needed=False)", "reset(**row)", "get_reward()",
     "f(prompts, completions)", "XmodPreTrainedModel.set_default_language()", "time() - rlhf_nb_monitor_time_seconds > 7200", "exp(reward / tau)", "use_fast(False)",
     "len(prompt_ids)", "torch.cuda.is_bf16_supported()", "from rlhf_nb.pipeline.sweep import serve_jobs", "serve_jobs()", "score(completions)", "reset(self, row, seed)",
-    "step(self, turn)", "step(turn)", "denominators()", "f(prompts, completions, **columns)", "from rlhf_nb import SFTConfig, SFTTrainer",
+    "step(self, turn)", "step(turn)", "denominators()", "from rlhf_nb import SFTConfig, SFTTrainer",
 }  # fmt: skip
 OF_WHAT_IS_CALLED = {"fit"}  # of the trainer at hand
 SAID = [*((s, "") for s in suggestions.python_on_pages()), *suggestions.python_in_messages()]
