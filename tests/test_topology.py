@@ -15,7 +15,7 @@ from rlhf_nb.config import LoraSettings
 from rlhf_nb.core import ConfigError, ModelError, decide_precision
 from rlhf_nb.models.adapters import add_lora
 from rlhf_nb.scale.plan import ASSUMPTIONS, plan, plan_table, sent_per_step, smallest_group
-from rlhf_nb.scale.predict import Machine, machine, predict_step, simulate
+from rlhf_nb.scale.predict import Machine, named_gpu, predict_step, simulate_failures
 from rlhf_nb.scale.topology import (
     MOMENTS,
     NUMBER_FORMATS,
@@ -172,17 +172,17 @@ def test_a_machine_of_ones_own(wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     rates = dict.fromkeys(Machine._fields[1:], 2.0e12)
     path.write_text("\n".join(f"{k}: {v:.1e}" for k, v in rates.items()), encoding="utf-8")
-    assert machine(str(path)) == Machine("mine", **rates)
+    assert named_gpu(str(path)) == Machine("mine", **rates)
     key = wrong.split(":")[0]
     kept = [f"{k}: {v:.1e}" for k, v in rates.items() if k != key]
     path.write_text("\n".join([*kept, wrong]), encoding="utf-8")
     with pytest.raises(ConfigError, match=key):
-        machine(str(path))
+        named_gpu(str(path))
 
 
 def test_a_step_has_its_parts() -> None:
     """A method without answers of its own draws none; twice the GPUs halve the update; a link that is slower is waited for."""
-    h100 = machine("h100")
+    h100 = named_gpu("h100")
     job = Job("dpo", 512, 512, token_budget=8192, mini_batch=512)
     two, four = (predict_step(BIG, plan(BIG, job, n), h100) for n in (64, 128))
     assert two.generate == 0 and two.score > 0 and 0.4 < four.update / two.update < 0.6
@@ -192,8 +192,8 @@ def test_a_step_has_its_parts() -> None:
 
 def test_failures_take_their_share() -> None:
     """All time is accounted for; without failures only saving is lost, and a cluster that fails always keeps nothing."""
-    run = simulate(10.0, 1000, 200, save=20, between=5000, seed=1)
+    run = simulate_failures(10.0, 1000, 200, save=20, between=5000, seed=1)
     kept = run.useful + run.lost + run.saving + run.restarting
     assert run.failures > 10 and abs(kept - 1) < 1e-9 and 0 < run.useful < 1
-    assert simulate(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
-    assert simulate(10.0, 10_000, 1, every=3600, between=1.0).steps == 0
+    assert simulate_failures(10.0, 1, 10, save=0.001, between=1e12).useful > 0.99
+    assert simulate_failures(10.0, 10_000, 1, every=3600, between=1.0).steps == 0

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..scale.cost import estimate
-from ..scale.predict import machine, plan_report
+from ..scale.predict import named_gpu, plan_report
 from .stages import PipelineConfig, RLHFPipeline, make_base
 from ..console import tell
 from ..config import DataConfig, ModelConfig, TrainConfig
@@ -507,7 +507,7 @@ def plan_for(
     model = world.model().config if world and world.model else place
     shape = decoder_shape(pretrained(AutoConfig, place) if place.endswith(".gguf") else model)
     inner = getattr(config, "num_inner_epochs", 1)
-    return plan_report(shape, job, gpus, machine(on) if on else None, memory, host, settings, price, hours, inner)
+    return plan_report(shape, job, gpus, named_gpu(on) if on else None, memory, host, settings, price, hours, inner)
 
 
 def usual_lengths(rows: list[Row], tokenizer: Any, config: Any) -> tuple[int, int]:

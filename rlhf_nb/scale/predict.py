@@ -21,9 +21,9 @@ from rlhf_nb.scale.topology import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['ELEMENTWISE', 'ATTENTION', 'READS', 'WIRE', 'DRAW', 'ADAM', 'GPU_HOURS', 'STORES', 'Machine', 'machine', 'speed_of',
+__all__ = ['ELEMENTWISE', 'ATTENTION', 'READS', 'WIRE', 'DRAW', 'ADAM', 'GPU_HOURS', 'STORES', 'Machine', 'named_gpu', 'speed_of',
            'StepTime', 'predict_step', 'useful_share', 'plan_report', 'save_seconds', 'best_interval', 'Endured',
-           'simulate']
+           'simulate_failures']
 
 # %% ../../nbs/scale/predict.ipynb #0bc505ce
 class Machine(NamedTuple):
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
     products: float  # share of `flops` that long products reach
 
 
-def machine(name: str) -> Machine:
+def named_gpu(name: str) -> Machine:
     """A kind of GPU.
 
     Args:
@@ -56,7 +56,8 @@ def machine(name: str) -> Machine:
     wrong |= {k for k, v in stated.items() if type(v) not in (int, float) or not 0 < v < math.inf}
     if wrong:
         raise ConfigError(
-            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or no positive number. A machine has {numbers}."
+            f"{name}: {', '.join(sorted(map(str, wrong)))} is missing, unknown or no positive number. A machine has "
+            f"{numbers}."
         )
     return Machine(Path(name).stem.lower(), **stated)
 
@@ -163,7 +164,8 @@ def useful_share(model: Any, job: Job, seconds: float, gpus: int, gpu: Machine, 
 
 def plan_report(
     model: Any, job: Job, gpus: Sequence[int], gpu: Machine | None = None, memory: float | None = None,
-    host: float | None = None, settings: str = "...", price: float | None = None, hours: float | None = None, inner: int = 1,
+    host: float | None = None, settings: str = "...", price: float | None = None, hours: float | None = None,
+    inner: int = 1,
 ) -> str:  # fmt: skip
     """`plan_table`, and what each plan costs on a kind of GPU, as Markdown.
 
@@ -199,7 +201,7 @@ def plan_report(
         lasts = (
             ""
             if hours is None
-            else f" {1 - simulate(took.seconds, n, hours, save=save_seconds(shape, found)).useful:.1%} |"
+            else f" {1 - simulate_failures(took.seconds, n, hours, save=save_seconds(shape, found)).useful:.1%} |"
         )
         lines.append(f"| {n:,} | {parts} | {mfu:.0%} |{cost}{lasts}")
     note = (
@@ -248,7 +250,7 @@ class Endured(NamedTuple):
     restarting: float
 
 
-def simulate(
+def simulate_failures(
     seconds: float, gpus: int, hours: float, *, save: float = 60.0, restart: float = 600.0, every: float | None = None,
     between: float = GPU_HOURS, spread: float = 0.0, seed: int = 0,
 ) -> Endured:  # fmt: skip
