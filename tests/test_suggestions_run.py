@@ -144,14 +144,15 @@ def filled(line: Suggestion) -> list[str]:
     if "--resume" in words and "--config" not in words:
         words[1:1] = ["--config", "runs/ppo"]
     if (
-        words[0] in (kind, "launch", "doctor", "sweep")
+        words[0] in (kind, "launch", "doctor", "sweep", "plan")
         and kind in known_methods()
         and not {"--config", "--toy"} & {*words}
     ):
         said = [w.partition("=")[0] for w in words]
         file = {"sft": "sft.jsonl", "process": "steps.jsonl"}.get(kind, "prompts.jsonl" if online else "pairs.jsonl")
         fill = {"model.name_or_path": "tiny", "data.path": file} | ({"reward": "runs/reward/model"} if online else {})
-        whole = more or words[0] in ("launch", "doctor", "sweep") or set(fill) - {"reward"} <= {*said}
+        fill = {"model.name_or_path": "tiny"} if words[0] == "plan" else fill
+        whole = more or words[0] in ("launch", "doctor", "sweep", "plan") or set(fill) - {"reward"} <= {*said}
         assert whole or line.text in PARTS, f"{line.where}: {line.text!r} can't run as it is"
         words += [f"{k}={v}" for k, v in fill.items() if k not in said and "rewards" not in said]
     return words
