@@ -33,8 +33,8 @@ _all_ = ["find_config", "recipe_kind", "recipes"]
 # %% auto #0
 __all__ = ['app', 'config_app', 'runs_app', 'STORY', 'Runs', 'Commands', 'ConfigCommands', 'with_methods', 'TrainingCommand',
            'demo', 'config_show', 'config_init', 'doctor_command', 'data_command', 'watch', 'metrics', 'report',
-           'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command', 'find_config', 'recipe_kind',
-           'recipes']
+           'learn_command', 'runs_list', 'rollback', 'plan_command', 'config_accelerate', 'launch_command',
+           'find_config', 'recipe_kind', 'recipes']
 
 # %% ../../nbs/cli/main.ipynb #e5be3d46
 class Commands(typer.core.TyperGroup):
@@ -420,6 +420,18 @@ def report(
         _tell(f"{made}\nOpen it: {made.resolve().as_uri()}", err=False)
 
 # %% ../../nbs/cli/main.ipynb #93000002
+@app.command("learn")
+def learn_command(
+    words: list[str] = typer.Argument(None, metavar="[quiz N [LETTERS] | submit NAME | grade FOLDER]"),
+    debug: bool = Debug,
+) -> None:
+    """How far you are in the course; or take a quiz, hand in what you solved, or run a folder of such files again."""
+    with told(debug):
+        import rlhf_nb.learn as course
+
+        _tell(course.course_command(words or []), err=False)
+
+
 @runs_app.command("list")
 def runs_list(folder: Path = typer.Argument(Path("runs"), help="and three levels below"), debug: bool = Debug) -> None:
     """List the runs in a folder, the newest last: how far each is, and what it left."""
