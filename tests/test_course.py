@@ -201,11 +201,15 @@ FAKES = {  # what a submission may try to be called right, or to leave behind
 }
 
 
-@pytest.mark.parametrize("name", ["replies", *(pytest.param(n, marks=pytest.mark.slow) for n in FAKES if n != "replies")])
+@pytest.mark.parametrize(
+    "name", ["replies", *(pytest.param(n, marks=pytest.mark.slow) for n in FAKES if n != "replies")]
+)
 def test_a_submission_cannot_fake_its_verdict(name: str, tmp_path: Path) -> None:
     """Its process gives values; truth and verdict are elsewhere, and the fences hold."""
     target = tmp_path / "owned"
-    assert run_again("rloo", FAKES[name].replace("{path!r}", repr(str(target))).replace("{{", "{").replace("}}", "}"), 3) in ("wrong", "crashed")
+    assert run_again(
+        "rloo", FAKES[name].replace("{path!r}", repr(str(target))).replace("{{", "{").replace("}}", "}"), 3
+    ) in ("wrong", "crashed")
     assert not target.exists()
 
 
@@ -214,5 +218,7 @@ def test_submissions_may_use_torch_and_numpy() -> None:
     torch_way = "def f(s):\n    x = torch.tensor(s, requires_grad=True)\n    ((x.sum() ** 2 - x.square().sum()) / 2).backward()\n"
     torch_way += "    return x.detach() - x.grad / (len(s) - 1)"
     assert run_again("rloo", torch_way, 3) == "right"
-    assert run_again("rloo", "def f(s):\n    s = np.array(s)\n    return s - (s.sum() - s) / (len(s) - 1)", 3) == "right"
+    assert (
+        run_again("rloo", "def f(s):\n    s = np.array(s)\n    return s - (s.sum() - s) / (len(s) - 1)", 3) == "right"
+    )
     assert run_again("rloo", "def f(s): return [x - sum(s) / len(s) for x in s]", 3) == "nearly"
