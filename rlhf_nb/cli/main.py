@@ -480,12 +480,12 @@ def plan_command(
         from rlhf_nb.pipeline.doctor import cost_here, plan_for
 
         if kind == "run":
-            raise ConfigError("a pipeline is planned stage by stage: name a method, for example `rlhf-nb plan ppo`.")
+            raise ConfigError("plan a pipeline stage by stage: `rlhf-nb plan ppo model.name_or_path=MODEL`.")
         cfg = load_config(kind, config, overrides, toy)
         if not isinstance(cfg, TrainConfig):
             raise ConfigError(
-                f"{kind} trains nothing, it only writes rows: plan what is trained on them, for example `rlhf-nb plan "
-                "dpo`."
+                f"{kind} trains nothing, it only writes rows: plan what is trained on them: `rlhf-nb plan dpo "
+                "model.name_or_path=MODEL`."
             )
         given = typed(config, toy, overrides)
         say_what_to_train("plan", kind, cfg, given)
@@ -533,8 +533,8 @@ def launch_command(
 
         if kind == "run":
             raise ConfigError(
-                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} "
-                f"strategy={strategy}."
+                f"a pipeline starts its stages' processes itself: rlhf-nb run processes={processes} strategy={strategy}"
+                f"{''.join(f' {shlex.quote(word)}' for word in typed(config, toy, overrides))}"
             )
         cfg = with_proxy(kind, load_config(kind, config, overrides, toy), toy)
         say_what_to_train("launch", kind, cfg, typed(config, toy, overrides))
